@@ -23,9 +23,8 @@ from groupwise.fleet.up import Hosts
 from groupwise.fleet.verbs import jobs, machines
 from groupwise.hosts.files import BlobStore
 from tests.in_process_fleet import SOMEBODY, NoChance, SilentBell, nothing, quick
+from tests.processes import TIMEOUT_S
 
-LONGEST = 60.0
-"""Seconds for anything, on a machine with other work."""
 PACE = Pace(interval=0.3, longest=0.3, listed=0.1, spread=0.0, least=0.1)
 SAYS = """\
 import os, pathlib, sys
@@ -105,7 +104,7 @@ class ClusterFleet:
     async def until_dead(self) -> None:
         """The dispatcher whose hook says so."""
         [task] = [t for each, t in self._playing.items() if not isinstance(each, Poller)]
-        await asyncio.wait([task], timeout=LONGEST)
+        await asyncio.wait([task], timeout=TIMEOUT_S)
         assert isinstance(task.exception(), BaseExceptionGroup | Death)
         self.database.run(lambda s: s.execute(update(Attempt).values(lease_until=0.0)))
         self._playing = {each: t for each, t in self._playing.items() if t is not task}
@@ -169,12 +168,12 @@ class ClusterFleet:
 
     async def until(self, condition: Callable[[], Any], what: str) -> Any:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LONGEST):
+            async with asyncio.timeout(TIMEOUT_S):
                 while not (found := condition()):  # noqa: ASYNC110  (of what other processes do)
                     await asyncio.sleep(0.05)
                 return found
         rows = self.database.read(lambda s: [(j.job_id, j.status) for j in s.scalars(select(Job))])
-        raise AssertionError(f"waited in vain for {what}: {rows}\n{self.cluster_log()}")
+        raise AssertionError(f"timed out waiting for {what}: {rows}\n{self.cluster_log()}")
 
     async def until_is(self, job_id: str, status: str) -> None:
         await self.until(lambda: self.job(job_id)["status"] == status, f"{job_id} is {status}")

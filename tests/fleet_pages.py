@@ -17,7 +17,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +27,13 @@ import pytest
 
 from groupwise.cli.main import main
 from tests import nats, postgres
+from tests.processes import wait_until
 from tests.ssh_hosts import Host, loopback_hosts
 
 T = TypeVar("T")
 ROLES = ("up", "poller", "dispatcher", "requeue", "tracker", "api")
 API = "http://127.0.0.1:8010"
-SECONDS = 120.0
-"""For anything, on a machine with other work."""
+TIMEOUT_S = 120.0
 QUICK = {"POLL_SECONDS": "1", "SWEEP_SECONDS": "0.5"}
 ONE_THREAD = ("--env", "OMP_NUM_THREADS=1", "--env", "OMP_WAIT_POLICY=PASSIVE")
 """For a training beside other tests."""
@@ -75,7 +74,7 @@ class FleetDocRunner:
             process.terminate()
         try:
             for process in self._running.values():
-                process.wait(SECONDS)
+                process.wait(TIMEOUT_S)
         finally:
             for process in self._running.values():
                 process.kill()
@@ -94,7 +93,7 @@ class FleetDocRunner:
             case ["vm", "add", vm, *options]:
                 self._run(["vm", "add", vm, *self._machine(vm, options)])
             case ["retry", job, *_]:
-                self.until(lambda: self._status(job) in ("failed", "cancelled"), f"{job} ends")
+                self.until(lambda: self._status(job) in ("failed", "cancelled"), f"{job} to end")
                 self._run(words)
             case ["submit", *_] if "--kind" in words or "hugging_face.py" in words:
                 self._run(["submit", *ONE_THREAD, *words[1:]])
@@ -160,9 +159,9 @@ class FleetDocRunner:
                 start_new_session=True,
             )
         if role == "up":
-            self.until(lambda: "Ready." in self._said(), "the fleet is ready")
+            self.until(lambda: "Ready." in self._said(), "the fleet to be ready")
         if role in ("up", "api"):
-            self.api = self.until(lambda: self._address(role), "the fleet tells its address")[-1]
+            self.api = self.until(lambda: self._address(role), "the address of the fleet")[-1]
 
     def _address(self, role: str) -> list[str]:
         said = (self._logs / role).read_text()
@@ -172,7 +171,7 @@ class FleetDocRunner:
         for process in self._running.values():
             process.terminate()
         for role, process in self._running.items():
-            assert process.wait(SECONDS) == 0, f"{role}\n{self._said()}"
+            assert process.wait(TIMEOUT_S) == 0, f"{role}\n{self._said()}"
         self._running.clear()
 
     def _machine(self, vm: str, options: list[str]) -> list[str]:
@@ -225,13 +224,11 @@ class FleetDocRunner:
         return "\n".join(path.read_text() for path in sorted(self._logs.iterdir()))
 
     def until(self, condition: Callable[[], T], what: str) -> T:
-        """What the condition gives once it holds."""
-        end = time.monotonic() + SECONDS
-        while not (found := condition()):
-            assert time.monotonic() < end, f"{what} within {SECONDS} s\n{self._said()}"
+        def found() -> T:
             assert all(each.poll() is None for each in self._running.values()), self._said()
-            time.sleep(0.1)
-        return found
+            return condition()
+
+        return wait_until(found, what, TIMEOUT_S, self._said)
 
 
 def _fingerprint(host: Host) -> str:

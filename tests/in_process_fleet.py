@@ -33,12 +33,11 @@ from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Host
 from groupwise.testing.fake_hosts import FakeHosts
 from tests.history_checker import assert_no_violations
+from tests.processes import TIMEOUT_S
 
 Row = TypeVar("Row")
 
 SOMEBODY = Actor("user:test")
-LONGEST = 60.0
-"""Seconds after which a test that waits has failed."""
 
 
 class NoChance(random.Random):
@@ -203,7 +202,7 @@ class InProcessFleet:
     async def until(self, condition: Callable[[], bool], *, ticks: bool = True) -> None:
         """Let machines work and dispatchers run until it holds."""
         try:
-            async with asyncio.timeout(LONGEST):
+            async with asyncio.timeout(TIMEOUT_S):
                 while True:
                     self.note()
                     if condition():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
+
+from tests.processes import wait_until
 
 ROOT = Path(__file__).parents[1]
 
@@ -103,10 +104,7 @@ def in_its_fourth_step(kernel: Kernel, folder: Path, seconds: float) -> str:
     step = folder / "step"
     step.unlink(missing_ok=True)
     cell = kernel.begin(TRAIN_WAITING)
-    end = time.monotonic() + seconds
-    while not (step.exists() and step.read_text() == "3"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: step.exists() and step.read_text() == "3", "the fourth step", seconds)
     return cell
 
 

@@ -34,8 +34,8 @@ from groupwise.testing.fake_modal import FakeModal
 from tests import fake_aws, ray_cluster, ssh_hosts
 from tests import slurm as real_slurm
 
-SOON = 20.0
-"""Seconds for an answer."""
+TIMEOUT_S = 20.0
+"""For one answer."""
 SAVES = """\
 import hashlib, json, os, pathlib, signal, sys, time
 def save(step, data):
@@ -114,7 +114,7 @@ async def until(backend: Backend, handle: Handle, what: Callable[[Status], Any])
     """The first status of which that holds."""
     status = await backend.status(handle)
     while not what(status):
-        status = await backend.wait(handle, status, SOON)
+        status = await backend.wait(handle, status, TIMEOUT_S)
     return status
 
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.processes import TIMEOUT_S, wait_until
 from tests.required_programs import require_programs, with_parent_death_signal
 
 TOKEN = "canary-of-nats-6e5b"
-SECONDS = 20.0
-"""For a start, on a machine with other work."""
 
 
 class Nats:
@@ -59,23 +58,24 @@ class Nats:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        deadline = time.monotonic() + SECONDS
-        while True:
-            assert self._process.poll() is None, self.log()
-            assert time.monotonic() < deadline, self.log()
+        process = self._process
+
+        def answers() -> bool:
+            assert process.poll() is None, self.log()
             with (
                 contextlib.suppress(OSError),
                 socket.create_connection(("127.0.0.1", self.port), 1) as probe,
             ):
-                if probe.recv(4) == b"INFO":
-                    return
-            time.sleep(0.01)
+                return probe.recv(4) == b"INFO"
+            return False
+
+        wait_until(answers, "NATS", details=self.log)
 
     def kill(self) -> None:
         """`kill -9`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(SECONDS)
+        self._process.wait(TIMEOUT_S)
         self._process = None
 
     def freeze(self) -> None:
@@ -135,7 +135,7 @@ class Nats:
     @contextlib.contextmanager
     def _connected(self):
         with (
-            socket.create_connection(("127.0.0.1", self.port), SECONDS) as connection,
+            socket.create_connection(("127.0.0.1", self.port), TIMEOUT_S) as connection,
             connection.makefile("rb") as lines,
         ):
             assert lines.readline().startswith(b"INFO ")

@@ -13,21 +13,19 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 
 from tests.ports import free_port
+from tests.processes import TIMEOUT_S, wait_until
 from tests.required_programs import skip_or_fail, with_parent_death_signal
 
 PLACES = (
     *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True),
     Path("/usr/local/pgsql/bin"),
 )
-SECONDS = 30.0
-"""For a start, on a machine with other work."""
 SETTINGS = """
 listen_addresses = '127.0.0.1'
 fsync = on
@@ -66,7 +64,7 @@ class Postgres:
             os.chown(self.folder, self._user.pw_uid, self._user.pw_gid)
         command = "-U fleet -A trust --no-locale -E UTF8 --no-sync".split()
         made = self._popen([self.place / "initdb", "-D", self.folder / "data", *command])
-        assert made.wait(SECONDS) == 0, self.log()
+        assert made.wait(TIMEOUT_S) == 0, self.log()
         with (self.folder / "data" / "postgresql.conf").open("a") as settings:
             settings.write(f"{SETTINGS}port = {self.port}\n")
 
@@ -93,15 +91,16 @@ class Postgres:
         """Returns when it takes connections."""
         assert self._process is None
         self._process = self._popen([self.place / "postgres", "-D", self.folder / "data"])
-        deadline = time.monotonic() + SECONDS
-        while True:
-            try:
+        process = self._process
+
+        def answers() -> bool:
+            assert process.poll() is None, self.log()
+            with contextlib.suppress(psycopg.OperationalError):
                 psycopg.connect(self.url("postgres"), connect_timeout=2).close()
-                return
-            except psycopg.OperationalError:
-                assert self._process.poll() is None, self.log()
-                assert time.monotonic() < deadline, self.log()
-                time.sleep(0.02)
+                return True
+            return False
+
+        wait_until(answers, "PostgreSQL", details=self.log)
 
     def kill(self) -> None:
         """`kill -9`, its children after it; returns when all are gone, so that `start` finds nobody."""
@@ -126,15 +125,12 @@ class Postgres:
         assert self._process is not None
         children = _children(self._process.pid)
         self._process.send_signal(how)
-        self._process.wait(SECONDS)
+        self._process.wait(TIMEOUT_S)
         self._process = None
         for child in children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-        deadline = time.monotonic() + SECONDS
-        while any(_alive(child) for child in children):
-            assert time.monotonic() < deadline, "children of PostgreSQL live on"
-            time.sleep(0.005)
+        wait_until(lambda: not any(map(_alive, children)), "the end of PostgreSQL's children")
 
     def url(self, database: str) -> str:
         """As it is given to `connect`."""

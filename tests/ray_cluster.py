@@ -24,6 +24,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from tests.ports import free_port
+from tests.processes import TIMEOUT_S, wait_until
 from tests.required_programs import skip_or_fail
 from tests.slurm import read, started_with
 
@@ -32,8 +33,6 @@ PYTHON = Path(
     "bin/python",
 )
 """Of its environment, wherever a test has its home."""
-SOON = 90.0
-"""For a start, on a machine with other work; alone it takes three seconds."""
 REPORTS_EVERY = 1
 """Seconds between Ray's reports of what is in use."""
 SMALLEST_STORE = 80_000_000
@@ -166,14 +165,14 @@ class Ray:
         self._watch.stdin.flush()
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """That holds, soon."""
-        until = time.monotonic() + SOON
-        while True:
+        """Until then Ray's API may be away."""
+
+        def holds_now() -> bool:
             with suppress(URLError, ConnectionError):
-                if holds():
-                    return
-            assert time.monotonic() < until, (self.folder / "said").read_text()
-            time.sleep(0.05)
+                return holds()
+            return False
+
+        wait_until(holds_now, "Ray", details=(self.folder / "said").read_text)
 
     def idle(self) -> None:
         """Nothing is in use, by a report of Ray that is late enough to know how the last job ended."""
@@ -234,7 +233,7 @@ class Ray:
         if self._watch is not None:
             assert self._watch.stdin is not None
             self._watch.stdin.close()
-            self._watch.wait(SOON)
+            self._watch.wait(TIMEOUT_S)
             self._watch = None
 
 

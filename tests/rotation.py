@@ -44,5 +44,5 @@ def rotating_params(
     now = [
         pytest.param(each, id=name(each), marks=marks) for each in items[turn() % parts :: parts]
     ]
-    long = (*marks, pytest.mark.soak(suite=suite))
-    return now + [pytest.param(each, id=f"all: {name(each)}", marks=long) for each in items]
+    soak = (*marks, pytest.mark.soak(suite=suite))
+    return now + [pytest.param(each, id=f"all: {name(each)}", marks=soak) for each in items]

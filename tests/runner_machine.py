@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 from groupwise.hosts import runner
 from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.hosts.framing import AnswerReader
-from tests.processes import is_gone
+from tests.processes import TIMEOUT_S, is_gone, wait_until
 
 SOURCE = Path(__file__).parents[1] / "groupwise" / "hosts" / "runner.py"
 REAL = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
@@ -29,8 +28,6 @@ FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
 HERE = frozenset(
     "status touch missing manifest read gather keep log put observe release kill void forget".split()
 )
-PATIENCE = 60.0
-"""Seconds after which what should come will not."""
 
 
 def oldest_python() -> str | None:
@@ -78,17 +75,6 @@ class _Answered(Exception):
 
 def _answered(body: dict[str, Any], data: bytes = b"") -> NoReturn:
     raise _Answered(body, data)
-
-
-def until(condition: Callable[[], Any], what: str = "it") -> Any:
-    """Its first true value."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        found = condition()
-        if found:
-            return found
-        assert time.monotonic() < end, f"waited {PATIENCE} s in vain for {what}"
-        time.sleep(0.01)
 
 
 def request(body: Mapping[str, Any], payload: bytes = b"") -> bytes:
@@ -158,7 +144,7 @@ class Machine:
         assert process.stderr is not None
         with process.stdout, process.stderr:
             out, complaints = process.stdout.read(), process.stderr.read()
-        process.wait(PATIENCE)
+        process.wait(TIMEOUT_S)
         assert not complaints, complaints.decode()
         reader = AnswerReader()
         assert reader.feed(out), out
@@ -231,13 +217,14 @@ class Machine:
 
     def comes_to(self, state: str, job: str = "job", epoch: int = 1) -> dict[str, Any]:
         """Wait until the attempt is in that state; for "exited", until its supervisor has ended too. No contact for the deadman."""
-        end = time.monotonic() + PATIENCE
-        while (found := self.status(job, epoch))["state"] != state:
-            assert time.monotonic() < end, f"{found} is not {state}: {self.complaints(job, epoch)}"
-            time.sleep(0.01)
+        found = wait_until(
+            lambda: (s := self.status(job, epoch))["state"] == state and s,
+            state,
+            details=lambda: (self.status(job, epoch), self.complaints(job, epoch)),
+        )
         written = runner.read_json(str(self.folder(job, epoch) / "state.json")) or {}
         if state == "exited" and (supervisor := written.get("supervisor")):
-            until(lambda: is_gone(supervisor), "the end of the supervisor")
+            wait_until(lambda: is_gone(supervisor), "the end of the supervisor")
         return found
 
     def folder(self, job: str = "job", epoch: int = 1) -> Path:
@@ -260,7 +247,7 @@ class Machine:
         """As an out-of-memory killer would."""
         pid = self.state(job, epoch)["supervisor"]
         os.kill(pid, signal.SIGKILL)
-        until(lambda: is_gone(pid), "the end of the supervisor")
+        wait_until(lambda: is_gone(pid), "the end of the supervisor")
 
     def written(self, name: str, job: str = "job", epoch: int = 1) -> str:
         """A file of the working folder, as soon as it has a whole line."""
@@ -272,7 +259,7 @@ class Machine:
                 return text if text.endswith("\n") else ""
             return ""
 
-        return until(line, name)
+        return wait_until(line, name)
 
     def put(self, *blobs: bytes) -> list[str]:
         shas = [hashlib.sha256(blob).hexdigest() for blob in blobs]
@@ -303,7 +290,7 @@ class Machine:
                 (runner.read_json(attempt.at("state.json")) or {}).get("cgroup")
             )
             group.kill()
-            until(lambda group=group: not remains(group), "the end of its control groups")
+            wait_until(lambda group=group: not remains(group), "the end of its control groups")
         runner.remove_stray_groups(root)
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,9 +15,9 @@ from getpass import getuser
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.processes import wait_until
 
 NODES = ("n1", "n2")
-SOON = 90.0
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -123,24 +122,21 @@ class Cluster:
 
     def until_ready(self) -> None:
         """All nodes take jobs."""
-        until = time.monotonic() + SOON
-        while True:
+
+        def all_take_jobs() -> bool:
             with suppress(subprocess.CalledProcessError):
-                idle = self.run(
-                    "sinfo", "-h", "-N", "-p", "gpu", "-t", "idle,mix,alloc", "-o", "%N"
-                )
-                if len(idle.split()) == len(NODES):
-                    return
-            assert time.monotonic() < until, (self.folder / "controller.out").read_text()
-            time.sleep(0.05)
+                options = ("-h", "-N", "-p", "gpu", "-t", "idle,mix,alloc", "-o", "%N")
+                return len(self.run("sinfo", *options).split()) == len(NODES)
+            return False
+
+        log = self.folder / "controller.out"
+        wait_until(all_take_jobs, "all nodes", details=log.read_text)
 
     def until_saved(self, name: str) -> None:
         """The controller has written a job down whose name begins so. It does that some seconds after it has taken it; killed before, it
         forgets the job, and gives its number to the next one, which the node then takes for the first."""
-        until = time.monotonic() + SOON
-        while name.encode() not in read(self.folder / "state" / "job_state"):
-            assert time.monotonic() < until, f"{name} is not written down"
-            time.sleep(0.05)
+        file = self.folder / "state" / "job_state"
+        wait_until(lambda: name.encode() in read(file), f"{name} in {file}")
 
     def end(self) -> None:
         """All of it."""

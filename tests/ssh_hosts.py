@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.ports import free_port
+from tests.processes import TIMEOUT_S, wait_until
 from tests.required_programs import (
     SEARCH_PATH,
     require_programs,
@@ -40,8 +40,6 @@ from tests.required_programs import (
 if TYPE_CHECKING:
     from groupwise.hosts.ssh import Address
 
-SECONDS = 20.0
-"""For a start, on a machine with other work."""
 SUBNET = "10.77.0"
 FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
 
@@ -156,15 +154,14 @@ def _keygen(path: Path, kind: str = "ed25519") -> None:
 
 
 def _until_it_answers(address: str, port: int, alive: Any, log: Any) -> None:
-    deadline = time.monotonic() + SECONDS
-    while True:
+    def answers() -> bool:
+        assert alive(), log()
         with contextlib.suppress(OSError), socket.create_connection((address, port), 0.2) as probe:
             probe.settimeout(1)
-            if probe.recv(4) == b"SSH-":
-                return
-        assert alive(), log()
-        assert time.monotonic() < deadline, log()
-        time.sleep(0.01)
+            return probe.recv(4) == b"SSH-"
+        return False
+
+    wait_until(answers, "sshd", details=log)
 
 
 # --- Plain ones, on loopback ----------------------------------------------------------------------
@@ -253,7 +250,7 @@ class LoopbackHost(Host):
     def close(self) -> None:
         """Nothing of it is left."""
         if self._supervisor is not None:
-            self._supervisor.communicate(timeout=SECONDS)
+            self._supervisor.communicate(timeout=TIMEOUT_S)
             self._supervisor = None
 
     def _order(self, what: str) -> None:
@@ -502,21 +499,19 @@ class FullHost(Host):
 
     def _end(self) -> None:
         os.kill(self._init, signal.SIGKILL)
-        self._holder.wait(SECONDS)
+        self._holder.wait(TIMEOUT_S)
         self._holder = None
         with contextlib.suppress(AssertionError):  # it goes with the machine, a little later
             _run(f"ip link del v{self.number}")
 
     def _first_process(self) -> int:
         pid = self._holder.pid
-        deadline = time.monotonic() + SECONDS
-        while True:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            if children:
-                return int(children[0])
+
+        def children() -> list[str]:
             assert self.is_on(), (self.folder / "console.log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+            return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+        return int(wait_until(children, "the machine's first process")[0])
 
 
 @contextlib.contextmanager

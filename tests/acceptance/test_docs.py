@@ -117,7 +117,7 @@ SMALL = {
     "algorithm.beta": 0.01,
 }
 """With beta a step computes something even where all rewards are the same, as those of the tiny model mostly are."""
-LONGEST = 8
+MAX_TOKENS = 8
 """Tokens of a completion, where a config has more: the tiny model mostly goes on to the end."""
 IN_PROCESS = ("configs/quickstart.yaml", "my.yaml")
 """Of which most pages speak: their rewards are scored by worker processes where the quickstart's own commands run, and elsewhere here."""
@@ -201,7 +201,7 @@ def made_small(config: Path, target: Path) -> None:
         content.setdefault("rewards", {})["in_process"] = True
     sampler = content.get("sampler", {})
     if "max_completion_length" in sampler:
-        sampler["max_completion_length"] = min(LONGEST, sampler["max_completion_length"])
+        sampler["max_completion_length"] = min(MAX_TOKENS, sampler["max_completion_length"])
     if first_line_command(config)[-1].isidentifier():
         content.setdefault("task", {})["train_size"] = ROWS
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -502,9 +502,9 @@ def some(pages: Sequence[Path], *marks: Any) -> list[Any]:
 OF_SERVERS = [page for page in ALONE if begins_a_server(page) and page.name not in LAUNCHED]
 OF_JOBS = [page for page in ALONE if page.name in LAUNCHED]
 WITH_COMMANDS = [p for p in ALONE if commands(p) and p not in (*OF_SERVERS, *OF_JOBS)]
-PATIENT = pytest.mark.timeout(300)
+SLOW = pytest.mark.timeout(300)
 """Engines begin, models learn, jobs run one after the other."""
-LONG = (PATIENT, pytest.mark.soak(suite="docs"))
+SOAK = (SLOW, pytest.mark.soak(suite="docs"))
 """Jobs of a page run on every kind of place, which takes a minute and a half."""
 
 
@@ -513,7 +513,7 @@ LONG = (PATIENT, pytest.mark.soak(suite="docs"))
     [
         *some(WITH_COMMANDS),
         *some(OF_SERVERS, pytest.mark.server),
-        *(pytest.param(page, id=f"all: {name(page)}", marks=LONG) for page in OF_JOBS),
+        *(pytest.param(page, id=f"all: {name(page)}", marks=SOAK) for page in OF_JOBS),
     ],
 )
 def test_commands_run(page: Path, after_quickstart: Path, run: Run) -> None:
@@ -575,7 +575,7 @@ def test_python_runs(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    "page", some([p for p in PAGES if p.name in SERVED], pytest.mark.server, PATIENT)
+    "page", some([p for p in PAGES if p.name in SERVED], pytest.mark.server, SLOW)
 )
 def test_a_page_of_the_server_can_be_followed(
     page: Path, run: Run, monkeypatch: pytest.MonkeyPatch
@@ -597,7 +597,7 @@ def test_a_page_of_the_server_can_be_followed(
 
 
 @pytest.mark.parametrize(
-    "page", some([p for p in PAGES if p.name in FLEET], pytest.mark.fleet, PATIENT)
+    "page", some([p for p in PAGES if p.name in FLEET], pytest.mark.fleet, SLOW)
 )
 def test_a_page_of_the_fleet_can_be_followed(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -24,15 +24,15 @@ from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
 MODEL = ModelConfig(name="smollm2-135m-instruct")
 PROMPTS = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
 RATE = 6e-4
-LONG = pytest.mark.soak(suite="learning")
+SOAK = pytest.mark.soak(suite="learning")
 
 
 @pytest.mark.parametrize(
     ("dtype", "updates", "size", "moves", "most"),
     [
         pytest.param("bfloat16", 1, (4, 12), 0.01, 0.03, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 3, (8, 16), 0.2, 0.025, marks=LONG),
-        pytest.param("float32", 1, (8, 16), 0.01, 1e-4, marks=LONG),
+        pytest.param("bfloat16", 3, (8, 16), 0.2, 0.025, marks=SOAK),
+        pytest.param("float32", 1, (8, 16), 0.01, 1e-4, marks=SOAK),
     ],
 )
 def test_it_is_small_and_does_not_grow_with_training(

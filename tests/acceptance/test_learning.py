@@ -31,8 +31,8 @@ pytestmark = pytest.mark.slow
 WORDS = {"x": "ab", "y": "cd", "z": "ef"}
 SEEN, UNSEEN = range(6), range(6, 10)
 ALWAYS = ("dr_grpo",)
-LONG = pytest.mark.soak(suite="learning")
-EACH = [name if name in ALWAYS else pytest.param(name, marks=LONG) for name in sorted(ALGORITHMS)]
+SOAK = pytest.mark.soak(suite="learning")
+EACH = [name if name in ALWAYS else pytest.param(name, marks=SOAK) for name in sorted(ALGORITHMS)]
 
 
 class TwoLetters:
@@ -172,7 +172,7 @@ def test_it_learns_and_what_it_learns_holds_for_prompts_it_never_saw(learnt, alg
     assert found.summary["held_out"]["rises"]
 
 
-@LONG
+@SOAK
 def test_a_lora_adapter_learns_too(model):
     found = trained(model, steps=80, learning_rate=0.005, lora={"r": 8, "alpha": 16})
     assert found.last > 2 * found.first
@@ -206,7 +206,7 @@ OFF_POLICY: dict[str, dict[str, Any]] = {
 }
 
 
-@LONG
+@SOAK
 @pytest.mark.parametrize("way", OFF_POLICY)
 def test_it_learns_off_policy_too(model, way):
     found = trained(model, **OFF_POLICY[way])
@@ -226,7 +226,7 @@ def test_an_honest_reward_that_is_learnt_raises_nothing(learnt):
     assert "warnings" not in found.summary
 
 
-@LONG
+@SOAK
 def test_a_reward_that_pays_for_length_is_told(model, caplog):
     stops = {"max_completion_length": 12, "stop": list("abcd")}
     found = trained(model, (eloquent,), steps=40, sampler=stops, num_generations=8)
@@ -240,7 +240,7 @@ def test_a_reward_that_pays_for_length_is_told(model, caplog):
     assert "groupwise runs rollouts" in told[0]
 
 
-@LONG
+@SOAK
 def test_a_reward_that_pays_for_saying_it_again_is_told(model):
     longer = {"max_completion_length": 8}
     found = trained(model, (cheerful,), steps=40, sampler=longer, num_generations=8)

@@ -43,6 +43,7 @@ from groupwise.hosts.files import BlobStore
 from tests import nats, postgres, ssh_hosts
 from tests.nats import Nats
 from tests.postgres import Postgres
+from tests.processes import TIMEOUT_S, wait_until
 from tests.required_programs import with_parent_death_signal
 from tests.ssh_hosts import FullHost
 
@@ -68,8 +69,6 @@ QUICK = {
 BEGINS = "--- begins"
 LEASE = float(QUICK["LEASE_SECONDS"])
 OPERATOR = Actor("user:test")
-SECONDS = 60.0
-"""For a process to begin or to end, on a machine with other work."""
 
 
 class Control:
@@ -145,7 +144,7 @@ class Control:
 
     def _wait(self) -> int:
         assert self._process is not None
-        return self._process.wait(SECONDS)
+        return self._process.wait(TIMEOUT_S)
 
 
 class FleetProcesses:
@@ -210,14 +209,8 @@ class FleetProcesses:
     def attempts(self, job_id: str) -> list[Attempt]:
         return self.rows(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch))
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-        """Its first true value."""
-        end = time.monotonic() + seconds
-        while not (found := condition()):
-            told = f"waited {seconds:g} s in vain for {what}"
-            assert time.monotonic() < end, f"{told}\n{self.story()}"
-            time.sleep(0.05)
-        return found
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+        return wait_until(condition, what, timeout_s, self.story)
 
     def story(self) -> str:
         """Diagnostics for a failure message: jobs, the last 60 events, the ends of the logs."""

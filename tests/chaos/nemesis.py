@@ -36,8 +36,8 @@ MOST_WAITING = 14
 """Jobs that are not over; beyond that clients wait."""
 OPERATED = 0.02
 """How likely an operator looks, each time that clients do something: without one all machines are cordoned after some minutes."""
-REST = 150.0
-"""Seconds in which a healed fleet has to finish everything."""
+IDLE_TIMEOUT_S = 150.0
+"""In which a repaired fleet must finish everything."""
 MODES = (
     *("n/a", "err", "lost", "lost_exit", "garbage", "truncated", "non_utf8"),
     *("exit9", "no_mig_field", "empty", "apps_fail", "hang"),
@@ -373,8 +373,8 @@ class Nemesis:
             except RunError:
                 return False
 
-        fleet.until(rested, "rest", REST)
-        fleet.until(self._all_is_told, "the tracker", REST)
+        fleet.until(rested, "rest", IDLE_TIMEOUT_S)
+        fleet.until(self._all_is_told, "the tracker", IDLE_TIMEOUT_S)
 
     def _all_is_told(self) -> bool:
         """The tracker has told NATS of every job that ended."""

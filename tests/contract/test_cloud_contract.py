@@ -30,7 +30,7 @@ from groupwise.errors import UsageError
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import Limits
 from tests import launch_backends
-from tests.launch_backends import SAVES, SOON, WAITS, BackendSpec, client, name, tree
+from tests.launch_backends import SAVES, TIMEOUT_S, WAITS, BackendSpec, client, name, tree
 from tests.processes import is_gone
 
 __all__ = ["client", "name"]
@@ -71,9 +71,9 @@ ALSO_AT: dict[str, set[str]] = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     always = {"local", *ALSO_AT.get(metafunc.function.__name__, ())}
-    long = pytest.mark.soak(suite="launch")
+    soak = pytest.mark.soak(suite="launch")
     found = [
-        pytest.param(each, marks=[] if each in always else long)
+        pytest.param(each, marks=[] if each in always else soak)
         for each in launch_backends.BACKENDS
     ]
     metafunc.parametrize("spec", found, indirect=True, scope="module")
@@ -233,11 +233,11 @@ async def test_cancelled_it_has_time_to_save(client: LaunchClient) -> None:
     saves = "signal.signal(signal.SIGTERM, lambda *_: (save(7, b'seven'), sys.exit(0)))\n"
     handle = await client.submit(SAVES + saves + WAITS)
     await client.running(handle)
-    await client.backend.cancel(handle, grace=SOON)
+    await client.backend.cancel(handle, grace=TIMEOUT_S)
     end = await client.ending(handle)
     assert end.outcome is Outcome.CANCELLED
     assert (await client.fetched(handle))["outputs/checkpoints/step-7/w"] == b"seven"
-    await client.backend.cancel(handle, grace=SOON)
+    await client.backend.cancel(handle, grace=TIMEOUT_S)
     assert (await client.backend.status(handle)).ending == end
 
 
@@ -295,7 +295,7 @@ async def test_what_runs_is_not_begun_again_nor_removed_and_its_checkpoints_come
     assert seen.phase is Phase.RUNNING
     began = time.monotonic()
     assert await client.backend.wait(handle, seen, 0.2) == seen
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < TIMEOUT_S
     checkpoint = {f"outputs/checkpoints/step-1/{each}" for each in ("w", "manifest.json")}
     assert (await client.fetched(handle)).keys() == checkpoint
     await client.backend.cancel(handle, grace=0.1)
@@ -315,7 +315,7 @@ async def test_the_log_comes_byte_for_byte_while_it_is_written(client: LaunchCli
         assert len(part.data) <= 777
         data += part.data
         if not part.data:
-            status = await client.backend.wait(handle, status, SOON)
+            status = await client.backend.wait(handle, status, TIMEOUT_S)
     assert data == b"".join(bytes([n % 256]) * (n + 1) for n in range(300))
 
 

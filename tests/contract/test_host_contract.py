@@ -33,7 +33,7 @@ from tests import ssh_hosts
 pytestmark = pytest.mark.fleet
 
 STAND_IN = Path(ssh_hosts.__file__).with_name("fake_runner.py").read_text()
-PLENTY = 30.0
+TIMEOUT_S = 30.0
 
 
 def request(verb: str, payload: bytes = b"", **fields: Any) -> Request:
@@ -87,7 +87,7 @@ async def host(machine: Machine) -> AsyncIterator[Host]:
 
 
 async def ask(host: Host, verb: str, payload: bytes = b"", **fields: Any) -> Answer:
-    return await host.call(request(verb, payload, **fields), timeout=PLENTY)
+    return await host.call(request(verb, payload, **fields), timeout=TIMEOUT_S)
 
 
 async def arrived(marker: Path) -> None:
@@ -122,13 +122,13 @@ async def test_no_answer_in_time_leaves_it_open_what_happened(host: Host) -> Non
 
 
 async def test_who_gives_signs_of_life_is_waited_for_longer(host: Host) -> None:
-    asked = replace(request("echo", signs=11, every=0.25), longest=PLENTY)
+    asked = replace(request("echo", signs=11, every=0.25), longest=TIMEOUT_S)
     assert (await host.call(asked, timeout=2.5)).body["ok"] is True
 
 
 @pytest.mark.parametrize(
     ("signs", "longest", "timeout"),
-    [(0, PLENTY, 1.2), (100, 1.5, 1.2), (100, None, 0.7)],
+    [(0, TIMEOUT_S, 1.2), (100, 1.5, 1.2), (100, None, 0.7)],
     ids=["is silent", "never comes to an end", "should not take long"],
 )
 async def test_nobody_is_waited_for_who(
@@ -183,7 +183,7 @@ async def test_secrets_arrive_and_are_not_shown(host: Host) -> None:
     asked = request("echo")
     hidden = Request("echo", asked.body, secrets={"TOKEN": "canary-7f31"})
     assert "canary-7f31" not in repr(hidden)
-    answer = await host.call(hidden, timeout=PLENTY)
+    answer = await host.call(hidden, timeout=TIMEOUT_S)
     assert answer.body["secrets"] == {"TOKEN": hashlib.sha256(b"canary-7f31").hexdigest()}
 
 

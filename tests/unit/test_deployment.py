@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,14 +32,13 @@ from groupwise.errors import UsageError
 from groupwise.server.settings import ENVIRONMENT, ServerConfig, read_settings
 from groupwise.wire.keys import Role, new_key
 from groupwise.wire.training import MAX_WAIT
+from tests.processes import TIMEOUT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 STATE = "/var/lib/groupwise"
 PREFIX = "/opt/groupwise"
 NOBODY = 65534
-LIMIT = 60.0
-"""Seconds in which a server begins or ends."""
 
 
 # Reading
@@ -304,15 +302,15 @@ def begun(
             stderr=out,
         )
     try:
-        deadline = time.monotonic() + LIMIT
-        while (found := re.search(r"https?://127\.0\.0\.1:\d+", log.read_text())) is None:
+
+        def urls() -> list[str]:
             assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.02)
-        yield process, found[0]
+            return re.findall(r"https?://127\.0\.0\.1:\d+", log.read_text())
+
+        yield process, wait_until(urls, "the URL", details=log.read_text)[0]
     finally:
         process.kill()
-        process.wait(LIMIT)
+        process.wait(TIMEOUT_S)
 
 
 @pytest.mark.soak(suite="server")
@@ -342,7 +340,7 @@ def test_the_command_of_the_image_serves_and_its_health_check_sees_it(
             owner = (volume / "output/server.db").stat()
             assert (owner.st_uid, owner.st_gid) == (NOBODY, NOBODY)
         process.terminate()
-        assert process.wait(LIMIT) == 0
+        assert process.wait(TIMEOUT_S) == 0
     gone = subprocess.run(
         outside(_health_check()), env=environment, capture_output=True, text=True, check=False
     )

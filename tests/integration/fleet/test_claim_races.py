@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -28,6 +27,7 @@ from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
 from tests.integration.fleet import dispatchers
+from tests.processes import TIMEOUT_S, wait_until
 from tests.unit.fleet.queue_helpers import (
     add_machine,
     claim_some,
@@ -39,9 +39,6 @@ from tests.unit.fleet.queue_helpers import (
     statuses,
     submit,
 )
-
-SECONDS = 120.0
-
 
 # --- 1. processes that are killed -----------------------------------------------------------------
 
@@ -64,15 +61,17 @@ def test_dispatchers_that_are_killed(ready_url: str, database: Database, many: i
     try:
         # Half as many, in the middle of what they do; each is replaced, and what it held given back.
         for kill in range(1, many // 2 + 1):
-            wait_for(lambda: ended(database) >= 8 * kill, "no jobs end")  # noqa: B023 — called at once
+            wait_until(lambda: ended(database) >= 8 * kill, "jobs to end")  # noqa: B023 — called at once
             owner = chance.choice(sorted(running))
             killed = running.pop(owner)
             killed.kill()
             killed.wait()
-            wait_for(lambda: not connections_of_dead(database, many - 1), "a connection stays")
+            wait_until(
+                lambda: not connections_of_dead(database, many - 1), "the end of connections"
+            )
             dispatchers.give_back(database, owner)
             running[f"later-{kill}"] = dispatcher(ready_url, f"later-{kill}", kill + 100)
-        wait_for(lambda: all(p.poll() is not None for p in running.values()), "they go on")
+        wait_until(lambda: all(p.poll() is not None for p in running.values()), "their ends")
     finally:
         for process in running.values():
             process.kill()
@@ -101,13 +100,6 @@ def connections_of_dead(database: Database, alive: int) -> bool:
     """Whether the server still runs a transaction of a client that is gone; each dispatcher has one connection, and so has this process."""
     query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
     return database.read(lambda s: s.execute(query).scalar_one()) > alive + 1
-
-
-def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
 
 
 def check_history(database: Database) -> None:
@@ -154,7 +146,7 @@ class Step:
 
     def stop(self) -> None:
         self.reached.set()
-        assert self.go_on.wait(SECONDS)
+        assert self.go_on.wait(TIMEOUT_S)
 
 
 def stops_in(
@@ -193,10 +185,10 @@ def a_claim_that_stops(database: Database, step: Step) -> Iterator[list[Any]]:
     """What it takes, once it goes on."""
     taken: list[Any] = []
     claiming = in_background(lambda: taken.extend(claim_some(database, limit=1)))
-    assert step.reached.wait(SECONDS)
+    assert step.reached.wait(TIMEOUT_S)
     yield taken
     step.go_on.set()
-    claiming.join(SECONDS)
+    claiming.join(TIMEOUT_S)
 
 
 def one_begun_and_one_that_waits(database: Database, **other: Any) -> None:
@@ -234,9 +226,9 @@ def test_released_between_the_mark_and_its_commit(
     step = stops_in(monkeypatch, events, "append_of_jobs", after=True)
     with a_claim_that_stops(second, step):
         releasing = in_background(lambda: finish(database, "r"))
-        wait_for(lambda: not releasing.is_alive() or waits(second, "advisory"), "no release")
+        wait_until(lambda: not releasing.is_alive() or waits(second, "advisory"), "a release")
         assert releasing.is_alive(), "it does not wait for the claim"
-    releasing.join(SECONDS)
+    releasing.join(TIMEOUT_S)
     assert statuses(database)["w"] == "queued"
 
 
@@ -281,8 +273,8 @@ def test_claims_at_once_see_each_other(
     with a_claim_that_stops(second, step) as first:
         step.reached.clear()
         waiting = in_background(lambda: taken.extend(claim_some(database, limit=1)))
-        wait_for(lambda: step.reached.is_set() or waits(second, "transactionid"), "no claim")
-    waiting.join(SECONDS)
+        wait_until(lambda: step.reached.is_set() or waits(second, "transactionid"), "a claim")
+    waiting.join(TIMEOUT_S)
     assert [each.job_id for each in first + taken] == ["one"]
     if shared == "a quota":
         reasons = job_of(database, "two").blocked_reasons or [""]
@@ -311,7 +303,7 @@ def test_one_key_at_once_is_one_job(database: Database, second: Database) -> Non
     ids: list[str] = []
 
     def submit_here(here: Database) -> None:
-        barrier.wait(SECONDS)
+        barrier.wait(TIMEOUT_S)
         job = here.run(
             lambda s: admission.submit(s, request, actor="user:x", project="p", idempotency_key="k")
         )
@@ -319,7 +311,7 @@ def test_one_key_at_once_is_one_job(database: Database, second: Database) -> Non
 
     threads = [in_background(lambda d=d: submit_here(d)) for d in (database, second)]
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(TIMEOUT_S)
     assert (len(ids), len(set(ids))) == (2, 1)
     submitted = select(func.count()).select_from(Event).where(Event.kind == "job.submitted")
     assert database.run(lambda s: s.scalar(submitted)) == 1
@@ -351,7 +343,7 @@ def test_many_thousand_at_once(database: Database, second: Database, many: int) 
 
     for work in (admit_all, claim_all):
         for thread in [in_background(lambda d=d, w=work: w(d)) for d in (database, second)]:
-            thread.join(SECONDS)
+            thread.join(TIMEOUT_S)
     unadmitted = select(func.count()).select_from(Job).where(Job.admitted_at.is_(None))
     assert database.run(lambda s: s.scalar(unadmitted)) == 0
     assert len(begun) == len(set(begun)) == 80
@@ -393,12 +385,12 @@ def somebody_has(database: Database, locks: Callable[[Session], object]) -> Iter
     def keeps(session: Session) -> None:
         locks(session)
         held.set()
-        assert go_on.wait(SECONDS)
+        assert go_on.wait(TIMEOUT_S)
 
     keeper = in_background(lambda: database.run(keeps))
     try:
-        assert held.wait(SECONDS)
+        assert held.wait(TIMEOUT_S)
         yield
     finally:
         go_on.set()
-        keeper.join(SECONDS)
+        keeper.join(TIMEOUT_S)

@@ -15,8 +15,7 @@ from groupwise.fleet.doorbells.postgres import CHANNEL, PostgresDoorbell
 from groupwise.fleet.doorbells.several import SeveralDoorbells
 from tests import nats
 from tests.postgres import Postgres
-
-SECONDS = 30.0
+from tests.processes import TIMEOUT_S, wait_until_async
 
 
 def access(server: nats.Nats) -> NatsAccess:
@@ -51,18 +50,11 @@ async def doorbell(impatient: None, server: nats.Nats) -> AsyncIterator[NatsDoor
 
 async def hears(bell: NatsDoorbell | PostgresDoorbell, ring, name: str) -> None:
     """Ring, by `ring`, until `name` is heard: what is rung before somebody listens is heard by nobody."""
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             await asyncio.to_thread(ring)
             if name in await bell.wait(0.1):
                 return
-
-
-async def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
@@ -74,7 +66,7 @@ class TestNats:
         """It hears any publisher, in each form of a message. Any subscriber hears it, even if it is closed at once."""
         for message in (b"job-1", b'{"job_id": "job-1"}', b'["job-1"]', b'"job-1"'):
             server.publish("jobs.new", message)
-            assert await doorbell.wait(SECONDS) == {"job-1"}
+            assert await doorbell.wait(TIMEOUT_S) == {"job-1"}
         with server.subscribed("jobs.new") as heard:
             doorbell.ring(["job-1"])
             assert await asyncio.to_thread(next, heard) == b"job-1"
@@ -87,7 +79,7 @@ class TestNats:
         self, server, doorbell
     ):
         server.publish("jobs.new", b"[" * 60_000, b'{"job_id": null}', b"\xff" * 1000, b"job-1")
-        assert await doorbell.wait(SECONDS) == {"job-1"}
+        assert await doorbell.wait(TIMEOUT_S) == {"job-1"}
         library = logging.getLogger("nats.aio.client")
         library.disabled = True
         try:
@@ -101,7 +93,7 @@ class TestNats:
         caplog.set_level(logging.INFO)
         for turn in range(3):
             (server.freeze if turn == 2 else server.kill)()
-            await until(lambda n=turn: len(lines(caplog, "has gone")) > n)
+            await wait_until_async(lambda n=turn: len(lines(caplog, "has gone")) > n)
             assert await doorbell.wait(0.3) == frozenset()
             if turn == 2:
                 server.thaw()
@@ -118,7 +110,7 @@ class TestNats:
         caplog.set_level(logging.INFO)
         bell, begun = NatsDoorbell(access(absent)), time.monotonic()
         bell.ring(["a"])
-        assert await bell.wait(SECONDS) == {"a"}
+        assert await bell.wait(TIMEOUT_S) == {"a"}
         assert time.monotonic() - begun < 1
         assert await bell.wait(1.5) == frozenset()
         assert len(lines(caplog, "is not there")) == len(caplog.records) == 1
@@ -154,7 +146,7 @@ class TestNats:
             bell = NatsDoorbell(NatsAccess(strict.url, user="u", password="p"))
             bell.open()
             bell.ring(["a"])
-            await until(lambda: lines(caplog, 'publish to "jobs.new"'))
+            await wait_until_async(lambda: lines(caplog, 'publish to "jobs.new"'))
             await asyncio.sleep(0.5)
             await bell.close()
             assert strict.log().count("Publish Violation") == 1
@@ -190,10 +182,10 @@ class TestPostgres:
             await listening(bell)
         ringer.open()
         ringer.ring(["a", "b"])
-        assert [await first.wait(SECONDS), await second.wait(SECONDS)] == [{"a", "b"}] * 2
+        assert [await first.wait(TIMEOUT_S), await second.wait(TIMEOUT_S)] == [{"a", "b"}] * 2
         for text in ("", "no id", "{", "[" * 7000, "job-1"):  # anybody's, and garbage
             database.execute(f"SELECT pg_notify('{CHANNEL}', '{text}')")
-        assert await first.wait(SECONDS) == {"job-1"}
+        assert await first.wait(TIMEOUT_S) == {"job-1"}
 
     async def test_killed_and_back_with_one_line_each(self, database, bells, caplog):
         caplog.set_level(logging.INFO)
@@ -201,9 +193,9 @@ class TestPostgres:
         await listening(bell)
         other.open()
         other.ring(["before"])
-        assert await bell.wait(SECONDS) == {"before"}
+        assert await bell.wait(TIMEOUT_S) == {"before"}
         database.kill()
-        await until(lambda: not bell.is_listening)
+        await wait_until_async(lambda: not bell.is_listening)
         other.ring(["meanwhile"])
         assert await bell.wait(0.5) == frozenset()
         database.start()
@@ -213,7 +205,7 @@ class TestPostgres:
 
 
 async def listening(bell: PostgresDoorbell) -> None:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(TIMEOUT_S):
         while not bell.is_listening:
             await bell.wait(0.01)
 
@@ -230,7 +222,7 @@ async def test_any_one_alive_is_enough(server: nats.Nats, database: Postgres, tm
     await hears(listener, lambda: database.execute(notify), "by-postgres")  # type: ignore[arg-type]
     server.kill()
     LocalDoorbell(tmp_path).ring(["by-socket"])
-    assert await listener.wait(SECONDS) == {"by-socket"}
+    assert await listener.wait(TIMEOUT_S) == {"by-socket"}
     begun = os.times().elapsed
     await listener.close()
     assert os.times().elapsed - begun < 5

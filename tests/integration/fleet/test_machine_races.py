@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,11 +25,11 @@ from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.hosts.failures import FailureClass
 from groupwise.wire.problems import Refusal
 from tests.integration.fleet.test_claim_races import somebody_has
+from tests.processes import TIMEOUT_S, wait_until
 from tests.unit.fleet.machines.test_observation import gpu, running, seen
 from tests.unit.fleet.queue_helpers import add_machine, claim_some, statuses, submit
 
 ADA = Actor("user:ada")
-SECONDS = 60.0
 WAITING = text(
     "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
 )
@@ -55,11 +54,11 @@ def one_after_the_other(
         found = first(session)
         session.flush()
         done.set()
-        assert go_on.wait(SECONDS)
+        assert go_on.wait(TIMEOUT_S)
         return found
 
     one = threads.submit(database.run, held)
-    assert done.wait(SECONDS)
+    assert done.wait(TIMEOUT_S)
     other = threads.submit(database.run, second)
     while not database.read(lambda s: s.scalar(WAITING)):
         assert not other.done(), "it did not wait"
@@ -75,9 +74,9 @@ def test_of_two_who_add_a_machine_the_second_is_told(
         return lambda session: machines.add(session, ADA, new)
 
     one, other = one_after_the_other(database, threads, add("10.0.0.1"), add("10.0.0.2"))
-    assert one.result(SECONDS)["ip_address"] == "10.0.0.1"
+    assert one.result(TIMEOUT_S)["ip_address"] == "10.0.0.1"
     with pytest.raises(Refusal, match=r"there is a machine gpu-1 already, ada@10\.0\.0\.1:22"):
-        other.result(SECONDS)
+        other.result(TIMEOUT_S)
 
 
 def take(session: Session) -> list[str]:
@@ -101,12 +100,12 @@ def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(
     one, other = one_after_the_other(
         database, threads, take, lambda session: verb(session, ADA, "gpu-1")
     )
-    assert one.result(SECONDS) == ["job"]
+    assert one.result(TIMEOUT_S) == ["job"]
     if verb is machines.lost:
-        assert [each["job_id"] for each in other.result(SECONDS)["attempts"]] == ["job"]
+        assert [each["job_id"] for each in other.result(TIMEOUT_S)["attempts"]] == ["job"]
         return
     with pytest.raises(Refusal, match="job"):
-        other.result(SECONDS)
+        other.result(TIMEOUT_S)
     assert database.read(lambda s: s.get_one(VM, "gpu-1").active)
 
 
@@ -118,8 +117,8 @@ def test_nothing_is_placed_on_a_machine_that_was_just_taken_away(
     one, other = one_after_the_other(
         database, threads, lambda session: verb(session, ADA, "gpu-1") and None, take
     )
-    one.result(SECONDS)
-    assert other.result(SECONDS) == []
+    one.result(TIMEOUT_S)
+    assert other.result(TIMEOUT_S) == []
     claim_some(database)
     assert statuses(database) == {"job": "pending"}
 
@@ -149,8 +148,8 @@ def test_a_look_that_holds_a_job_back_and_a_claim_of_it_do_not_lock_each_other_o
         comes_to_wait(database, 1)
         looked = threads.submit(database.run, looks)
         comes_to_wait(database, 2)
-    assert claimed.result(SECONDS) == ["job"]
-    assert looked.result(SECONDS)
+    assert claimed.result(TIMEOUT_S) == ["job"]
+    assert looked.result(TIMEOUT_S)
     assert times == {"claim": 1, "look": 1}
 
 
@@ -186,8 +185,8 @@ def test_a_look_and_the_end_of_an_attempt_lock_the_gpus_of_a_machine_in_one_orde
         comes_to_wait(database, 1)
         ended = threads.submit(database.run, ends)
         comes_to_wait(database, 2)
-    assert looked.result(SECONDS)
-    ended.result(SECONDS)
+    assert looked.result(TIMEOUT_S)
+    ended.result(TIMEOUT_S)
     assert times == {"look": 1, "end": 1}
 
 
@@ -197,6 +196,6 @@ def somebody_keeps(database: Database, rows: Select[Any]) -> AbstractContextMana
 
 
 def comes_to_wait(database: Database, how_many: int) -> None:
-    end = time.monotonic() + SECONDS
-    while database.read(lambda s: s.scalar(WAITING)) != how_many:
-        assert time.monotonic() < end, "they did not wait"
+    wait_until(
+        lambda: database.read(lambda s: s.scalar(WAITING)) == how_many, "waiting transactions"
+    )

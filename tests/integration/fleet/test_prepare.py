@@ -11,6 +11,7 @@ import pytest
 
 from groupwise.fleet.machines.prepare import PrepareError, builds_of
 from groupwise.hosts.ssh import SshHost
+from tests.processes import wait_until_async
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.unit.fleet.machines.prepared_place import Place
 
@@ -33,7 +34,7 @@ async def test_a_build_that_was_killed_or_took_too_long_there_is_begun_anew(plac
     mark = place.desk.folder / "installing"
     place.desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
     first = asyncio.create_task(place.prepare())
-    await place.until(mark.exists)
+    await wait_until_async(mark.exists)
     runner = builds_of(place.machine, place.host)
     [state] = (await runner.observe(probe=("true",))).attempts
     assert state.pid is not None

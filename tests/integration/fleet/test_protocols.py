@@ -18,10 +18,9 @@ from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.spec import JobSpec
-from tests.processes import is_gone
+from tests.processes import TIMEOUT_S, is_gone
 from tests.runner_machine import Machine
 
-SECONDS = 30.0
 WAITS = "echo begun >>../begun; echo one; until [ -e go ]; do sleep 0.02; done; echo two; exit 3"
 FOR_EVER = "while :; do sleep 0.1; done"
 
@@ -50,10 +49,10 @@ def release(here: Machine, monkeypatch: pytest.MonkeyPatch) -> Release:
 
 
 async def comes_to(runner: Runner, seen: MemberState, wanted: RunnerState) -> MemberState:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(TIMEOUT_S):
         while seen.state is not wanted:
             known = {(seen.job, seen.epoch): Known(seen.state, seen.log_size)}
-            (seen,) = await runner.wait(known, seconds=SECONDS)
+            (seen,) = await runner.wait(known, seconds=TIMEOUT_S)
     return seen
 
 
@@ -79,7 +78,7 @@ async def is_driven_by(here: Machine, first: Runner, then: Callable[[], Runner])
     told = await runner.status("waits", 1)
     if told.log_size == 0:
         known = {("waits", 1): Known(told.state)}
-        (told,) = await runner.wait(known, seconds=SECONDS)
+        (told,) = await runner.wait(known, seconds=TIMEOUT_S)
     assert (await runner.log("waits", 1, 0)).data == b"one\n"
     await runner.touch({("waits", 1): None})
     (here.work("waits") / "go").touch()

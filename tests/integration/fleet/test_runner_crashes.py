@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import is_gone
-from tests.runner_machine import Machine, machine, request, until
+from tests.processes import is_gone, wait_until
+from tests.runner_machine import Machine, machine, request
 
 DYING = """
 
@@ -91,7 +91,7 @@ def starts(here: Machine, job: str) -> int:
 
 def settled(here: Machine, job: str) -> dict[str, Any]:
     """Its state once nothing moves any more."""
-    return until(
+    return wait_until(
         lambda: (s := here.status(job))["state"] not in ("claimed", "running") and s, "an end"
     )
 
@@ -156,7 +156,9 @@ def test_a_supervisor_dies_anywhere(here: Machine, when: str, every: int) -> Non
         if told["state"] == "lost":
             assert starts(here, job) <= 1
             begun = told["pid"] is not None
-            until(lambda pid=told["pid"]: pid is None or is_gone(pid), "the end of the command")
+            wait_until(
+                lambda pid=told["pid"]: pid is None or is_gone(pid), "the end of the command"
+            )
             before = starts(here, job)
             again = asked_again(here, job)
             if begun:

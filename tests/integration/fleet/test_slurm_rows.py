@@ -18,7 +18,7 @@ from tests.cluster_fleet import SAVES, SAYS, ClusterFleet
 from tests.fleet_databases import copied
 from tests.slurm import Cluster
 
-soak = pytest.mark.soak(suite="fleet")
+SOAK = pytest.mark.soak(suite="fleet")
 """Most of them: Slurm takes its time, and two cores all of theirs."""
 
 
@@ -90,7 +90,7 @@ async def test_a_job_waits_says_what_for_and_comes_back(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize(
     ("how", "failure", "charged"),
-    [pytest.param("kill", "killed", True, marks=soak), ("scancel", "preemption", False)],
+    [pytest.param("kill", "killed", True, marks=SOAK), ("scancel", "preemption", False)],
 )
 async def test_ended_by_somebody_it_goes_on_from_its_checkpoint(
     fleet: Fleet, how: str, failure: str, charged: bool
@@ -113,8 +113,8 @@ async def test_ended_by_somebody_it_goes_on_from_its_checkpoint(
     ("effect", "nth"),
     [
         ("host.launch", 1),
-        pytest.param("host.run", 1, marks=soak),
-        pytest.param("host.run", 2, marks=soak),
+        pytest.param("host.run", 1, marks=SOAK),
+        pytest.param("host.run", 2, marks=SOAK),
     ],
 )
 async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
@@ -132,7 +132,7 @@ async def test_a_dispatcher_that_dies_on_the_way_to_slurm(
     assert len(fleet.queue("job")) == 1
 
 
-@soak  # its clients wait long before they give up
+@SOAK  # its clients wait long before they give up
 async def test_while_the_controller_is_away_nothing_is_lost_and_nothing_begins_twice(
     fleet: Fleet,
 ) -> None:

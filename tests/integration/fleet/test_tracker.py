@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from groupwise.fleet.store.tables import Cursor, Job
 from groupwise.fleet.tasks import ended
 from groupwise.fleet.tracker import NatsOutlet, Tracker, position_of
 from tests import nats
-
-SECONDS = 30.0
+from tests.processes import TIMEOUT_S, wait_until_async
 
 
 @pytest.fixture
@@ -32,7 +30,9 @@ async def tracking(server: nats.Nats, database: Database):
     link = NatsLink(NatsAccess(server.url, token=server.token))
     link.open()
     running = asyncio.create_task(Tracker(database, NatsOutlet(link), interval=0.02).run())
-    await until(lambda: database.read(lambda s: s.get(Cursor, NatsOutlet.name)) is not None)
+    await wait_until_async(
+        lambda: database.read(lambda s: s.get(Cursor, NatsOutlet.name)) is not None
+    )
     try:
         yield
     finally:
@@ -50,15 +50,8 @@ def end(database: Database, name: str, status: str = "completed") -> None:
     database.run(write)
 
 
-async def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 async def heard(payloads: Iterator[bytes]) -> dict[str, Any]:
-    async with asyncio.timeout(SECONDS):
+    async with asyncio.timeout(TIMEOUT_S):
         return json.loads(await asyncio.to_thread(next, payloads))
 
 
@@ -75,14 +68,14 @@ async def test_a_restart_of_the_server_loses_nothing(server: nats.Nats, database
         told = (first["job_id"], first["exit_code"], first["log_tail"])
         assert told == ("a", 0, ["last line of a"])
         assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
-        await until(lambda: kept(database) == 2)
+        await wait_until_async(lambda: kept(database) == 2)
         server.kill()
         end(database, "meanwhile")
         await asyncio.sleep(0.3)
         assert kept(database) == 2, "not past what no server has taken"
         server.drop_store()
         server.start()
-        await until(lambda: kept(database) == 3)
+        await wait_until_async(lambda: kept(database) == 3)
         with server.subscribed("jobs.*") as payloads:
             end(database, "after")
             assert (await heard(payloads))["job_id"] == "after"

@@ -1,7 +1,6 @@
 """The suite of `tests/unit/fleet/store/test_triggers.py` on a real PostgreSQL; and two who write at once are no way around it."""
 
 import threading
-import time
 
 import pytest
 from sqlalchemy import text
@@ -9,6 +8,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store.database import Database
+from tests.processes import wait_until
 from tests.unit.fleet.store.test_triggers import *  # noqa: F403
 from tests.unit.fleet.store.test_triggers import RESERVE, attempt, job, machine, reservation, value
 
@@ -46,7 +46,6 @@ def test_two_at_once_do_not_get_the_same_gpu(database: Database, share: int | No
 def until_somebody_waits(session: Session, or_else: threading.Event) -> None:
     """For a lock of this server, which is this test's alone."""
     waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
-    deadline = time.monotonic() + 10
-    while not session.execute(waiting).scalar_one() and not or_else.is_set():
-        assert time.monotonic() < deadline, "nobody waits, and nobody has written"
-        time.sleep(0.005)
+    wait_until(
+        lambda: session.execute(waiting).scalar_one() or or_else.is_set(), "somebody to wait"
+    )

@@ -16,8 +16,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,7 @@ import pytest
 
 from groupwise.fleet.settings import DATABASE_FILE
 from tests.integration.fleet.whole_fleet import call
-
-SECONDS = 60.0
-"""For anything, on a machine with other work."""
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    end = time.monotonic() + SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < end, f"{what} within {SECONDS} s"
-        time.sleep(0.05)
-    return found
+from tests.processes import TIMEOUT_S, wait_until
 
 
 class Fleet:
@@ -67,12 +56,14 @@ class Fleet:
         with self.log.open("ab") as log:
             begin = log.tell()
             self.process = self.begin("up", *words, stdout=log, stderr=log, start_new_session=True)
-        until(lambda: b"Ready." in self.log.read_bytes()[begin:] or self._has_ended(), "ready")
+        wait_until(
+            lambda: b"Ready." in self.log.read_bytes()[begin:] or self._has_ended(), "the fleet"
+        )
 
     def does_not_come_up(self) -> str:
         """What it says."""
         process = self.begin("up")
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 2, said
         return said
 
@@ -85,7 +76,7 @@ class Fleet:
         assert self.process is not None
         for each in how or (signal.SIGINT,):
             self.process.send_signal(each)
-        return self.process.wait(SECONDS)
+        return self.process.wait(TIMEOUT_S)
 
     def submit(self, *words: str) -> str:
         done = self.call("submit", *words)
@@ -102,9 +93,9 @@ class Fleet:
         found = json.loads(self.call("status", "--json").stdout)["processes"]
         return sorted(each["role"] for each in found)
 
-    def until(self, job_id: str, *statuses: str) -> dict[str, Any]:
+    def wait_for_status(self, job_id: str, *statuses: str) -> dict[str, Any]:
         """What a person sees of it then; until then its database is looked at, which takes no second each time."""
-        until(lambda: self._status(job_id) in statuses, f"{job_id} is {' or '.join(statuses)}")
+        wait_until(lambda: self._status(job_id) in statuses, f"{job_id} to be {statuses}")
         return self.job(job_id)
 
     def _status(self, job_id: str) -> str:
@@ -122,7 +113,7 @@ def fleet_in(folder: Path) -> Generator[Fleet]:
     finally:
         if fleet.process is not None and fleet.process.poll() is None:
             fleet.process.kill()
-            fleet.process.wait(SECONDS)
+            fleet.process.wait(TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +143,11 @@ def test_from_a_submission_to_its_artefacts(running: Fleet, tmp_path: Path) -> N
     )
     words = ("submit", "--name", "greeting", "--file", str(source), *python(text))
     process = running.begin(*words)
-    out, said = process.communicate(timeout=SECONDS)
+    out, said = process.communicate(timeout=TIMEOUT_S)
     job_id = out.strip()
     assert (process.returncode, out) == (0, f"{job_id}\n")
     assert "no GPU" in said
-    found = running.until(job_id, "completed")
+    found = running.wait_for_status(job_id, "completed")
     assert (found["name"], found["exit_code"], found["assigned_vm"]) == ("greeting", 0, "local")
     assert running.call("logs", job_id).stdout == "hello\n"
     left = running.folder / "artefacts" / job_id / "current" / "outputs" / "out.txt"
@@ -172,13 +163,13 @@ def test_cancel_leaves_no_process_and_retry_begins_a_new_generation(
         f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     )
     job_id = running.submit(*python(text))
-    pid = int(until(lambda: note.exists() and note.read_text(), "the job has begun"))
+    pid = int(wait_until(lambda: note.exists() and note.read_text(), "the job to begin"))
     assert running.call("cancel", job_id, "--reason", "enough").returncode == 0
-    found = running.until(job_id, "cancelled")
+    found = running.wait_for_status(job_id, "cancelled")
     assert not Path(f"/proc/{pid}").exists()
     assert found["attempts"][-1]["outcome"] == "cancelled"
     assert running.call("retry", job_id).returncode == 0
-    found = running.until(job_id, "completed")
+    found = running.wait_for_status(job_id, "completed")
     assert [each["generation"] for each in found["attempts"]] == [0, 1]
 
 
@@ -193,9 +184,11 @@ def test_jobs_survive_a_fleet_that_is_killed_and_are_finished_once(tmp_path: Pat
         assert f"process {fleet.process.pid}" in fleet.does_not_come_up()
         assert fleet.call("vm", "set", "local", "--cpu-slots", "2").returncode == 0
         job_id, other_id = (fleet.submit(*python(text)) for text in (first, other))
-        until(lambda: begun.exists() and begun.read_text(), "the job has begun")
-        fleet.until(other_id, "running")
-        until(lambda: "NATS at nats://127.0.0.1:1 is not there" in fleet.log.read_text(), "told")
+        wait_until(lambda: begun.exists() and begun.read_text(), "the job to begin")
+        fleet.wait_for_status(other_id, "running")
+        wait_until(
+            lambda: "NATS at nats://127.0.0.1:1 is not there" in fleet.log.read_text(), "a word"
+        )
         found = json.loads(fleet.call("doctor", "--json").stdout)["findings"]
         levels = {each["name"]: each["level"] for each in found}
         assert (levels["NATS"], levels["local jobs"]) == ("warning", "ok")
@@ -204,14 +197,14 @@ def test_jobs_survive_a_fleet_that_is_killed_and_are_finished_once(tmp_path: Pat
         fleet.end(signal.SIGKILL)
         assert fleet.job(job_id)["status"] == "running"
         other_flag.touch()
-        until(ended.exists, "the other job has ended")
+        wait_until(ended.exists, "the other job to end")
         fleet.up()
         assert fleet.roles() == ["dispatcher", "poller", "requeue", "tracker"]
         flag.touch()
-        found = fleet.until(job_id, "completed")
+        found = fleet.wait_for_status(job_id, "completed")
         assert (begun.read_text(), len(found["attempts"])) == ("x", 1)
         assert fleet.call("logs", job_id).stdout == "done\n"
-        assert fleet.until(other_id, "failed")["exit_code"] == 65
+        assert fleet.wait_for_status(other_id, "failed")["exit_code"] == 65
         # as from `timeout`, which sends it to the process and then to its group
         assert fleet.end(signal.SIGTERM, signal.SIGTERM) == 0
         assert fleet.roles() == []
@@ -226,7 +219,7 @@ def test_a_fleet_that_was_moved_goes_on_where_it_is(tmp_path: Path) -> None:
     with fleet_in(old) as fleet:
         fleet.up()
         job_id = fleet.submit(*python(text))
-        fleet.until(job_id, "running")
+        fleet.wait_for_status(job_id, "running")
         assert fleet.end() == 0
         assert f"{job_id} runs on" in fleet.log.read_text()
     old.rename(new)
@@ -235,13 +228,13 @@ def test_a_fleet_that_was_moved_goes_on_where_it_is(tmp_path: Path) -> None:
         old.symlink_to(new)
         fleet.up()
         flag.touch()
-        assert len(fleet.until(job_id, "completed")["attempts"]) == 1
+        assert len(fleet.wait_for_status(job_id, "completed")["attempts"]) == 1
         assert (new / "artefacts" / job_id / "current/outputs/x").exists()
         assert fleet.end() == 0
         old.unlink()
         fleet.up()
         job_id = fleet.submit("--", "pwd")
-        fleet.until(job_id, "completed")
+        fleet.wait_for_status(job_id, "completed")
         assert fleet.call("logs", job_id).stdout.startswith(f"{new / 'work'}/")
         assert f"The fleet was moved from {old}" in fleet.log.read_text()
         assert not old.exists()
@@ -266,25 +259,25 @@ def test_a_fleet_that_was_restored_begins_nothing_beside_what_runs(tmp_path: Pat
         ):
             database.backup(kept)
         assert fleet.call("release", job_id).returncode == 0
-        until(begun.exists, "the job has begun")
+        wait_until(begun.exists, "the job to begin")
         assert fleet.end() == 0
         for left in fleet.folder.glob(f"{DATABASE_FILE}-*"):
             left.unlink()
         backup.rename(fleet.folder / DATABASE_FILE)
         fleet.up()
         assert fleet.call("release", job_id).returncode == 0
-        waiting = until(lambda: fleet.job(job_id)["waiting"], "why it waits")
+        waiting = wait_until(lambda: fleet.job(job_id)["waiting"], "why it waits")
         assert f"runs {job_id}.1, which stands in no table" in waiting[0]
         assert "attempt_quarantined" in fleet.call("status", "--json").stdout
         assert fleet.job(job_id)["attempts"] == []
         other = fleet.submit("true")
-        assert "its CPU slot is taken" in str(fleet.until(other, "pending")["waiting"])
+        assert "its CPU slot is taken" in str(fleet.wait_for_status(other, "pending")["waiting"])
         flag.touch()
-        found = fleet.until(job_id, "completed")
+        found = fleet.wait_for_status(job_id, "completed")
         assert [each["outcome"] for each in found["attempts"]] == ["succeeded"]
         last = found["attempts"][0]["epoch"]
         assert begun.read_text() == f"{job_id}.1 ended {job_id}.{last} ended "
-        found = fleet.until(other, "completed")
+        found = fleet.wait_for_status(other, "completed")
         assert [each["outcome"] for each in found["attempts"]] == ["succeeded"]
         assert fleet.end() == 0
 
@@ -307,7 +300,7 @@ def test_a_full_disk_is_told_in_words(left: int, tmp_path: Path) -> None:
         [*of_its_own, "sh", "-c", SMALL_DISK, str(disk), str(left), *up],
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 1, done.stderr

@@ -35,8 +35,7 @@ from tests.postgres import Postgres
 from tests.required_programs import root_needed
 from tests.ssh_hosts import FullHost, full_hosts
 
-SECONDS = 300.0
-"""For anything, on a machine with other work."""
+TIMEOUT_S = 300.0
 DOOR = """\
 set -e
 mkdir -p /run/interpreter; mount --bind "$1" /run/interpreter
@@ -133,8 +132,8 @@ class WholeFleet(FleetProcesses):
 
     # what is seen
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = SECONDS) -> Any:
-        return super().until(condition, what, seconds)
+    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+        return super().until(condition, what, timeout_s)
 
     def ended(self, job_id: str, *, status: str = "completed") -> Job:
         """The job, once it has ended, which it has to in this way."""
@@ -187,7 +186,7 @@ def hearing(server: nats.Nats, subject: str, tell: Callable[[str, bytes], None])
             yield
         finally:
             connection.shutdown(socket.SHUT_RDWR)
-            thread.join(SECONDS)
+            thread.join(TIMEOUT_S)
 
 
 def open_the_interpreter(host: FullHost) -> None:

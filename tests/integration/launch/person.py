@@ -16,7 +16,7 @@ from unittest import mock
 
 from groupwise.cli.main import main
 
-PATIENCE = 240.0
+TIMEOUT_S = 240.0
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Person:
 
     def _waits(self, holds: Callable[[], bool]) -> None:
         """For as long as the terminal is open."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_S
         while not holds():
             goes_on = self.begun[-1].poll() is None and time.monotonic() < deadline
             assert goes_on or holds(), self.said()

@@ -46,6 +46,7 @@ from tests.integration.launch import stopping
 from tests.integration.launch.person import Person
 from tests.integration.launch.stopping import ctrl_c_ends_it
 from tests.launch_backends import SAVES, LaunchClient, name, order
+from tests.processes import wait_until
 from tests.ssh_hosts import loopback_hosts
 
 __all__ = ["name"]
@@ -605,10 +606,7 @@ def test_whoever_launches_is_told_to_end_while_the_machine_is_made_ready(
     words = (*python, *job(person))
     signals = (signal.SIGTERM, signal.SIGHUP)
     launching = [person.begins(*words, "--name", f"early-{number}") for number in signals]
-    deadline = time.monotonic() + 240
-    while len(account.living()) < len(signals):
-        assert time.monotonic() < deadline, person.said()
-        time.sleep(0.05)
+    wait_until(lambda: len(account.living()) == len(signals), "machines", 240, person.said)
     for each, number in zip(launching, signals, strict=True):
         each.send_signal(number)
         assert each.wait(240) == 128 + number, person.said()

@@ -57,7 +57,7 @@ with open(f"outputs/{told['RANK']}.json", "w") as file:
 sys.stdout.write(f"process {told['RANK']}\\n")
 """
 NEAR = "GLOO_SOCKET_IFNAME=lo\n"
-LONG = pytest.mark.soak(suite="launch")
+SOAK = pytest.mark.soak(suite="launch")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def trained(person: Person, name: str) -> Path:
 
 @pytest.mark.parametrize(
     "trains",
-    [pytest.param(LEARNERS, id="learners"), pytest.param(BOTH, id="samplers too", marks=LONG)],
+    [pytest.param(LEARNERS, id="learners"), pytest.param(BOTH, id="samplers too", marks=SOAK)],
 )
 def test_killed_on_the_second_machine_they_go_on_to_the_same_bits(
     person: Person, way: list[str], trains: tuple[str, ...]
@@ -384,7 +384,7 @@ def test_all_is_on_all_nodes_and_each_is_told_which_process_it_is(
     assert person.holding("of-a-secret") == []
 
 
-@LONG
+@SOAK
 def test_two_nodes_train_as_one_process_does_also_where_one_was_killed(
     person: Person, engine: str
 ) -> None:
@@ -408,7 +408,7 @@ def test_two_nodes_train_as_one_process_does_also_where_one_was_killed(
     assert what_must_be_equal(calm) == what_must_be_equal(trained(person, "shaken"))
 
 
-@LONG
+@SOAK
 @pytest.mark.parametrize(
     ("engine", "who", "code", "state"),
     [

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -21,13 +21,13 @@ from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
 from tests.launch_backends import SAVES, WAITS, modal_backend, name
 from tests.launch_backends import LaunchClient as OfAnyPlace
+from tests.processes import TIMEOUT_S, wait_until_async
 
 __all__ = ["name"]
 
 pytestmark = pytest.mark.launch
 LaunchClient: TypeAlias = OfAnyPlace[ModalBackend]
-LONG = pytest.mark.soak(suite="launch")
-SOON = 120.0
+SOAK = pytest.mark.soak(suite="launch")
 TELLS = """\
 import hashlib, os, sys
 print(sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
@@ -73,16 +73,9 @@ def sparing(client: LaunchClient, modal: FakeModal, seconds: float) -> LaunchCli
 CANARY = "canary-7d20b1"
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
 async def until_live(modal: FakeModal, count: int) -> None:
     """So many of its calls."""
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + TIMEOUT_S
     while [await modal.lives(each) for each in modal.calls()].count(True) != count:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -104,7 +97,7 @@ async def test_a_container_that_is_taken_away_is_followed_by_another(
     for number, how in enumerate((modal.preempt, modal.lose), 2):
         await client.saved(handle, number)
         how(call)
-        await until(lambda number=number: modal.containers(call) == number)
+        await wait_until_async(lambda number=number: modal.containers(call) == number)
         assert (await client.backend.status(handle)).ending is None
     await client.saved(handle, 4)
     go.touch()
@@ -119,7 +112,7 @@ async def test_a_container_that_is_taken_away_is_followed_by_another(
     ("secrets", "last", "outcome"),
     [
         ("of this machine", 1000, Outcome.TIME_LIMIT),
-        pytest.param("of the workspace", 2, Outcome.SUCCEEDED, marks=LONG),
+        pytest.param("of the workspace", 2, Outcome.SUCCEEDED, marks=SOAK),
     ],
 )
 async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
@@ -140,7 +133,7 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
         asks={"timeout": 13, "secrets": {} if ours else {"keys": ["TOKEN"]}},
     )
     await client.backend.close()
-    await until(lambda: len(modal.calls()) >= 2)
+    await wait_until_async(lambda: len(modal.calls()) >= 2)
     other = sparing(client, modal, 8.0)
     end = await other.ending(handle)
     assert (end.outcome, end.seconds > 3) == (outcome, True)
@@ -169,7 +162,7 @@ async def test_a_call_that_made_no_checkpoint_is_not_repeated_for_ever(
     assert len(modal.calls()) == 1
 
 
-@LONG
+@SOAK
 async def test_modals_own_time_out_kills_and_what_was_committed_is_there(
     modal: FakeModal, client: LaunchClient
 ) -> None:

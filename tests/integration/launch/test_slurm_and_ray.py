@@ -26,7 +26,7 @@ __all__ = ["client", "name"]
 
 pytestmark = pytest.mark.launch
 LaunchClient: TypeAlias = launch_backends.LaunchClient[Backend]
-LONG = pytest.mark.soak(suite="launch")
+SOAK = pytest.mark.soak(suite="launch")
 LATER = "--begin=now+1hour"
 SLOWLY = 4.0
 """Seconds in which a job saves; by itself Ray kills after 3."""
@@ -256,8 +256,8 @@ async def test_cut_off_before_it_was_submitted_it_is_submitted_once(
     ("cluster", "how"),
     [
         (of_slurm, "preempted"),
-        pytest.param(of_slurm, "by hand", marks=LONG),
-        pytest.param(of_ray, "by hand", marks=LONG),
+        pytest.param(of_slurm, "by hand", marks=SOAK),
+        pytest.param(of_ray, "by hand", marks=SOAK),
     ],
     indirect=["cluster"],
 )
@@ -284,7 +284,7 @@ async def test_ended_by_its_engine_it_saves_and_goes_on_from_there(
     assert await client.said(again) == "one\n"
 
 
-@LONG
+@SOAK
 async def test_without_its_head_a_job_goes_on_and_nothing_is_placed_twice(
     client: LaunchClient, cluster: ClusterCase
 ) -> None:
@@ -374,7 +374,7 @@ async def test_each_gets_gpus_of_its_own_and_what_asks_for_none_gets_none(
     assert (await client.said(waiting)).strip() in ("0", "1")
 
 
-@LONG
+@SOAK
 @only_ray
 async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
     client: LaunchClient, cluster: ClusterCase, monkeypatch: pytest.MonkeyPatch
@@ -395,7 +395,7 @@ async def test_an_answer_that_does_not_come_is_asked_for_again_and_it_runs_once(
     assert await client.said(handle) == "it ran\n"
 
 
-@LONG
+@SOAK
 @only_ray
 async def test_with_its_node_it_is_lost_and_goes_on_from_its_checkpoint(
     client: LaunchClient,

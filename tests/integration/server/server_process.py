@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-READY_LIMIT = 60.0
+from tests.processes import wait_until
+
 FAKE = [sys.executable, "-m", "tests.integration.server.fake_server"]
 """A server whose engine is the fake one."""
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
@@ -44,14 +44,15 @@ class Server:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        deadline = time.monotonic() + READY_LIMIT
-        while time.monotonic() < deadline and self._process.poll() is None:
-            said = self.log.read_bytes()[before:].decode()
-            if found := _ADDRESS.search(said):
-                self.url = found[0]
-                return self.url
-            time.sleep(0.02)
-        raise AssertionError(f"the server did not begin:\n{self.log.read_text()}")
+        process = self._process
+
+        def address() -> str:
+            found = _ADDRESS.search(self.log.read_bytes()[before:].decode())
+            assert found or process.poll() is None, self.log.read_text()
+            return found[0] if found else ""
+
+        self.url = wait_until(address, "the server's address", details=self.log.read_text)
+        return self.url
 
     @property
     def pid(self) -> int:

@@ -21,10 +21,9 @@ import pytest
 
 from groupwise.client import TrainingClient
 from tests.integration.server.server_process import Server, running
+from tests.processes import TIMEOUT_S
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-LIMIT = 60.0
-"""Seconds in which an example has learnt."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def begun(program: str, url: str) -> Iterator[subprocess.Popen[str]]:
 def run(program: str, url: str) -> list[str]:
     """What it prints by the time that it has learnt."""
     with begun(program, url) as process:
-        said, errors = process.communicate(timeout=LIMIT)
+        said, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
     return said.splitlines()
 
@@ -59,7 +58,7 @@ def test_a_training_that_is_under_way_is_left_alone_and_nobody_there_is_told_at_
     with TrainingClient(server.url) as client:
         theirs = client.start(replace=True, run_name="somebody-elses")
         with begun("06_alphabetical/client.py", server.url) as process:
-            _, said = process.communicate(timeout=LIMIT)
+            _, said = process.communicate(timeout=TIMEOUT_S)
         assert (process.returncode, client.status().run_id) == (1, theirs.run_id)
         client.stop()
     assert ("Stop it first" in said, "Traceback" in said) == (True, False)
@@ -69,7 +68,7 @@ def test_a_training_that_is_under_way_is_left_alone_and_nobody_there_is_told_at_
         assert process.stderr is not None
         assert f"{nowhere} does not answer" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=LIMIT)
+        _, said = process.communicate(timeout=TIMEOUT_S)
     assert "Traceback" not in said
 
 

@@ -16,12 +16,13 @@ from groupwise.server.verbs import journal, service
 from groupwise.server.verbs.futures import NotKept
 from groupwise.server.verbs.stored import SavedFolders
 from tests.disks import fill, small_disk
+from tests.processes import wait_until_async
 from tests.tinker_app import KEY, app
-from tests.unit.server.verbs.test_host import CALLS, LONG, Loop, plain, undisturbed
+from tests.unit.server.verbs.test_host import CALLS, TIMEOUT_S, Loop, plain, undisturbed
 from tests.unit.server.verbs.verb_service import Disk, Server, serving
 
 AGAIN = (NotKept, StoreError)
-SOON = 0.05
+PAUSE_S = 0.05
 
 
 async def persist(loop: Loop, server: Server, number: int) -> None:
@@ -82,7 +83,7 @@ async def request_meets_it(loop: Loop, server: Server, number: int, disk: Path) 
     done = server.disk.called
     fill(disk)
     await refused(loop.go(server.service, number, number + 1))
-    await asyncio.sleep(SOON)
+    await asyncio.sleep(PAUSE_S)
     assert server.disk.called == done
     (disk / "ballast").unlink()
     await persist(loop, server, number)
@@ -96,9 +97,7 @@ async def answer_meets_it(loop: Loop, server: Server, number: int, disk: Path) -
     fill(disk)
     before = engine.called
     engine.goes_on.set()
-    async with asyncio.timeout(20):
-        while engine.called == before:  # noqa: ASYNC110 — it has no event
-            await asyncio.sleep(0.01)
-    assert await server.service.answer(loop.ids[number], 3 * SOON) is None
+    await wait_until_async(lambda: engine.called != before)
+    assert await server.service.answer(loop.ids[number], 3 * PAUSE_S) is None
     (disk / "ballast").unlink()
-    assert await server.service.answer(loop.ids[number], LONG) is not None
+    assert await server.service.answer(loop.ids[number], TIMEOUT_S) is not None

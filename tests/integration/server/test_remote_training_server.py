@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from groupwise.runs.store import Store
 from tests.integration.server.server_process import Server, running
 from tests.integration.sft_task import __file__ as LESSONS
 from tests.integration.toy_run import what_must_be_equal
+from tests.processes import wait_until
 
 TOY = str(Path(__file__).parents[1] / "toy_task.py")
 STEPS = 6
@@ -81,10 +82,12 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "all weights": {"lora": None, "algorithm": {"beta": 0.1}},
 }
-LONGER = pytest.param("all weights", marks=pytest.mark.soak(suite="server"))
+SOAK = pytest.mark.soak(suite="server")
 
 
-@pytest.mark.parametrize("way", ["two processes, a step ahead", LONGER])
+@pytest.mark.parametrize(
+    "way", ["two processes, a step ahead", pytest.param("all weights", marks=SOAK)]
+)
 def test_the_run_is_that_of_this_machine(server: Server, tmp_path: Path, way: str) -> None:
     """From weights of this machine, which are sent there."""
     short: dict[str, Any] = {"training": {"max_steps": 1}, "lora": WAYS[way].get("lora", {})}
@@ -172,16 +175,16 @@ groupwise.rl(config_of(Path(".")), TOY, overrides=sys.argv[1:])
 
 def until_step(run: Path, step: int) -> None:
     """Wait until so many steps are committed."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline:
-        try:
-            with Store.open(run / "run.db", readonly=True) as store:
-                if len(list(store.steps())) >= step:
-                    return
-        except (GroupwiseError, OSError):
-            pass  # it has not begun
-        time.sleep(0.01)
-    raise AssertionError(f"{run} did not come to step {step}")
+
+    def is_there() -> bool:
+        with (
+            contextlib.suppress(GroupwiseError, OSError),  # it has not begun
+            Store.open(run / "run.db", readonly=True) as store,
+        ):
+            return len(list(store.steps())) >= step
+        return False
+
+    wait_until(is_there, f"step {step} of {run}")
 
 
 def test_one_loop_at_a_time_has_the_model_until_it_is_taken_away(

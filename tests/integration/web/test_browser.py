@@ -23,7 +23,7 @@ from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
     PHONE,
-    SOON,
+    TIMEOUT_MS,
     Visitor,
     is_live,
     needs_chromium,
@@ -59,7 +59,7 @@ def test_from_the_list_to_a_token_and_back(visit: Visit, site: str) -> None:
     expect(drawn.first).to_be_visible()
     assert drawn.count() < page.locator(".plot").count(), "as they come into sight"
     page.locator(".plot").last.scroll_into_view_if_needed()
-    expect(page.locator(".plot").last.locator("canvas")).to_be_visible(timeout=SOON)
+    expect(page.locator(".plot").last.locator("canvas")).to_be_visible(timeout=TIMEOUT_MS)
     page.get_by_role("link", name="Rollouts").click()
     page.get_by_label("Text").fill("answer 2 of step 9")
     page.get_by_role("button", name="Show").click()
@@ -124,7 +124,7 @@ def test_hostile_texts_are_shown_and_do_nothing(visit: Visit, site: str) -> None
     expect(page.locator(".rollout").first).to_be_visible()
 
 
-RARE = pytest.mark.soak(suite="web")
+SOAK = pytest.mark.soak(suite="web")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ RARE = pytest.mark.soak(suite="web")
     [
         pytest.param(DESK, "light", id="desk-light"),
         pytest.param(PHONE, "dark", id="phone-dark"),
-        pytest.param(DESK, "dark", id="desk-dark", marks=RARE),
-        pytest.param(PHONE, "light", id="phone-light", marks=RARE),
+        pytest.param(DESK, "dark", id="desk-dark", marks=SOAK),
+        pytest.param(PHONE, "light", id="phone-light", marks=SOAK),
     ],
 )
 def test_every_page_is_accessible_and_fits(
@@ -210,7 +210,7 @@ def test_a_fleet_is_shown_changed_and_followed(
         elsewhere = threading.Thread(target=direct.release, args=["waiting-1"])
         elsewhere.start()  # in this thread the browser's driver has its loop
         elsewhere.join()
-        expect(page.locator(".title .state")).to_have_text("queued", timeout=SOON)
+        expect(page.locator(".title .state")).to_have_text("queued", timeout=TIMEOUT_MS)
         for path in ("/fleet", "/fleet/jobs", "/fleet/machines/box-1", "/fleet/jobs/running-1"):
             visitor.goes(path)
             for viewport in (DESK, PHONE):
@@ -233,12 +233,14 @@ def test_a_training_server_is_followed_while_clients_use_it(visit: Visit, tmp_pa
         expect(page.get_by_text("Nothing was started yet")).to_be_visible()
         is_live(page)
         driver.does(lambda client: client.start(run_name="words", max_steps=3, **SMALL))
-        expect(page.locator(".progress")).to_contain_text("0 of 3 steps", timeout=SOON)
+        expect(page.locator(".progress")).to_contain_text("0 of 3 steps", timeout=TIMEOUT_MS)
         group = driver.does(lambda client: client.completions("<b>abc</b>"))
-        expect(page.get_by_role("row", name=group.group_id)).to_contain_text("open", timeout=SOON)
+        expect(page.get_by_role("row", name=group.group_id)).to_contain_text(
+            "open", timeout=TIMEOUT_MS
+        )
         expect(page.get_by_role("row", name=group.group_id)).to_contain_text("<b>abc</b>")
         driver.does(lambda client: client.rewards(group, [1.0, 0.0], wait=True))
-        expect(page.locator(".progress")).to_contain_text("1 of 3 steps", timeout=SOON)
+        expect(page.locator(".progress")).to_contain_text("1 of 3 steps", timeout=TIMEOUT_MS)
         expect(page.get_by_role("row", name="POST /rewards")).to_contain_text("local")
         for viewport in (PHONE, DESK):
             page.set_viewport_size(viewport)

@@ -16,7 +16,7 @@ from playwright.sync_api import Route, expect
 
 from groupwise.runs.store import Store
 from tests.integration.web.visiting import (
-    SOON,
+    TIMEOUT_MS,
     Visitor,
     going_on,
     is_live,
@@ -54,14 +54,14 @@ def test_a_page_without_an_answer_or_a_stream_says_so_until_there_is_one(
         moved = tmp_path / "away"
         path.rename(moved)
         line = page.get_by_text(re.compile(r"No answer since \d\d:\d\d: there is no run"))
-        expect(line).to_be_visible(timeout=SOON)
+        expect(line).to_be_visible(timeout=TIMEOUT_MS)
         expect(page.locator("#live")).to_have_text("not live")
         expect(page.locator(".progress")).to_contain_text("1 of 50 steps")
         take_steps(moved, 1)
         moved.rename(path)
-        expect(page.locator("#away")).to_be_empty(timeout=2 * SOON)
-        expect(page.locator(".progress")).to_contain_text("2 of 50 steps", timeout=SOON)
-        expect(page.locator("#live.on")).to_be_visible(timeout=2 * SOON)
+        expect(page.locator("#away")).to_be_empty(timeout=2 * TIMEOUT_MS)
+        expect(page.locator(".progress")).to_contain_text("2 of 50 steps", timeout=TIMEOUT_MS)
+        expect(page.locator("#live.on")).to_be_visible(timeout=2 * TIMEOUT_MS)
 
 
 def test_pages_follow_a_run_through_its_states(visit: Visit, tmp_path: Path) -> None:
@@ -76,25 +76,25 @@ def test_pages_follow_a_run_through_its_states(visit: Visit, tmp_path: Path) -> 
         expect(run.locator(".progress")).to_contain_text("1 of 50 steps")
         expect(rollouts.locator(".rollout")).to_have_count(8)
         take_steps(path, 1, 2, 3)
-        expect(run.locator(".progress")).to_contain_text("4 of 50 steps", timeout=SOON)
-        expect(rollouts.get_by_role("link", name="after →")).to_be_visible(timeout=SOON)
+        expect(run.locator(".progress")).to_contain_text("4 of 50 steps", timeout=TIMEOUT_MS)
+        expect(rollouts.get_by_role("link", name="after →")).to_be_visible(timeout=TIMEOUT_MS)
         expect(rollouts.locator(".rollout")).to_have_count(30)
         rows = evaluations.locator("#evaluations tbody tr")
         lines = evaluations.locator(".u-legend .u-series:not(.edge)")
         expect(lines).to_have_count(3)
         with Store.open(path / "run.db") as store:
             store.add_evaluation(evaluation_of("live", 3, 0.7))
-        expect(rows).to_have_count(3, timeout=SOON)
-        expect(lines).to_have_count(4, timeout=SOON)
+        expect(rows).to_have_count(3, timeout=TIMEOUT_MS)
+        expect(lines).to_have_count(4, timeout=TIMEOUT_MS)
         expect(rows.last.locator("input").last).to_be_checked()
         rows.nth(1).locator("input").last.check()
         with Store.open(path / "run.db") as store:
             store.add_evaluation(evaluation_of("live", 4, 0.8))
             store.set_meta({"state": "finished"})
-        expect(rows).to_have_count(4, timeout=SOON)
+        expect(rows).to_have_count(4, timeout=TIMEOUT_MS)
         expect(rows.nth(1).locator("input").last).to_be_checked()
         for page in pages:
-            expect(page.locator(".title .state")).to_have_text("finished", timeout=SOON)
+            expect(page.locator(".title .state")).to_have_text("finished", timeout=TIMEOUT_MS)
 
 
 def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         page = visit(address).goes("/runs/live/rollouts")
         is_live(page)
         take_steps(path, 3)
-        expect(page.locator(".rollout header a").first).to_have_text("#7.3", timeout=SOON)
+        expect(page.locator(".rollout header a").first).to_have_text("#7.3", timeout=TIMEOUT_MS)
         before = page.evaluate(
             """() => {
                 const there = document.querySelectorAll(".rollout");
@@ -113,7 +113,7 @@ def test_rollouts_do_not_move_under_their_reader(visit: Visit, tmp_path: Path) -
         for step, new in ((4, 8), (5, 16)):
             take_steps(path, step)
             more = page.get_by_role("button", name=f"{new} new rollouts")
-            expect(more).to_be_visible(timeout=SOON)
+            expect(more).to_be_visible(timeout=TIMEOUT_MS)
         top = "element => element.getBoundingClientRect().top"
         assert page.locator(".rollout").nth(6).evaluate(top) == pytest.approx(before, abs=2)
         more.click()

@@ -23,7 +23,7 @@ from groupwise.runs.store import Store
 from groupwise.web.runs.curves import names_of, plots_of
 from tests.integration.web.visiting import (
     DESK,
-    SOON,
+    TIMEOUT_MS,
     Visitor,
     going_on,
     is_live,
@@ -433,7 +433,7 @@ def test_what_is_no_finite_number_is_a_gap_with_a_mark_and_hides_nothing(plots: 
 def chart(page: Page, title: str) -> Locator:
     found = page.locator("figure.chart").filter(has=page.locator("b", has_text=title))
     found.scroll_into_view_if_needed()
-    expect(found.locator("canvas")).to_be_visible(timeout=SOON)
+    expect(found.locator("canvas")).to_be_visible(timeout=TIMEOUT_MS)
     return found
 
 
@@ -484,7 +484,7 @@ def test_choices_and_a_range_by_mouse_stay_while_a_run_goes_on_and_on_the_next_p
         assert legend_at(plot, 0.0)["step"] == "2"
         add_metrics(path, [{"reward": 2.0}])
         canvas = plot.locator("canvas")
-        expect(canvas).to_have_attribute("aria-label", re.compile("last 2,"), timeout=SOON)
+        expect(canvas).to_have_attribute("aria-label", re.compile("last 2,"), timeout=TIMEOUT_MS)
         assert [legend_at(plot, share)["step"] for share in (0.0, 1.0)] == ["2", "6"]
         plot.locator(".u-over").dblclick()
         assert legend_at(plot, 1.0)["raw"] == "2"

@@ -27,7 +27,7 @@ from tests.web_runs import add_step, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-SOON = 15_000
+TIMEOUT_MS = 15_000
 """Milliseconds."""
 PHONE: ViewportSize = {"width": 390, "height": 844}
 DESK: ViewportSize = {"width": 1280, "height": 900}
@@ -53,7 +53,7 @@ class Visitor:
     def __init__(self, page: Page, address: str) -> None:
         self.page, self.address = page, address
         self.wrong: list[str] = []
-        page.set_default_timeout(SOON)
+        page.set_default_timeout(TIMEOUT_MS)
         page.on("pageerror", lambda error: self.wrong.append(str(error)))
         page.on("console", self._heard)
 
@@ -85,7 +85,7 @@ def take_steps(path: Path, *steps: int) -> None:
 
 
 def is_live(page: Page) -> None:
-    expect(page.locator("#live.on")).to_be_visible(timeout=SOON)
+    expect(page.locator("#live.on")).to_be_visible(timeout=TIMEOUT_MS)
 
 
 def serious_in(page: Page) -> list[tuple[str, str]]:

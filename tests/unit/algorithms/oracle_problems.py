@@ -11,7 +11,7 @@ from groupwise.algorithms.base import Algorithm, TokenBatch
 from groupwise.types import Example, Group, Rollout, Segment, Weight
 
 MEMBERS = 4
-LIMIT = 12
+MAX_TOKENS = 12
 """max_completion_length."""
 LOSS_TYPES = {
     "grpo": "grpo",
@@ -63,7 +63,7 @@ class Problem:
     def loss(self, algorithm: Algorithm) -> tuple[torch.Tensor, dict[str, float]]:
         """What our learner minimises, and the statistics as means over tokens."""
         result = algorithm.loss(self.batch(algorithm))
-        denominators = algorithm.denominators(self.groups, LIMIT)
+        denominators = algorithm.denominators(self.groups, MAX_TOKENS)
         total = torch.stack(
             [value / denominators[name] for name, value in result.components.items()]
         ).sum()
@@ -91,11 +91,11 @@ def problem(seed: int, *, truncated: bool = False, spread: float = 0.3) -> Probl
     """`truncated`: the last member of each group was cut off. `spread`: of the log-ratios (nats)."""
     rng = torch.Generator().manual_seed(seed)
     rows = 2 * MEMBERS
-    lengths = torch.randint(1, LIMIT + 1, (rows,), generator=rng).tolist()
+    lengths = torch.randint(1, MAX_TOKENS + 1, (rows,), generator=rng).tolist()
     rewards = torch.rand(rows, generator=rng).tolist()
 
     def normal(scale: float) -> torch.Tensor:
-        return scale * torch.randn(rows, LIMIT, dtype=torch.float64, generator=rng)
+        return scale * torch.randn(rows, MAX_TOKENS, dtype=torch.float64, generator=rng)
 
     policy_BT = -normal(1.5).abs()
     return Problem(
@@ -105,7 +105,7 @@ def problem(seed: int, *, truncated: bool = False, spread: float = 0.3) -> Probl
         proximal_BT=policy_BT + normal(spread),
         sampling_BT=policy_BT + normal(spread),
         reference_BT=policy_BT + normal(0.7),
-        mask_BT=torch.arange(LIMIT) < torch.tensor(lengths)[:, None],
+        mask_BT=torch.arange(MAX_TOKENS) < torch.tensor(lengths)[:, None],
     )
 
 

@@ -15,7 +15,13 @@ import torch
 
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
-from tests.unit.algorithms.oracle_problems import LIMIT, LOSS_TYPES, Problem, correction, problem
+from tests.unit.algorithms.oracle_problems import (
+    LOSS_TYPES,
+    MAX_TOKENS,
+    Problem,
+    correction,
+    problem,
+)
 
 WIDTH, VOCABULARY = 8, 11
 KNOBS: list[dict[str, Any]] = [
@@ -39,9 +45,9 @@ def liger() -> Any:
 def _head(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states with gradient, the head, and the tokens that were drawn."""
     rng = torch.Generator().manual_seed(seed + 100)
-    hidden_BTH = torch.randn(8, LIMIT, WIDTH, generator=rng).requires_grad_()
+    hidden_BTH = torch.randn(8, MAX_TOKENS, WIDTH, generator=rng).requires_grad_()
     head_VH = torch.randn(VOCABULARY, WIDTH, generator=rng)
-    return hidden_BTH, head_VH, torch.randint(VOCABULARY, (8, LIMIT), generator=rng)
+    return hidden_BTH, head_VH, torch.randint(VOCABULARY, (8, MAX_TOKENS), generator=rng)
 
 
 def _moved(steps: Problem, policy_BT: torch.Tensor) -> Problem:
@@ -69,7 +75,7 @@ def _liger_loss(
         epsilon_low=low,
         epsilon_high=1 + high if algorithm.name == "cispo" else high,
         loss_type=LOSS_TYPES[algorithm.name],
-        max_completion_length=LIMIT,
+        max_completion_length=MAX_TOKENS,
         importance_sampling_level="sequence" if algorithm.name == "gspo" else "token",
         delta=knobs.get("delta"),
         use_bias_correction_kl=knobs["kl_gradient"] == "exact",

@@ -29,8 +29,8 @@ from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
 from groupwise.types import Example, Group, Rollout
 from tests.unit.algorithms.oracle_problems import (
-    LIMIT,
     LOSS_TYPES,
+    MAX_TOKENS,
     Problem,
     correction,
     problem,
@@ -107,7 +107,7 @@ def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
         "epsilon_high": 1 + high if algorithm.name == "cispo" else high,
         "importance_sampling_level": "sequence" if algorithm.name == "gspo" else "token",
         "loss_type": loss_type,
-        "max_completion_length": LIMIT,
+        "max_completion_length": MAX_TOKENS,
         "model": SimpleNamespace(training=True),
         "off_policy_mask_threshold": None,
         "top_entropy_quantile": 1.0,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from groupwise.callbacks.base import Asked, RunEnd, RunHandle
 from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
-from tests.processes import all_gone
+from tests.processes import all_gone, wait_until
 from tests.unit.callbacks.fake_run import CONFIG
 
 WRITES = "import json, sys; json.dump({'metrics': {'right': 0.5, 'n': 3}}, open(sys.argv[1], 'w'))"
@@ -82,14 +81,6 @@ def folder(tmp_path, monkeypatch) -> Iterator[RunFolder]:
         yield made
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Wait for what another process does."""
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def results(folder: RunFolder) -> list[str]:
     return sorted(file.name for file in folder.results.iterdir())
 
@@ -117,7 +108,7 @@ def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
     for step in (1, 2, 3):
         session.save(step)
     places = [folder.path / f"benchmarks/benchmark/step-{step}" for step in (1, 2, 3)]
-    until(lambda: all(list(place.glob("*.begun")) for place in places[:2]))
+    wait_until(lambda: all(list(place.glob("*.begun")) for place in places[:2]))
     processes = [each.family.process for each in callback._started]
     callback.on_step_end(session.handle, {})
     assert [each.step for each in callback._started] == [1, 2]
@@ -205,7 +196,7 @@ def test_the_server_of_a_checkpoint_ends_with_the_run(folder, tmp_path, monkeypa
     callback = BenchmarkOnCheckpoint(suites=("aime24",), serve=SERVE, program=LIGHTEVAL)
     session = Session(folder, callback)
     session.save(2)
-    until(lambda: bool(callback._started) and any(folder.path.rglob("hanging.json")))
+    wait_until(lambda: bool(callback._started) and any(folder.path.rglob("hanging.json")))
     (hanging,) = folder.path.rglob("hanging.json")
     begun = [*json.loads(hanging.read_text()), *json.loads(Path("server.json").read_text())]
     session.end("failed")

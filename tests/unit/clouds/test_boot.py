@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.clouds.boot import ARM, MOST_USER_DATA, host_key_in, user_data
+from tests.processes import wait_until
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKQAN3IRuil4D+PIQj7TMMs4z2sex5PNlpcvc8rj/TKP"
 HOURS = 3600.0
@@ -87,20 +88,13 @@ def test_its_end_may_be_moved_and_stays_so_at_later_starts(tmp_path: Path) -> No
 def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> None:
     assert not any(line.startswith("setsid") for line in ran(script(), tmp_path))
     ran(script(spot=True), tmp_path)
-    _until_said(tmp_path / "said", "setsid python3 -I ")
+    said = tmp_path / "said"  # by what goes on in the background
+    wait_until(lambda: "setsid python3 -I " in said.read_text(), details=said.read_text)
     assert "spot_notice.py" in (tmp_path / "said").read_text()
     written = (tmp_path / "root/var/lib/groupwise/spot_notice.py").read_text()
     compile(written, "spot_notice.py", "exec")
     assert "instance-action" in written
     assert len(script(spot=True).encode()) < MOST_USER_DATA
-
-
-def _until_said(path: Path, words: str) -> None:
-    """By what goes on in the background."""
-    deadline = time.monotonic() + 30
-    while words not in path.read_text():
-        assert time.monotonic() < deadline, path.read_text()
-        time.sleep(0.01)
 
 
 def test_a_key_that_is_not_whole_yet_is_none() -> None:

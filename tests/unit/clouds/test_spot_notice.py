@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pytest
-
 from groupwise.clouds import spot_notice
+from tests.processes import wait_until
 
 
 class Service(BaseHTTPRequestHandler):
@@ -61,19 +60,10 @@ def test_jobs_are_told_when_there_is_one(tmp_path: Path) -> None:
                 assert kind.asked.acquire(timeout=30)
                 assert not (attempt / "evict").exists()
                 kind.notice.set()
-                _until(attempt / "evict")
+                wait_until((attempt / "evict").exists)
                 later = tmp_path / "root" / "attempts" / "later.1"
                 later.mkdir()
-                _until(later / "evict")
+                wait_until((later / "evict").exists)
             finally:
                 watching.kill()
     assert (attempt / "evict").read_text() == str(spot_notice.TO_SAVE)
-
-
-def _until(path: Path) -> None:
-    waited = threading.Event()
-    for _ in range(3000):
-        if path.exists():
-            return
-        waited.wait(0.01)
-    pytest.fail(f"{path} was never written")

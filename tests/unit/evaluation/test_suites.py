@@ -15,8 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from groupwise.errors import RunError, UsageError
 from groupwise.evaluation.suites import SuitesAsked, evaluate_suites
 from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from tests.fake_openai_server import Service, scripted, serve
-from tests.processes import all_gone, is_gone
+from tests.processes import all_gone, is_gone, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE = (sys.executable, str(ROOT / "tests/fake_lighteval.py"))
@@ -69,14 +68,6 @@ def adapter(folder: Path) -> Path:
 
 def read(path: Path) -> Any:
     return json.loads(path.read_bytes())
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for what another process does."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_what_is_found_is_written_and_never_overwritten(service, here):
@@ -179,7 +170,7 @@ def test_everything_ends_with_who_began_it(here, number):
         stderr=subprocess.PIPE,
     ) as process:
         try:
-            until(lambda: process.poll() is not None or any(here.rglob("hanging.json")))
+            wait_until(lambda: process.poll() is not None or any(here.rglob("hanging.json")))
             (hanging,) = here.rglob("hanging.json")
             begun = read(hanging) + read(here / "server.json")
             assert not any(map(is_gone, begun))

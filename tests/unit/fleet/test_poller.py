@@ -1,6 +1,5 @@
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,6 +23,7 @@ from groupwise.hosts.port import (
     OutcomeUnknown,
     Request,
 )
+from tests.processes import wait_until_async
 
 KEY = keys.parse("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz")
 OTHER = keys.parse(
@@ -143,17 +143,10 @@ def fleet(database: Database) -> Fleet:
     return Fleet(database)
 
 
-async def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
-
-
 async def test_every_machine_is_looked_at_again_and_again_on_one_connection(fleet: Fleet):
     fleet.add("a", "b")
     async with fleet.polled():
-        await until(lambda: min(fleet.rack.asked.count(n) for n in "ab") >= 3)
+        await wait_until_async(lambda: min(fleet.rack.asked.count(n) for n in "ab") >= 3)
         assert fleet.rack.open == {"a": 1, "b": 1}
     assert fleet.rack.open == {"a": 0, "b": 0}
     assert [fleet.contact("a"), fleet.contact("b")] == ["ok", "ok"]
@@ -163,13 +156,13 @@ async def test_every_machine_is_looked_at_again_and_again_on_one_connection(flee
 async def test_a_row_is_enough_and_one_that_goes_is_left_alone(fleet: Fleet):
     async with fleet.polled():
         fleet.add("late", probe=["my-smi", "-x"])
-        await until(lambda: fleet.contact("late") == "ok")
+        await wait_until_async(lambda: fleet.contact("late") == "ok")
         assert fleet.rack.probes[0] == ["my-smi", "-x"]
         fleet.set("late", active=False)
-        await until(lambda: fleet.rack.open["late"] == 0)
+        await wait_until_async(lambda: fleet.rack.open["late"] == 0)
         asked = len(fleet.rack.asked)
         fleet.add("other")
-        await until(lambda: fleet.rack.asked.count("other") >= 3)
+        await wait_until_async(lambda: fleet.rack.asked.count("other") >= 3)
         assert fleet.rack.asked.count("late") == asked
 
 
@@ -177,43 +170,43 @@ async def test_one_that_hangs_is_asked_once_at_a_time_and_holds_up_nobody(fleet:
     fleet.rack.hanging["stuck"] = asyncio.Event()
     fleet.add("stuck", "fine")
     async with fleet.polled():
-        await until(lambda: fleet.rack.asked.count("fine") >= 5)
+        await wait_until_async(lambda: fleet.rack.asked.count("fine") >= 5)
         assert fleet.rack.asked.count("stuck") == 1
         fleet.rack.hanging.pop("stuck").set()
-        await until(lambda: fleet.contact("stuck") == "ok")
+        await wait_until_async(lambda: fleet.contact("stuck") == "ok")
     assert fleet.rack.most_at_once == 1
 
 
 async def test_without_a_pinned_key_nothing_but_the_key_is_asked_for(fleet: Fleet):
     fleet.add("new", host_key=None)
     async with fleet.polled():
-        await until(lambda: fleet.rack.keys_asked.count("new") >= 3)
+        await wait_until_async(lambda: fleet.rack.keys_asked.count("new") >= 3)
         assert fleet.contact("new") == "untrusted"
         assert fleet.rack.asked == []
         assert fleet.rack.open == {}
         fleet.set("new", host_key=str(KEY), seen_host_key=None, contact="new")
-        await until(lambda: fleet.contact("new") == "ok")
+        await wait_until_async(lambda: fleet.contact("new") == "ok")
 
 
 async def test_a_changed_key_ends_all_use_until_the_pinned_one_is_shown_again(fleet: Fleet):
     fleet.add("a", host_key=None)
     async with fleet.polled(trust_on_first_use=True):
-        await until(lambda: fleet.contact("a") == "ok")
+        await wait_until_async(lambda: fleet.contact("a") == "ok")
         assert fleet.get("a", VM.host_key) == str(KEY)
         fleet.rack.keys_asked.clear()
         fleet.rack.failing["a"] = HostKeyError("another key", str(OTHER))
         fleet.rack.keys["a"] = OTHER
-        await until(lambda: fleet.contact("a") == "untrusted")
-        await until(lambda: fleet.rack.open["a"] == 0)
-        await until(lambda: fleet.rack.keys_asked)
+        await wait_until_async(lambda: fleet.contact("a") == "untrusted")
+        await wait_until_async(lambda: fleet.rack.open["a"] == 0)
+        await wait_until_async(lambda: fleet.rack.keys_asked)
         asked = fleet.rack.asked.count("a")
         fleet.rack.keys_asked.clear()
-        await until(lambda: len(fleet.rack.keys_asked) >= 3)
+        await wait_until_async(lambda: len(fleet.rack.keys_asked) >= 3)
         assert fleet.rack.asked.count("a") == asked
         assert fleet.get("a", VM.host_key) == str(KEY)
         del fleet.rack.failing["a"]
         fleet.rack.keys["a"] = KEY
-        await until(lambda: fleet.contact("a") == "ok")
+        await wait_until_async(lambda: fleet.contact("a") == "ok")
 
 
 async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
@@ -235,27 +228,27 @@ async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
     fleet.add("own")
     fleet.add("slurm", engine={"name": "slurm"})
     async with fleet.polled():
-        await until(lambda: fleet.get("slurm", VM.problem))
+        await wait_until_async(lambda: fleet.get("slurm", VM.problem))
         assert "Slurm does not answer" in fleet.get("slurm", VM.problem)
         assert fleet.get("slurm", VM.contact) == "new"
         away = False
-        await until(lambda: fleet.contact("slurm") == "ok")
+        await wait_until_async(lambda: fleet.contact("slurm") == "ok")
     assert ["true"] in fleet.rack.probes
 
 
 async def test_one_that_does_not_answer_becomes_unreachable_and_comes_back(fleet: Fleet):
     fleet.add("a")
     async with fleet.polled():
-        await until(lambda: fleet.contact("a") == "ok")
+        await wait_until_async(lambda: fleet.contact("a") == "ok")
         fleet.rack.failing["a"] = OutcomeUnknown("no answer")
-        await until(lambda: fleet.get("a", VM.misses) == 1)
+        await wait_until_async(lambda: fleet.get("a", VM.misses) == 1)
         fleet.database.run(
             lambda s: s.execute(update(VM).values(misses=2, facts={}))
         )  # misses count only where they lie apart
-        await until(lambda: fleet.contact("a") == "unreachable")
+        await wait_until_async(lambda: fleet.contact("a") == "unreachable")
         assert fleet.get("a", VM.problem) == "no answer"
         del fleet.rack.failing["a"]
-        await until(lambda: fleet.contact("a") == "ok")
+        await wait_until_async(lambda: fleet.contact("a") == "ok")
     assert [k for k in fleet.kinds() if k.startswith("vm.")] == [
         "vm.reachable",
         "vm.unreachable",
@@ -273,9 +266,9 @@ async def test_a_row_that_nobody_can_use_does_not_end_the_looks(
 
     fleet.add("a", ip_address="bad")
     async with fleet.polled(reach=reach):
-        await until(lambda: caplog.text.count("the look at machine a failed") >= 2)
+        await wait_until_async(lambda: caplog.text.count("the look at machine a failed") >= 2)
         fleet.set("a", ip_address="127.0.0.1")
-        await until(lambda: fleet.contact("a") == "ok")
+        await wait_until_async(lambda: fleet.contact("a") == "ok")
 
 
 async def test_a_database_that_is_away_is_waited_for(
@@ -292,7 +285,7 @@ async def test_a_database_that_is_away_is_waited_for(
 
     monkeypatch.setattr(fleet.database, "read_in_thread", read)
     async with fleet.polled():
-        await until(lambda: "the database is away" in caplog.text)
+        await wait_until_async(lambda: "the database is away" in caplog.text)
         away = False
-        await until(lambda: fleet.contact("a") == "ok")
+        await wait_until_async(lambda: fleet.contact("a") == "ok")
     assert caplog.text.count("the database is away") == 1

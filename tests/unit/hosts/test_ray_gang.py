@@ -13,8 +13,7 @@ import pytest
 
 from groupwise.hosts import ray_gang
 from groupwise.hosts.ray_gang import Gang, Machine, below
-from tests.processes import is_gone
-from tests.runner_machine import until
+from tests.processes import is_gone, wait_until
 
 LIVES = "while true; do sleep 0.05; done"
 ENDS = "until [ -e {0}/evict ]; do sleep 0.05; done; cat {0}/evict; exit 9"
@@ -158,7 +157,7 @@ def test_what_does_not_end_is_killed(gang: Gangs, monkeypatch: pytest.MonkeyPatc
     stays = f"trap '' TERM; echo >{ready}; {LIVES}"
     waits = f"until [ -e {ready} ]; do sleep 0.05; done\n"
     assert gang.run(f"{follow('sh', '-c', stays)}{waits}sleep 0.2") == 0
-    until(lambda: gang.actors[1].machine.ended() == 128 + signal.SIGKILL)
+    wait_until(lambda: gang.actors[1].machine.ended() == 128 + signal.SIGKILL)
 
 
 def test_what_it_has_begun_hears_of_its_end(tmp_path: Path) -> None:
@@ -167,8 +166,8 @@ def test_what_it_has_begun_hears_of_its_end(tmp_path: Path) -> None:
     (tmp_path / "begin.sh").write_text(f"echo $$ >{tmp_path}/pid\n{LIVES}")
     begins = f"{text}\nMachine().lead({str(tmp_path)!r}, {{}})\nsignal.pause()"
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", begins]) as process:
-        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         pid = int((tmp_path / "pid").read_text())
         assert pid in below(process.pid)
         process.kill()
-    until(lambda: is_gone(pid))
+    wait_until(lambda: is_gone(pid))

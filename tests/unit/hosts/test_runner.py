@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import runner, spec
-from tests.processes import is_gone
-from tests.runner_machine import Machine, Refused, machine, request, until
+from tests.processes import is_gone, wait_until
+from tests.runner_machine import Machine, Refused, machine, request
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def ended_without_complaint(either: Machine, epoch: int) -> dict[str, Any]:
     def is_over() -> Any:
         return either.complaints(epoch=epoch) or either.status(epoch=epoch)["state"] == "exited"
 
-    until(is_over, "its end")
+    wait_until(is_over, "its end")
     assert either.complaints(epoch=epoch) == ""
     return either.status(epoch=epoch)["exit"]
 
@@ -171,7 +171,7 @@ def test_a_supervisor_imports_nothing_once_it_has_settled(replaced: Machine) -> 
     assert not replaced.work(epoch=4).exists()
     replaced.source += "\n\ndef watch(self):\n    {}['nothing']\n\n\nSupervisor.watch = watch\n"
     replaced.sh("true", epoch=5)
-    said = until(lambda: replaced.complaints(epoch=5), "its complaint")
+    said = wait_until(lambda: replaced.complaints(epoch=5), "its complaint")
     assert said.startswith("KeyError at ")
     assert "'nothing'" in said
 
@@ -346,7 +346,7 @@ def test_observe_tells_of_attempts_and_of_strangers(either: Machine) -> None:
         for name, root in (("gone.7", either.root), ("gone.8", "/other"))
     )
     try:
-        seen = until(
+        seen = wait_until(
             lambda: found if len((found := either.ask("observe"))["quarantined"]) > 1 else None
         )
     finally:

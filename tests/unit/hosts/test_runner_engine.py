@@ -20,9 +20,9 @@ from groupwise.hosts.driver import Engine, Launch, Runner
 from groupwise.hosts.local import LocalHost
 from groupwise.hosts.port import RunnerRefused
 from groupwise.hosts.spec import JobSpec, Limits
+from tests.processes import TIMEOUT_S
 
 SECRET = "canary-of-a-token-2209"
-PATIENCE = 30.0
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def begins(state: MemberState, **environment: str) -> "subprocess.Popen[str]":
 
 def ended(state: MemberState, **environment: str) -> tuple[int, str]:
     engine = begins(state, **environment)
-    said, _ = engine.communicate(timeout=PATIENCE)
+    said, _ = engine.communicate(timeout=TIMEOUT_S)
     return engine.returncode, said
 
 
@@ -68,7 +68,7 @@ async def said(runner: Runner, epoch: int = 1) -> str:
 
 
 async def until_said(runner: Runner, what: str) -> None:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT_S
     while what not in await said(runner):
         assert time.monotonic() < until
         await asyncio.sleep(0.02)
@@ -128,7 +128,7 @@ async def test_voided_it_never_begins_says_why_and_leaves_no_secret(
 async def test_of_many_that_begin_it_one_does(runner: Runner) -> None:
     waits = await runner.launch(job("open('out', 'a').write('x'); print('it ran')"))
     engines = [begins(waits) for _ in range(8)]
-    told = [engine.communicate(timeout=PATIENCE)[0] for engine in engines]
+    told = [engine.communicate(timeout=TIMEOUT_S)[0] for engine in engines]
     assert [engine.returncode for engine in engines] == [0] * 8
     assert sum("nothing is begun again" in text for text in told) == 7
     assert "begun before" in ended(waits)[1]
@@ -141,7 +141,7 @@ async def test_void_and_begin_race_and_one_of_them_decides(runner: Runner) -> No
         engine = begins(waits)
         await asyncio.sleep(epoch * 0.02)
         voided = await runner.void("j", epoch)
-        engine.communicate(timeout=PATIENCE)
+        engine.communicate(timeout=TIMEOUT_S)
         ran = await said(runner, epoch) == "it ran\n"
         assert ran is (voided.state is not RunnerState.VOIDED)
 
@@ -164,7 +164,7 @@ async def test_evicted_by_whom_it_knows_alone_it_is_told_at_once(runner: Runner)
     await until_said(runner, "on")
     began = time.time()
     (Path(str(waits.folder)) / "evict").write_text("60")
-    engine.communicate(timeout=PATIENCE)
+    engine.communicate(timeout=TIMEOUT_S)
     found = await runner.status("j", 1)
     assert found.exit is not None
     assert found.exit.reason is ExitReason.EVICTED
@@ -180,8 +180,8 @@ async def test_cancelled_it_ends_although_its_lock_is_not_seen(runner: Runner) -
     found = await runner.kill("j", 1, grace=5)
     assert found.state is RunnerState.REBOOTED
     assert found.beat_age is not None
-    assert found.beat_age < PATIENCE
-    engine.communicate(timeout=PATIENCE)
+    assert found.beat_age < TIMEOUT_S
+    engine.communicate(timeout=TIMEOUT_S)
     found = await runner.status("j", 1)
     assert found.exit is not None
     assert found.exit.reason is ExitReason.CANCELLED

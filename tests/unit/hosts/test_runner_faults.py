@@ -25,8 +25,8 @@ import pytest
 
 from groupwise.hosts import runner
 from tests.disks import fill, small_disk
-from tests.processes import is_gone
-from tests.runner_machine import Machine, Refused, machine, request, until
+from tests.processes import is_gone, wait_until
+from tests.runner_machine import Machine, Refused, machine, request
 
 GPU = "GPU-aaaaaaaa-0000"
 FOR_EVER = "while :; do sleep 0.05; done"
@@ -106,8 +106,8 @@ def test_a_killed_supervisor_leaves_no_end_and_what_it_left_is_counted_and_kille
     assert begun["method"] == method
     pid = int(here.written("daemon"))
     here.kill_supervisor()
-    until(lambda: is_gone(begun["pid"]), "the end of the command")
-    told = until(lambda: (s := here.status())["survivors"] == 1 and s, "one survivor")
+    wait_until(lambda: is_gone(begun["pid"]), "the end of the command")
+    told = wait_until(lambda: (s := here.status())["survivors"] == 1 and s, "one survivor")
     assert (told["state"], told["exit"], told["pid"]) == ("lost", None, begun["pid"])
     assert here.sh("true")["state"] == "lost"
     assert here.ask("void", job="job", epoch=1)["state"] == "lost"
@@ -149,11 +149,11 @@ def test_a_survivor_that_only_a_lock_shows_is_counted(here: Machine, share_mb: i
     here.sh(f"{quiet} & {FOR_EVER}", gpus=[GPU], share_mb=share_mb, method="session")
     pid = int(here.written("quiet"))
     here.kill_supervisor()
-    until(lambda: here.status()["survivors"] == 1, "what is left")
+    wait_until(lambda: here.status()["survivors"] == 1, "what is left")
     seen = here.ask("observe")["attempts"][0]
     assert (seen["state"], seen["survivors"]) == ("lost", 1)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: here.status()["survivors"] == 0, "its end")
+    wait_until(lambda: here.status()["survivors"] == 0, "its end")
 
 
 # --- a launch that dies -------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_cancel_reaches_what_was_stopped_and_the_grace_is_everybody_s(here: Mach
     saving = "trap 'sleep 0.3; echo saved > saved; exit 0' TERM; echo > ready; while :; do sleep 0.02; done"
     begun = here.sh(f'sh -c "{saving}" & until [ -e ready ]; do sleep 0.02; done; kill -STOP $$')
     stat = Path(f"/proc/{begun['pid']}/stat")
-    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     here.ask("kill", job="job", epoch=1, grace=60)
     assert here.comes_to("exited")["exit"]["signal"] == signal.SIGTERM
     assert (here.work() / "saved").read_text() == "saved\n"
@@ -328,7 +328,7 @@ def test_what_runs_is_killed_by_its_mark_where_its_folder_was_removed(
     killed(here)
     assert is_gone(pid)
     assert released(here)["clean"]
-    until(lambda: is_gone(supervisor), "the end of who has nowhere to write")
+    wait_until(lambda: is_gone(supervisor), "the end of who has nowhere to write")
 
 
 def test_each_root_has_a_name_that_stays(here: Machine) -> None:
@@ -354,7 +354,9 @@ def test_a_pid_that_was_reused_is_not_killed(here: Machine, what: str) -> None:
             (here.folder() / "state.json").write_text(json.dumps(state))
             here.ask("kill", job="job", epoch=1, grace=0)
             assert stranger.poll() is None
-            until(lambda: here.ask("release", job="job", epoch=1, gpus=[])["clean"], "its own end")
+            wait_until(
+                lambda: here.ask("release", job="job", epoch=1, gpus=[])["clean"], "its own end"
+            )
         finally:
             stranger.kill()
 

@@ -27,7 +27,8 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import answers, runner
-from tests.runner_machine import Machine, Refused, machine, request, until
+from tests.processes import wait_until
+from tests.runner_machine import Machine, Refused, machine, request
 
 
 def sha(data: bytes) -> str:
@@ -381,7 +382,7 @@ def test_what_takes_long_is_done_by_one_at_a_time(either: Machine, verb: str) ->
     with locked(folder):
         waiting = [either.begin(request(body)) for _ in range(3)]
         for each in waiting:
-            until(partial(waits_for, each, folder), "it to wait")
+            wait_until(partial(waits_for, each, folder), "it to wait")
         left = waiting.pop()
         assert left.stdout is not None
         assert left.stderr is not None

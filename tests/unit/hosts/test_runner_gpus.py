@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.hosts import answers, runner
-from tests.processes import is_gone
-from tests.runner_machine import Machine, machine, until
+from tests.processes import is_gone, wait_until
+from tests.runner_machine import Machine, machine
 
 A, B, C = "GPU-aaaaaaaa-0000", "GPU-bbbbbbbb-1111", "GPU-cccccccc-2222"
 NEW_MIG, OLD_MIG = "MIG-11111111-2222-3333-4444-555555555555", f"MIG-{A}/7/0"
@@ -100,7 +100,7 @@ def test_a_tool_that_hangs(here: Machine) -> None:
     assert time.monotonic() - begun < 10
     assert (seen["probe"]["status"], seen["gpus"]) == ("hung", [])
     marked = here.environment["FAKE_NVIDIA_SMI_STATE"].encode()
-    until(
+    wait_until(
         lambda: not any(marked in environ(p) for p in os.listdir("/proc")),
         "the end of the hung tool",
     )
@@ -196,7 +196,9 @@ def test_a_gpu_is_one_attempt_s(here: Machine) -> None:
     assert third["state"] == "running", "none is kept if one cannot be had"
     here.ask("kill", job="job", epoch=1, grace=0)
     here.comes_to("exited")
-    until(lambda: here.ask("release", job="job", epoch=1, gpus=[B], idle_memory_mb=900)["clean"])
+    wait_until(
+        lambda: here.ask("release", job="job", epoch=1, gpus=[B], idle_memory_mb=900)["clean"]
+    )
     here.sh("true", job="other", epoch=2, gpus=[B])
     assert here.comes_to("exited", job="other", epoch=2)["exit"]["code"] == 0
 
@@ -235,7 +237,7 @@ def test_shares_fit_beside_each_other(here: Machine) -> None:
     here.ask("kill", job="one", epoch=1, grace=0)
     here.comes_to("exited", "one")
     show(here, "normal", card)
-    until(lambda: here.ask("release", job="one", epoch=1, gpus=[A], share_mb=600)["clean"])
+    wait_until(lambda: here.ask("release", job="one", epoch=1, gpus=[A], share_mb=600)["clean"])
     assert here.sh(FOR_EVER, job="four", gpus=[A], share_mb=600)["state"] == "running"
     here.sh(FOR_EVER, job="slotted", slot=0)
     told = here.sh("true", job="whole", epoch=2, slot=0)["refused"]
@@ -262,7 +264,7 @@ def test_a_running_attempt_holds_its_gpu_until_it_is_another_s(here: Machine) ->
     assert {"process", "cgroup"} & set(holders(here))
     here.ask("kill", job="job", epoch=1, grace=0)
     here.comes_to("exited")
-    until(lambda: not holders(here))
+    wait_until(lambda: not holders(here))
     here.sh(FOR_EVER, job="other", gpus=[A])
     assert "lock" not in holders(here)
 
@@ -283,14 +285,14 @@ def test_a_leak_keeps_the_gpu(here: Machine) -> None:
     assert (app["pid"], app["attempt"]) == (pid, "job.1")
     assert here.sh("true", job="other", gpus=[A])["refused"]["code"] == "gpu_busy"
     os.kill(pid, signal.SIGKILL)
-    until(lambda: is_gone(pid))
-    assert until(lambda: not holders(here))
+    wait_until(lambda: is_gone(pid))
+    assert wait_until(lambda: not holders(here))
 
 
 def test_memory_has_to_be_seen_idle(here: Machine) -> None:
     here.sh("true", gpus=[A])
     here.comes_to("exited")
-    until(lambda: "lock" not in holders(here))
+    wait_until(lambda: "lock" not in holders(here))
     seen: list[tuple[str, dict[str, Any], list[str]]] = [
         ("normal", {"uuid": A, "used_mb": 11}, ["memory"]),
         ("normal", {"uuid": A, "used_mb": 10}, []),

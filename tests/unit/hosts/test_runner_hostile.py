@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import answers, runner
-from tests.processes import is_gone
-from tests.runner_machine import Machine, Refused, until
+from tests.processes import is_gone, wait_until
+from tests.runner_machine import Machine, Refused
 
 NESTED = "[" * 100_000
 
@@ -167,7 +167,7 @@ def test_odd_records_of_one_break_no_answer_about_others(here: Machine, odd: str
             stat = Path(f"/proc/{pid}/stat").read_text()
             supervisor = int(stat.rpartition(")")[2].split()[1])
             os.kill(supervisor, 9)
-            until(lambda s=supervisor: is_gone(s) and is_gone(pid), "their end")
+            wait_until(lambda s=supervisor: is_gone(s) and is_gone(pid), "their end")
     here.ask("kill", job="job", epoch=1, grace=0)
     assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
     assert here.ask("forget", job="job", epoch=1)["forgotten"]

@@ -13,8 +13,9 @@ from groupwise.http.logs import ForPrograms
 from groupwise.http.middleware import Buckets, check_local
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
+from tests.processes import wait_until_async
 from tests.unit.server.fake_service import FakeService
-from tests.unit.server.http_client import app_of, client_of, keyring, listening, serving_of, until
+from tests.unit.server.http_client import app_of, client_of, keyring, listening, serving_of
 
 # Limits
 
@@ -104,7 +105,7 @@ async def test_the_roles_of_a_stream_and_that_it_ends_with_its_client() -> None:
             async with client.stream("GET", "/events", headers=headers) as answer:
                 assert answer.status_code == 200
                 assert serving_of(app).metrics.event_streams == 1
-            await until(lambda: serving_of(app).metrics.event_streams == 0)
+            await wait_until_async(lambda: serving_of(app).metrics.event_streams == 0)
 
 
 def request(path: str, body: bytes, length: int | None = None, more: str = "") -> bytes:
@@ -135,7 +136,7 @@ async def test_bodies_that_are_too_large_or_do_not_come(monkeypatch: pytest.Monk
         await gone(writer)
         monkeypatch.setattr(bodies, "BODY_SECONDS", 60.0)
         reader, writer = await begun(port, request("/step", b"{", 10))
-        await until(lambda: serving_of(app).bodies.coming)
+        await wait_until_async(lambda: serving_of(app).bodies.coming)
         serving_of(app).end()
         assert b" 503 " in await reader.readline()
         await reader.readuntil(b"shutting_down")  # the connection is kept for another request
@@ -180,12 +181,14 @@ async def test_who_goes_away_ends_sampling_and_waits_and_nothing_that_is_committ
             await service.entered.wait()
             await gone(writer)
             if name != "start":
-                await until(lambda name=name: name in service.cancelled)
-        await until(lambda: serving_of(app).metrics.requests["POST /completions", 499] == 1)
+                await wait_until_async(lambda name=name: name in service.cancelled)
+        await wait_until_async(
+            lambda: serving_of(app).metrics.requests["POST /completions", 499] == 1
+        )
         assert len(service.committed) == 1, "the rewards stand"
         service.let_go.set()
-        await until(lambda: len(service.committed) == 2)
-        await until(lambda: serving_of(app).metrics.requests["POST /start", 200] == 1)
+        await wait_until_async(lambda: len(service.committed) == 2)
+        await wait_until_async(lambda: serving_of(app).metrics.requests["POST /start", 200] == 1)
     assert service.cancelled == ["completions", "rewards"], "a run is begun whoever listens"
 
 

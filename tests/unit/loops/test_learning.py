@@ -34,7 +34,7 @@ from groupwise.types import (
     UpdateResult,
 )
 
-LONGEST = 10
+MAX_TOKENS = 10
 """Most tokens of a completion."""
 
 
@@ -76,7 +76,7 @@ class Recorder:
 
 def group(draw: int, *rewards: float | None, tokens: int = 2) -> Group:
     """Rewards of its members, None for one that failed."""
-    params = SamplingParams(LONGEST)
+    params = SamplingParams(MAX_TOKENS)
     segment = Segment("policy", tuple(range(tokens)), (-1.0,) * tokens, params=params)
     rollouts = tuple(
         Rollout(draw, member, 0, (1,), (segment,), "", "failed", "it raised")
@@ -110,7 +110,7 @@ def learnt(
         ),
         progress=SimpleNamespace(phase=lambda *_: None),
         interruption=SimpleNamespace(allow=allow),
-        longest_completion=LONGEST,
+        longest_completion=MAX_TOKENS,
         timings=Timings(),
         non_finite=0,
         non_finite_limit=3,
@@ -124,7 +124,7 @@ STEP = [group(0, 0.0, 1.0), group(1, 0.35, 0.35, tokens=5), group(2, 1.0, 3.0, N
 
 WHOLE = {
     "grpo": 6.0,
-    "dr_grpo": 6.0 * LONGEST,
+    "dr_grpo": 6.0 * MAX_TOKENS,
     "gspo": 6.0,
     "rloo": 6.0,
     "dapo": 20.0,
@@ -186,7 +186,7 @@ def test_rows_of_one_rollout_need_the_proximal_ones_of_each_other():
 def in_two_rows(draw: int) -> Group:
     """Two members, of whom the second has another row of 3 tokens after one of 2."""
     plain = group(draw, 0.0, 1.0)
-    params = SamplingParams(LONGEST)
+    params = SamplingParams(MAX_TOKENS)
     anew = Segment("policy", (1, 2, 3), (-1.5,) * 3, params=params, prompt_ids=(1, 9))
     second = plain.rollouts[1]
     second = replace(second, segments=(*second.segments, anew))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Row, Sampli
 from groupwise.wire.parts import Discard, FileFacts, FolderAnswer, Update
 from tests.fake_parts import SUMS, TRAINED, FakeCore, FakeParts
 from tests.parts_server import HERE, PartsServer
+from tests.processes import wait_until, wait_until_async
 
 STEP = OptimiserParams(0.1)
 ROW = Row((1,), (2,), (1,), (-0.1 - 0.2,), float("nan"), 1.0)
@@ -148,13 +148,13 @@ async def test_what_is_cancelled_is_given_up_and_the_next_call_comes_after_it(
     sampler = RemoteSampler(pair.session, "f0", {})
     learning = asyncio.create_task(learner.forward_backward([ROW], LossSpec("x"), {"policy": 1.0}))
     drawing = asyncio.create_task(sampler.generate(REQUEST))
-    await reached(lambda: len(pair.parts.begun) == 2)
+    await wait_until_async(lambda: len(pair.parts.begun) == 2)
     for task in (learning, drawing):
         task.cancel()
     await asyncio.gather(learning, drawing, return_exceptions=True)
-    await reached(lambda: pair.parts.cancelled == ["generate"])
+    await wait_until_async(lambda: pair.parts.cancelled == ["generate"])
     discarding = asyncio.create_task(asyncio.to_thread(learner.discard))
-    await reached(lambda: any("calls/3" in path for path in pair.network.paths))
+    await wait_until_async(lambda: any("calls/3" in path for path in pair.network.paths))
     assert pair.parts.done == []
     pair.session.begun(_set(held))
     await discarding
@@ -165,19 +165,12 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-async def reached(condition: Callable[[], bool]) -> None:
-    """Wait for another thread."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 — of another event loop
-            await asyncio.sleep(0.005)
-
-
 async def test_the_server_hears_of_a_loop_that_computes(pair_of: Callable[..., Pair]) -> None:
     pair = await asyncio.to_thread(pair_of, silence=0.1)
     beat = f"GET /parts/{pair.session.id}"
-    deadline = time.monotonic() + 20
-    while pair.network.paths.count(beat) < 3:  # this thread's own event loop stands still
-        assert time.monotonic() < deadline
+    wait_until(
+        lambda: pair.network.paths.count(beat) >= 3
+    )  # this event loop stands still meanwhile
     assert (await pair.session.call(Discard())) is None
 
 

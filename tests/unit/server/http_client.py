@@ -56,10 +56,3 @@ async def listening(app: FastAPI) -> AsyncGenerator[int]:
         finally:
             server.should_exit = True
             await task
-
-
-async def until(condition: Any) -> None:
-    """Wait for it, at most a while."""
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 — of all kinds, from many places
-            await asyncio.sleep(0.005)

@@ -11,7 +11,7 @@ from groupwise.server import admission as admission_module
 from groupwise.server.admission import Admission, Room, Traffic
 from groupwise.wire.problems import Refusal
 
-PATIENT = 30.0
+TIMEOUT_S = 30.0
 
 
 def admission(size: int = 2, staleness: int = 1, manual: bool = False, **state: int) -> Admission:
@@ -23,7 +23,7 @@ class Client:
     """Asks, and keeps what it got until it leaves."""
 
     def __init__(
-        self, room: Admission, draws: Sequence[int | None], limit: float = PATIENT
+        self, room: Admission, draws: Sequence[int | None], limit: float = TIMEOUT_S
     ) -> None:
         self._left = asyncio.Event()
         self.draws: tuple[int, ...] | None = None
@@ -83,7 +83,7 @@ async def test_named_draws_wait_for_their_step_and_hold_nobody_up() -> None:
     await later.leave()
 
 
-async def told(room: Admission, draws: Sequence[int | None], limit: float = PATIENT) -> Refusal:
+async def told(room: Admission, draws: Sequence[int | None], limit: float = TIMEOUT_S) -> Refusal:
     """What is said to somebody who is not let in."""
     with pytest.raises(Refusal) as refused:
         async with room.admitted(draws, limit, "somebody"):
@@ -101,7 +101,7 @@ async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
     refusal = await told(room, [None], 0.01)
     assert (refusal.code, refusal.headers["Retry-After"], room.waiting) == ("too_busy", "2", 0)
     room = admission(size=1, staleness=1)
-    async with asyncio.timeout(PATIENT / 2):
+    async with asyncio.timeout(TIMEOUT_S / 2):
         refusal = await told(room, [3])
     assert "not the turn of draw 3: 0 steps are done" in refusal.detail
     assert (refusal.code, refusal.retry_after, room.waiting) == ("too_busy", 2, 0)
@@ -126,7 +126,7 @@ async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
 async def test_a_request_that_fails_or_is_given_up_leaves_its_room_to_others() -> None:
     room = admission(size=1, staleness=0)
     with pytest.raises(OSError, match="sampling failed"):
-        async with room.admitted([None], PATIENT, "somebody"):
+        async with room.admitted([None], TIMEOUT_S, "somebody"):
             raise OSError("sampling failed")
     one = Client(room, [None])
     await settled()

@@ -22,8 +22,9 @@ from groupwise.server.app import ROUTES
 from groupwise.server.routes import health
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import KINDS, MEDIA_TYPE, Refusal
+from tests.processes import wait_until_async
 from tests.unit.server.fake_service import RUN, FakeService
-from tests.unit.server.http_client import app_of, client_of, keyring, serving_of, until
+from tests.unit.server.http_client import app_of, client_of, keyring, serving_of
 
 METHODS = {
     "get_model": "open_version",
@@ -340,11 +341,11 @@ async def test_streams_are_bounded_resume_behind_the_last_event_and_end_with_the
         service.happen("step", step=step, message="done\nwell")
     async with client_of(app) as client:
         stream = asyncio.create_task(client.get("/events", headers={"Last-Event-ID": "1"}))
-        await until(lambda: serving_of(app).metrics.event_streams == 1)
+        await wait_until_async(lambda: serving_of(app).metrics.event_streams == 1)
         second = await client.get("/events")
         assert (code_of(second), bool(second.headers["retry-after"])) == ("rate_limited", True)
         service.happen("stopped")
-        await until(lambda: service.told == 4)
+        await wait_until_async(lambda: service.told == 4)
         serving_of(app).ending.set()
         answer = await stream
     assert serving_of(app).metrics.event_streams == 0

@@ -12,8 +12,9 @@ import pytest
 
 from groupwise.server.downloads import CHUNK, OpenFile, OpenVersion, zipped
 from groupwise.server.routes import models
+from tests.processes import wait_until_async
 from tests.unit.server.fake_service import FakeService
-from tests.unit.server.http_client import app_of, listening, until
+from tests.unit.server.http_client import app_of, listening
 
 LARGE = 80 << 20
 
@@ -94,10 +95,10 @@ async def test_downloads_hold_nobody_up_and_end_with_their_clients(
             assert slow.status_code == 200
             assert sum([len(piece) async for piece in answer.aiter_bytes()]) > LARGE
             assert not closed(service)
-        await until(lambda: closed(service))
+        await wait_until_async(lambda: closed(service))
         monkeypatch.setattr(models, "STALLED", 0.2)
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /model HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await until(lambda: len(service.opened) == 3 and closed(service))
+        await wait_until_async(lambda: len(service.opened) == 3 and closed(service))
         writer.close()
         await writer.wait_closed()

@@ -31,7 +31,7 @@ from tests.unit.fleet.verbs.conftest import ADA, SmallFleet
 from tests.web_runs import HOSTILE
 
 __all__ = ["migrated_file"]
-PATIENT = 30.0
+TIMEOUT_S = 30.0
 """Seconds."""
 HERE = "http://127.0.0.1:8080"
 
@@ -176,16 +176,16 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
             missing = await elsewhere.get("/fleet/jobs/none", headers={"accept": "text/html"})
             assert missing.status_code == 404
             with ending(WatchedFleet(remote)) as watched:
-                before = watched.stamp(PATIENT)
+                before = watched.stamp(TIMEOUT_S)
                 await asyncio.to_thread(direct.release, "waiting-1")
                 watched.forget()
-                assert watched.stamp(PATIENT) != before
+                assert watched.stamp(TIMEOUT_S) != before
     with FleetClient(address, key, patience=0.1, sleep=lambda _: None) as gone:
         async with client_of(gone, tmp_path) as client:
             away = await client.get("/fleet", headers={"accept": "application/json"})
         assert (away.status_code, away.json()["code"]) == (409, "fleet_away")
         with ending(WatchedFleet(gone)) as watched:
-            assert watched.stamp(PATIENT) == "fleet_away"
+            assert watched.stamp(TIMEOUT_S) == "fleet_away"
 
 
 async def token_of(client: httpx2.AsyncClient, path: str) -> str:
@@ -294,12 +294,12 @@ def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
 def test_pages_learn_of_a_change_and_of_nothing_else(direct: DirectFleet) -> None:
     now = [0.0]
     watched = WatchedFleet(direct, lambda: now[0])
-    before = watched.stamp(PATIENT)
+    before = watched.stamp(TIMEOUT_S)
     now[0] += 10
-    assert watched.stamp(PATIENT) == before
+    assert watched.stamp(TIMEOUT_S) == before
     direct.hold("waiting-1")
     now[0] += 10
-    assert watched.stamp(PATIENT) != before
+    assert watched.stamp(TIMEOUT_S) != before
 
 
 async def test_the_page_of_a_machine_has_its_slots_gpus_and_jobs(

@@ -35,7 +35,7 @@ from tests.unit.server.fake_service import RUN, FakeService
 from tests.unit.server.http_client import keyring
 from tests.web_runs import HOSTILE, write_run
 
-PATIENT = 30.0
+TIMEOUT_S = 30.0
 """Seconds."""
 HERE = "http://127.0.0.1:8000"
 TEXT = HOSTILE.replace("\ud83d", "")
@@ -125,7 +125,7 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
         async with client_of(away, tmp_path) as client:
             page = await client.get("/server")
         watched = WatchedServer(away)
-        stamp = watched.stamp(PATIENT)
+        stamp = watched.stamp(TIMEOUT_S)
     assert page.status_code == 409
     assert "Traceback" not in page.text
     assert HERE in page.text
@@ -140,7 +140,7 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
     def seen(after: float, **news: Any) -> str | None:
         now[0] += after
         told.said = status, told.said[1].model_copy(update=news)
-        return watched.stamp(PATIENT)
+        return watched.stamp(TIMEOUT_S)
 
     before = seen(0)
     assert seen(0) == before

@@ -112,12 +112,12 @@ async def test_a_fetch_that_was_cut_off_goes_on(
     assert host.read_bytes() == sum(map(len, FILES.values()))
 
 
-RARE = pytest.mark.soak(suite="fleet")
-RARE_DEATHS = (1, 4, 7, 13, 16, 19, 22, 25, 31, 34, 37)
+SOAK = pytest.mark.soak(suite="fleet")
+SOAK_DEATHS = (1, 4, 7, 13, 16, 19, 22, 25, 31, 34, 37)
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("death", [10, 28, *(pytest.param(n, marks=RARE) for n in RARE_DEATHS)])
+@pytest.mark.parametrize("death", [10, 28, *(pytest.param(n, marks=SOAK) for n in SOAK_DEATHS)])
 async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
     death: int, database: Database, place: Path, host: WorkFolder
 ) -> None:

@@ -244,13 +244,13 @@ STEPS = 20
 """Of the two jobs below: rows, and before and after each removal."""
 
 
-RARE = pytest.mark.soak(suite="fleet")
+SOAK = pytest.mark.soak(suite="fleet")
 OFTEN = (1, 6, 13, STEPS)
 
 
 @pytest.mark.parametrize(
     "death",
-    [*OFTEN, *(pytest.param(n, marks=RARE) for n in range(STEPS) if n not in OFTEN)],
+    [*OFTEN, *(pytest.param(n, marks=SOAK) for n in range(STEPS) if n not in OFTEN)],
 )
 def test_dying_at_any_instant_leaves_no_row_without_its_files(
     disk: Disk, death: int, monkeypatch: pytest.MonkeyPatch

@@ -88,10 +88,10 @@ async def test_the_mirror_brings_what_is_missing_and_says_so(
     assert [request.body["offset"] for request in host.asked] == [0, 4]
 
 
-RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 2, 4, 5, 7, 8)
+SOAK, SOAK_DEATHS = pytest.mark.soak(suite="fleet"), (1, 2, 4, 5, 7, 8)
 
 
-@pytest.mark.parametrize("death", [3, 6, *(pytest.param(n, marks=RARE) for n in RARE_DEATHS)])
+@pytest.mark.parametrize("death", [3, 6, *(pytest.param(n, marks=SOAK) for n in SOAK_DEATHS)])
 async def test_dying_at_any_effect_loses_and_doubles_nothing(
     death: int, database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,10 +207,10 @@ async def test_those_that_are_gone_before_they_have_come_are_told_when_none_come
     assert (steps(database), alarms(database)) == ([30, 90], [])
 
 
-RARE, RARE_DEATHS = pytest.mark.soak(suite="fleet"), (1, 3, 7, 9, 13, 15)
+SOAK, SOAK_DEATHS = pytest.mark.soak(suite="fleet"), (1, 3, 7, 9, 13, 15)
 
 
-@pytest.mark.parametrize("death", [5, 11, *(pytest.param(n, marks=RARE) for n in RARE_DEATHS)])
+@pytest.mark.parametrize("death", [5, 11, *(pytest.param(n, marks=SOAK) for n in SOAK_DEATHS)])
 async def test_dying_at_any_effect_leaves_no_row_without_its_blobs(
     death: int, database: Database, store: BlobStore, host: WorkFolder
 ) -> None:

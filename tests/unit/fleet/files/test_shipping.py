@@ -25,6 +25,7 @@ from groupwise.fleet.files.shipping import (
 )
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import VM, Attempt, Job, Member
+from tests.processes import wait_until_async
 
 
 class Taken:
@@ -202,9 +203,7 @@ async def test_output_that_nobody_reads_stops_nothing_else_and_loses_nothing(
     fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)
     data = b"".join(b"%d\n" % number for number in range(50_000))
     took = asyncio.create_task(StandardOutput(lambda: writing).take(data))
-    async with asyncio.timeout(20):
-        while not caplog.records:  # noqa: ASYNC110  (the loop goes on: this is what is tested)
-            await asyncio.sleep(0.001)
+    await wait_until_async(lambda: caplog.records)  # the loop goes on: this is what is tested
     assert "nobody reads standard output" in caplog.text
     assert not took.done()
     read = asyncio.create_task(asyncio.to_thread(_read, reading, len(data)))

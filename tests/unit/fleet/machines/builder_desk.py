@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +92,3 @@ class Desk:
 
     def calls(self) -> list[str]:
         return (self.folder / "calls").read_text().splitlines()
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)

@@ -1,7 +1,5 @@
 """A machine that is prepared in tests: by its real runner, with a program that plays Python and pip there."""
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +38,6 @@ class Place:
 
     def environment(self, plan: Plan | None = None) -> Path:
         return self.vm / "environments" / (plan or self.plan()).name
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():  # noqa: ASYNC110  (other processes bring it about)
-                await asyncio.sleep(0.01)
 
 
 def machine_row(**more: Any) -> Machine:

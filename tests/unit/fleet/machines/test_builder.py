@@ -14,6 +14,7 @@ import pytest
 
 from groupwise.fleet.machines import builder
 from groupwise.fleet.machines.builder import MARKER, SPARED, Order, Pip, users_of
+from tests.processes import wait_until
 from tests.unit.fleet.machines.builder_desk import NAME, Desk
 
 
@@ -39,7 +40,7 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(desk: Desk) -> No
     mark = desk.folder / "installing"
     desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
     process = desk.begin()
-    desk.until(mark.exists)
+    wait_until(mark.exists)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     (desk.place / "left").touch()
@@ -54,11 +55,11 @@ def test_the_second_of_two_waits_and_finds_it_made(desk: Desk) -> None:
     wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"
     desk.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
     first = desk.begin()
-    desk.until(mark.exists)
+    wait_until(mark.exists)
     second = desk.begin()
     assert second.stdout is not None
     assert "made by another" in second.stdout.readline()
-    desk.until(lambda: waits_for_a_lock(second.pid))
+    wait_until(lambda: waits_for_a_lock(second.pid))
     go_on.touch()
     log, _ = second.communicate(timeout=60)
     first.communicate(timeout=60)
@@ -80,7 +81,7 @@ def test_what_pip_leaves_running_keeps_others_from_building(desk: Desk) -> None:
     mark = desk.folder / "installing"
     desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; exec sleep 300;; esac')
     process = desk.begin()
-    desk.until(mark.exists)
+    wait_until(mark.exists)
     process.kill()
     process.wait()
     lock = os.open(desk.environments / f"{NAME}.lock", os.O_RDWR)

@@ -9,6 +9,7 @@ import pytest
 
 from groupwise.fleet.machines import prepare as preparing
 from groupwise.hosts.port import Answer, Host, HostUnreachable, Request
+from tests.processes import wait_until_async
 from tests.unit.fleet.machines.prepared_place import Place
 
 
@@ -40,9 +41,9 @@ async def test_two_at_once_make_it_once(place: Place) -> None:
     wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"
     place.desk.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
     first = asyncio.create_task(place.prepare())
-    await place.until(mark.exists)
+    await wait_until_async(mark.exists)
     second = asyncio.create_task(place.prepare())
-    await place.until(lambda: any("being made already" in line for line in place.told))
+    await wait_until_async(lambda: any("being made already" in line for line in place.told))
     go_on.touch()
     one, two = await asyncio.gather(first, second)
     assert one == two

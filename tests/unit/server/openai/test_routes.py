@@ -15,7 +15,8 @@ from groupwise.testing.fakes import ALPHABET, END_ID
 from groupwise.wire.keys import Role
 from groupwise.wire.openai import ChatRequest, TextRequest
 from groupwise.wire.problems import KINDS
-from tests.unit.server.http_client import HERE, client_of, keyring, listening, until
+from tests.processes import wait_until_async
+from tests.unit.server.http_client import HERE, client_of, keyring, listening
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened
 from tests.unit.server.test_schema_walk import RAW, WRONG
 
@@ -238,7 +239,7 @@ async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         gate = served.engine.hold("sample")
         waiting = [asyncio.create_task(client.text(n=128)) for _ in range(MOST_SAMPLING // 128)]
-        await until(lambda: served.engine.calls["sample"] == len(waiting))
+        await wait_until_async(lambda: served.engine.calls["sample"] == len(waiting))
         error = await client.refused(429, "/v1/completions", TEXT)
         assert (error["code"], error["type"]) == ("rate_limited", "rate_limit_error")
         gate.set()
@@ -252,7 +253,7 @@ async def test_an_engine_that_is_lost_breaks_a_stream_off_with_an_error(tmp_path
         task = asyncio.create_task(
             client.http.post("/v1/completions", json={**TEXT, "stream": True})
         )
-        await until(lambda: served.engine.calls["partial"] > 5)
+        await wait_until_async(lambda: served.engine.calls["partial"] > 5)
         await served.engine.close()
         answer = await task
         assert answer.status_code in (200, 503)

@@ -10,7 +10,8 @@ import pytest
 from groupwise.server.ledger import groups
 from groupwise.types import Group, from_json
 from groupwise.wire.problems import Refusal
-from tests.unit.server.http_client import client_of, until
+from tests.processes import wait_until_async
+from tests.unit.server.http_client import client_of
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, opened
 from tests.unit.server.openai.test_routes import PATHS, shown, texts_of
 
@@ -114,7 +115,7 @@ async def test_calls_at_once_share_a_group(tmp_path) -> None:
         calls = [asyncio.create_task(client.ok("/v1/completions", KEPT)) for _ in range(6)]
         calls.append(asyncio.create_task(client.streamed("/v1/completions", KEPT)))
         calls.append(asyncio.create_task(client.streamed("/v1/completions", KEPT)))
-        await until(lambda: served.engine.calls["sample"] == 1)
+        await wait_until_async(lambda: served.engine.calls["sample"] == 1)
         gate.set()
         *whole, one, two = await asyncio.gather(*calls)
         ids = [each["id"] for each in whole] + [one[-1]["id"], two[-1]["id"]]
@@ -198,7 +199,7 @@ async def test_a_first_call_that_goes_away_leaves_the_turn_to_the_next(tmp_path)
     async with asking(tmp_path) as (served, client):
         gate = served.engine.hold("sample")
         first, second = (asyncio.create_task(client.text(store=True)) for _ in range(2))
-        await until(lambda: served.engine.calls["sample"] == 1)
+        await wait_until_async(lambda: served.engine.calls["sample"] == 1)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         gate.set()

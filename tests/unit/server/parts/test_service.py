@@ -23,7 +23,7 @@ from groupwise.wire.parts import CallRequest
 from groupwise.wire.problems import Refusal
 from tests.fake_parts import SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
-from tests.unit.server.http_client import until
+from tests.processes import wait_until_async
 
 ID, OTHER = "a" * 16, "b" * 16
 OPEN = {"verb": "open", "kind": "training", "config": {"model": {"name": "tiny"}}, "run": "r"}
@@ -121,7 +121,7 @@ async def test_what_is_given_up_holds_nobody_up(tmp_path: Path) -> None:
         learning, drawing = ask.parts.held["forward_backward"], ask.parts.held["generate"]
         await ask.call(1, LEARN, after=0, wait=0.0)
         await ask.call(2, GENERATE, wait=0.0)
-        await until(lambda: len(ask.parts.begun) == 2)
+        await wait_until_async(lambda: len(ask.parts.begun) == 2)
         assert (await ask.give_up(2)).json()["state"] == "given_up"
         assert ask.parts.cancelled == ["generate"], "its slots are free"
         assert (await ask.give_up(1)).status_code == 202, "half of a gradient is no gradient"
@@ -139,7 +139,7 @@ async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path
     async with asking(tmp_path) as ask:
         held = ask.parts.held["forward_backward"]
         await ask.call(1, LEARN, after=0, wait=0.0)
-        await until(lambda: ask.parts.begun)
+        await wait_until_async(lambda: ask.parts.begun)
         await ask.give_up(2)
         await ask.call(3, DISCARD, after=2, wait=0.0)
         assert (await ask.answer(3, wait=0.05)).status_code == 202
@@ -295,7 +295,7 @@ async def test_the_same_owner_takes_over_and_calls_under_way_hear_of_it(tmp_path
         assert len(ask.server.engines) == 1
         _ = ask.parts.held["update"]
         waiting = asyncio.create_task(ask.call(2, UPDATE))
-        await until(lambda: "update" in ask.parts.begun)
+        await wait_until_async(lambda: "update" in ask.parts.begun)
         assert (await ask.open(OTHER, "me")).status_code == 200
         assert code(await waiting) == "parts_taken", "its loop is not to go on by itself"
         assert len(ask.server.engines) == 2
@@ -312,7 +312,7 @@ async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_tu
     async with asking(tmp_path, runs=runs) as ask:
         _ = ask.parts.held["update"]
         waiting = asyncio.create_task(ask.call(1, UPDATE))
-        await until(lambda: ask.parts.begun)
+        await wait_until_async(lambda: ask.parts.begun)
         async with runs.turn:
             ask.server.engines[0].lost = "it was killed"
             ask.parts.held["update"].set()
@@ -320,7 +320,7 @@ async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_tu
             assert (lost.status_code, code(lost)) == (410, "parts_gone")
             assert "it was killed" in lost.json()["detail"]
             assert code(await ask.call(2, DISCARD)) == "parts_gone"
-        await until(lambda: not (tmp_path / "parts" / ID).exists())
+        await wait_until_async(lambda: not (tmp_path / "parts" / ID).exists())
         assert (await ask.open(OTHER, "me")).status_code == 200
         ask.server.engines[1].lost = "it was killed"
         ask.server.service.notice_loss()

@@ -20,7 +20,7 @@ from groupwise.server.verbs.futures import (
     Work,
 )
 
-LONG = 10.0
+TIMEOUT_S = 10.0
 
 
 def _saying(text: str, done: list[str] | None = None) -> Work:
@@ -41,13 +41,13 @@ def _failing(error: Exception) -> Work:
 
 
 async def _text(futures: Futures, id: str) -> str:
-    answer = await futures.answer(id, LONG)
+    answer = await futures.answer(id, TIMEOUT_S)
     assert isinstance(answer, Answer)
     return answer.body.decode()
 
 
 async def _failure(futures: Futures, id: str) -> Failure:
-    answer = await futures.answer(id, LONG)
+    answer = await futures.answer(id, TIMEOUT_S)
     assert isinstance(answer, Failure)
     return answer
 
@@ -118,13 +118,13 @@ async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> Non
         ("f-0-1", AnswerGone),
     ):
         with pytest.raises(error):
-            await futures.answer(id, LONG)
+            await futures.answer(id, TIMEOUT_S)
     futures = Futures(Limits(answer_bytes=10))
     line = Line("m", futures)
     small = line.submit(0, b"0", _saying("1234"))
     assert len(await _text(futures, line.submit(1, b"1", _saying("x" * 100)))) == 100
     with pytest.raises(AnswerGone):
-        await futures.answer(small, LONG)
+        await futures.answer(small, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("limits", [Limits(waiting=2), Limits(waiting_bytes=4)])
@@ -151,7 +151,7 @@ async def test_closing_answers_all_who_wait() -> None:
         return Answer(b"")
 
     ids = [line.submit(n, b"%d" % n, work) for n in (0, 1, 3)]
-    waiting = asyncio.create_task(futures.answer(ids[0], LONG))
+    waiting = asyncio.create_task(futures.answer(ids[0], TIMEOUT_S))
     await asyncio.sleep(0.001)
     await line.close()
     assert isinstance(await waiting, Failure)
@@ -162,13 +162,13 @@ async def test_closing_answers_all_who_wait() -> None:
 
 async def test_calls_are_done_in_the_order_of_their_numbers_and_once() -> None:
     futures = Futures()
-    line, done = Line("m", futures, patience=LONG), list[str]()
+    line, done = Line("m", futures, patience=TIMEOUT_S), list[str]()
     ids = {n: line.submit(n, b"%d" % n, _saying(str(n), done)) for n in (3, 1, 2)}
     assert await futures.answer(ids[1], 0.001) is None
     ids[0] = line.submit(0, b"0", _saying("0", done))
     assert line.submit(0, b"0", _saying("again", done)) == ids[0]
     assert [await _text(futures, ids[n]) for n in range(4)] == done == ["0", "1", "2", "3"]
-    assert await futures.answer(ids[0], LONG) is await futures.answer(ids[0], LONG)
+    assert await futures.answer(ids[0], TIMEOUT_S) is await futures.answer(ids[0], TIMEOUT_S)
     assert line.submit(0, b"0", _saying("later", done)) == ids[0]
     with pytest.raises(UsageError, match="another content"):
         line.submit(0, b"other", _saying("other", done))

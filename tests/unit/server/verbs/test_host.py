@@ -19,7 +19,7 @@ from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import SavedFolders
 from tests.unit.server.verbs.verb_service import Disk, created, gradient, serving, update
 
-LONG = 10.0
+TIMEOUT_S = 10.0
 CALLS = 15
 
 
@@ -54,7 +54,7 @@ class Loop:
             self.ids[number:] = [id]
 
     async def answers(self, service: VerbService) -> list[Answer | Failure | None]:
-        return [await service.answer(id, LONG) for id in self.ids]
+        return [await service.answer(id, TIMEOUT_S) for id in self.ids]
 
 
 async def undisturbed(folder: Path) -> tuple[list[Any], list[str], int]:
@@ -120,10 +120,10 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
         known = await loop.answers(server.service)
         disk.goes_on.clear()
         await loop.go(server.service, first=3)
-        polled = asyncio.create_task(server.service.answer(loop.ids[3], LONG))
+        polled = asyncio.create_task(server.service.answer(loop.ids[3], TIMEOUT_S))
         await asyncio.sleep(0)
     assert await polled is None
-    assert await server.service.answer(loop.ids[4], LONG) is None
+    assert await server.service.answer(loop.ids[4], TIMEOUT_S) is None
     assert await loop.answers(server.service) == [*known, *[None] * 12]
     with pytest.raises(NotKept, match="shutting down"):
         server.service.training.optim_step(update(loop.model, 15))
@@ -171,5 +171,5 @@ async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_ans
         await asyncio.sleep(0)
         goes_on.set()
         await ending
-        assert isinstance(await server.service.answer(loop.ids[1], LONG), Answer)
+        assert isinstance(await server.service.answer(loop.ids[1], TIMEOUT_S), Answer)
     assert not caplog.records

@@ -17,8 +17,8 @@ from groupwise.server.verbs.opened import SESSION_SILENCE
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.training import EPHEMERAL_KEPT
 from groupwise.testing.fake_verbs import FakeVerbs
+from tests.processes import wait_until_async
 from tests.tinker_app import KEY, app
-from tests.unit.server.http_client import until
 
 ADAM = {"learning_rate": 0.5}
 
@@ -289,7 +289,7 @@ async def test_a_body_that_is_large_or_still_comes_at_the_end_is_refused(asking:
     asking.http = client_of(app(asking.service, bodies=coming))
     assert (await asking.post("telemetry", 413, text="x" * 100))["code"] == "too_large"
     asked = asyncio.create_task(asking.http.post("optim_step", content=half()))
-    await until(lambda: coming.coming)
+    await wait_until_async(lambda: coming.coming)
     coming.give_up()
     answer = await asked
     assert (answer.status_code, answer.json()["code"]) == (503, "shutting_down")
