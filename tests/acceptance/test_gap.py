@@ -42,7 +42,8 @@ def test_it_is_small_and_does_not_grow_with_training(
     gaps, moved = asyncio.run(trained(*engines(dtype, tmp_path, size), updates, size))
     assert moved > moves, "the adapter changes what the model says by more than rounding does"
     assert fmean(gaps) < most
-    assert dtype == "float32" or fmean(gaps[-2:]) < 1.3 * fmean(gaps[:2]), gaps
+    half = len(gaps) // 2
+    assert dtype == "float32" or fmean(gaps[half:]) < 1.3 * fmean(gaps[:half]), gaps
 
 
 def engines(dtype: Dtype, folder: Path, size: tuple[int, int]) -> tuple[TorchLearner, TorchSampler]:
