@@ -2,7 +2,8 @@
 in one process.
 
 In both the full reward needs a look at what the environment said: the game is won in every case only by following `<` and `>`, and the
-calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt. `make soak SUITE=learning`.
+calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt. The calculator is learnt in each run
+of the tests, the game in `make soak SUITE=learning`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from groupwise.algorithms.dr_grpo import DrGrpo
 from groupwise.runs.store import Store
 from groupwise.types import Rollout, Weight
 
-pytestmark = pytest.mark.soak(suite="learning")
+pytestmark = pytest.mark.slow
+SOAK = pytest.mark.soak(suite="learning")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GAME, CALCULATOR = EXAMPLES / "03_guessing_game", EXAMPLES / "04_calculator_tool"
 
@@ -49,6 +51,7 @@ def trained(example: Path, folder: Path, *more: str) -> Progress:
     return Progress(fmean(rewards[:10]), fmean(rewards[-10:]), result.after.metrics, rollouts)
 
 
+@SOAK
 def test_it_learns_to_follow_what_the_game_says(tmp_path):
     found = trained(GAME, tmp_path, "training.max_steps=125")
     assert found.first < 0
@@ -72,8 +75,13 @@ def test_it_learns_to_use_a_tool(tmp_path):
         ]
 
 
-@pytest.mark.parametrize("example", [GAME, CALCULATOR], ids=["game", "calculator"])
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(GAME, marks=SOAK, id="game"), pytest.param(CALCULATOR, id="calculator")],
+)
 def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, monkeypatch):
+    """With the right one this rate gets the game to 0.55 and the calculator to 0.26 in these steps."""
+
     weights = DrGrpo.weights
 
     def turned(self, groups):
@@ -83,5 +91,5 @@ def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, mo
         )
 
     monkeypatch.setattr(DrGrpo, "weights", turned)
-    found = trained(example, tmp_path, "training.max_steps=20")
+    found = trained(example, tmp_path, "training.max_steps=20", "training.learning_rate=3e-2")
     assert found.last < max(found.first, 0.05)
