@@ -127,7 +127,6 @@ def files(run: Path) -> dict[str, Any]:
     }
 
 
-@SOAK
 @pytest.mark.parametrize("lora", [{"r": 4, "dropout": 0.0}, None])
 def test_supervised_runs(tmp_path, lora):
     for count in (1, 2):

@@ -259,8 +259,7 @@ def torchrun(runs: Path, machines: int, *words: str) -> list[subprocess.Popen[by
     ]
 
 
-@SOAK
-@pytest.mark.parametrize("kind", ["all weights", "sft"])
+@pytest.mark.parametrize("kind", [pytest.param("all weights", marks=SOAK), "sft"])
 def test_other_trainings_have_learners_too(tmp_path, kind):
     folders = []
     for learners in (1, 2):

@@ -14,6 +14,7 @@ from groupwise.runs import durable
 from groupwise.runs.store import Store
 from groupwise.types import Group, Rollout, Segment
 from tests.integration.toy_run import TOY, config, crash_at, go_on
+from tests.rotation import rotating_params
 
 EASY = {
     "dataset_name": str(Path(__file__).parents[1] / "fixtures" / "easy.jsonl"),
@@ -100,8 +101,7 @@ def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):
     assert found == [{1.0}, {0.7}, {0.4}, {0.4}, {2.0}]
 
 
-@pytest.mark.soak(suite="kills")
-@pytest.mark.parametrize("part", [2, 3, 4])
+@pytest.mark.parametrize("part", rotating_params([2, 3, 4], 3, "kills", str))
 def test_the_free_schedule_loses_and_repeats_nothing(tmp_path, part):
     """Draws are asked for one by one there; one that a crash cut off is asked for again, and gets the same."""
     settings = {
