@@ -175,7 +175,7 @@ def _servicer(server: Server) -> api_grpc.ModalClientBase:
             message = await stream.recv_message()
             server.asked.append((name, message))
             if server.says:
-                raise grpclib.GRPCError(grpclib.const.Status[server.says], "asked in vain")
+                raise grpclib.GRPCError(grpclib.const.Status[server.says], "refused")
             if name in ALWAYS:
                 await stream.send_message(ALWAYS[name])
             elif handler := getattr(server, name, None):

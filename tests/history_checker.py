@@ -46,10 +46,10 @@ FINAL = {"completed", "failed", "cancelled"}
 RETRIED_FROM = {"failed", "cancelled"}
 EXCUSES = {"refused", "supervisor_killed"}
 """After one of these the rest of an attempt is rightly ended."""
-AT_ONCE = 1.0
-"""Seconds between a wish and the last that was seen of what it ended."""
-WRITING = 5.0
-"""Seconds after its end in which a machine may lose its power, and with it what it knew of that."""
+STOP_DELAY_S = 1.0
+"""Between a request to end something and the last sign of life of it."""
+WRITE_DELAY_S = 5.0
+"""After an end: if the machine loses power within this time, it may have lost the record of the end."""
 CHARGED = 3
 """Attempts of one generation that may end by the job's own fault: the first and two more."""
 USER_ERRORS = {2, *range(64, 79)}
@@ -281,9 +281,9 @@ def _contests(record: Record, run: Execution) -> bool:
         case "cancel_requested":
             return mine and run.begin <= at <= run.end
         case "accepted":
-            return mine and run.end - run.begin > record.get("time_limit", math.inf) - AT_ONCE
+            return mine and run.end - run.begin > record.get("time_limit", math.inf) - STOP_DELAY_S
         case "power_off":
-            return here and run.end <= at <= run.end + WRITING
+            return here and run.end <= at <= run.end + WRITE_DELAY_S
         case "lost":
             return here and at > run.begin
         case _:
@@ -366,12 +366,12 @@ def _ended_without_cause(ordered: Sequence[Record], runs: Sequence[Execution]) -
     for run in runs:
         if run.why != "cancelled":
             continue
-        before = [r for r in ordered if r["at"] < run.end + AT_ONCE]
+        before = [r for r in ordered if r["at"] < run.end + STOP_DELAY_S]
         wanted = any(r["what"] == "cancel_requested" and r["job"] == run.job for r in before)
         gang = [r for r in runs if (r.job, r.epoch) == (run.job, run.epoch) and r is not run]
-        failed = any(r.end < run.end + AT_ONCE and r.code != 0 for r in gang)
+        failed = any(r.end < run.end + STOP_DELAY_S and r.code != 0 for r in gang)
         limits = [r["time_limit"] for r in before if r.get("job") == run.job and "time_limit" in r]
-        over = any(run.end - run.begin > limit - AT_ONCE for limit in limits)
+        over = any(run.end - run.begin > limit - STOP_DELAY_S for limit in limits)
         given_up = any(
             r["what"] == "lost" and r["vm"] in {run.vm, *(g.vm for g in gang)} for r in before
         )

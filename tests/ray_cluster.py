@@ -33,8 +33,8 @@ PYTHON = Path(
     "bin/python",
 )
 """Of its environment, wherever a test has its home."""
-REPORTS_EVERY = 1
-"""Seconds between Ray's reports of what is in use."""
+REPORT_INTERVAL_S = 1
+"""Between Ray's reports of what is in use."""
 SMALLEST_STORE = 80_000_000
 """Bytes of memory for Ray's objects, which no job of the tests makes."""
 CHILD_SUBREAPER = 36
@@ -111,7 +111,7 @@ class Ray:
             "RAY_memory_monitor_refresh_ms": "0",  # it is not alone on this machine
             "RAY_health_check_period_ms": "500",  # what is dead refuses at once, what is slow has its time
             "RAY_enable_metrics_collection": "0",
-            "AUTOSCALER_UPDATE_INTERVAL_S": str(REPORTS_EVERY),
+            "AUTOSCALER_UPDATE_INTERVAL_S": str(REPORT_INTERVAL_S),
             "RAY_JOB_START_TIMEOUT_SECONDS": "900",
             "DASHBOARD_METRIC_PORT": str(free_port("0.0.0.0")),
             "AUTOSCALER_METRIC_PORT": str(free_port("0.0.0.0")),
@@ -176,7 +176,7 @@ class Ray:
 
     def idle(self) -> None:
         """Nothing is in use, by a report of Ray that is late enough to know how the last job ended."""
-        known = time.time() + REPORTS_EVERY
+        known = time.time() + REPORT_INTERVAL_S
 
         def told() -> bool:
             report = self._report()

@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 DIES = "DIES_AT" in os.environ
 POINT = os.environ["DIES_AT" if DIES else "STOPS_AT"]
-ON_ITS_WAY = 0.03
-"""Seconds that a request has had when its sender dies."""
+REQUEST_DELAY_S = 0.03
+"""From sending a request to the death of its sender."""
 
 
 class MortalGateway(Gateway):
@@ -69,7 +69,7 @@ class MortalGateway(Gateway):
         self.perhaps(f"{name}:before")
         asked = asyncio.ensure_future(super().ask(name, call))
         if f"{name}:during" == POINT:
-            await asyncio.sleep(ON_ITS_WAY)
+            await asyncio.sleep(REQUEST_DELAY_S)
             self.perhaps(f"{name}:during")
         try:
             result = await asked

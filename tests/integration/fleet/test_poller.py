@@ -12,7 +12,7 @@ from tests.postgres import Postgres
 async def test_machines_that_do_not_answer_make_no_look_at_the_others_late(
     postgres: Postgres, hosts: int
 ):
-    # Three times as often as by default, and time limits that are shorter by as much. A machine that takes its whole time in vain takes
+    # Three times as often as by default, and time limits that are shorter by as much. A machine that times out takes
     # longer than the interval with what may be tried at once, so that all would be late if those that answer waited with them.
     pace = Pace(interval=5, longest=5, probe=3, answer=5, connect=1, unsure_at_once=hosts // 25)
     found = await measure(postgres.new_database(), Shape(hosts=hosts), pace, seconds=8)

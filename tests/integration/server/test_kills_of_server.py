@@ -25,12 +25,12 @@ from groupwise.client import AsyncTrainingClient
 from tests.integration.server.server_process import FAKE, Server
 
 SIZE = 4
-WITHIN = 0.25
-"""Seconds after a step within which something is killed: a few steps take as long."""
+MAX_DELAY_S = 0.25
+"""From a step to the kill: a few steps take as long."""
 STEPS_PER_KILL = 6
 """More than come about from one to the next."""
 CLIENTS = 6
-PATIENCE = 300.0
+TIMEOUT_S = 300.0
 SETTINGS: dict[str, Any] = {
     "model_id": "tiny",
     "max_completion_length": 6,
@@ -56,17 +56,17 @@ async def work(server: Server, steps: int) -> None:
     """What the clients do: every draw once, each client its share, whatever happens."""
 
     async def client(first: int) -> None:
-        async with AsyncTrainingClient(server.url, patience=PATIENCE) as one:
+        async with AsyncTrainingClient(server.url, patience=TIMEOUT_S) as one:
             for draw in range(first, steps * SIZE, CLIENTS):
                 group = await one.completions(f"abc{draw % 7}", draw=draw)
                 rewards = [float(text.count("a")) + len(text) / 10 for text in group.completions]
                 answer = await one.rewards(group, rewards)
                 assert answer.group_id == group.group_id
 
-    async with AsyncTrainingClient(server.url, patience=PATIENCE) as one:
+    async with AsyncTrainingClient(server.url, patience=TIMEOUT_S) as one:
         await one.start(**SETTINGS, max_steps=steps)
     await asyncio.gather(*(client(first) for first in range(CLIENTS)))
-    async with AsyncTrainingClient(server.url, patience=PATIENCE) as one:
+    async with AsyncTrainingClient(server.url, patience=TIMEOUT_S) as one:
         run = (await one.status()).run_id
         async for event in one.events(after=0):
             if event.kind == "finished" and event.run_id == run:
@@ -80,7 +80,7 @@ async def killing(server: Server, chance: random.Random, kills: int) -> int:
         # An engine works since the first step. What dies twice over one plan would rightly put it aside.
         while await _trained(server) <= step:  # noqa: ASYNC110 — another process works on it
             await asyncio.sleep(0.02)
-        await asyncio.sleep(chance.uniform(0.0, WITHIN))
+        await asyncio.sleep(chance.uniform(0.0, MAX_DELAY_S))
         if number and chance.random() < 0.5:
             server.kill()
             await asyncio.sleep(chance.uniform(0.0, 0.2))

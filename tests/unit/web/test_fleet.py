@@ -32,7 +32,6 @@ from tests.web_runs import HOSTILE
 
 __all__ = ["migrated_file"]
 TIMEOUT_S = 30.0
-"""Seconds."""
 HERE = "http://127.0.0.1:8080"
 
 

@@ -36,7 +36,6 @@ from tests.unit.server.http_client import keyring
 from tests.web_runs import HOSTILE, write_run
 
 TIMEOUT_S = 30.0
-"""Seconds."""
 HERE = "http://127.0.0.1:8000"
 TEXT = HOSTILE.replace("\ud83d", "")
 

@@ -159,7 +159,7 @@ def alarms(database: Database) -> list[str]:
 async def test_one_that_is_too_large_is_told_once_and_until_another_comes(
     database: Database, tmp_path: Path, host: WorkFolder
 ) -> None:
-    """None of its other files come in vain."""
+    """Not even its other files are fetched."""
     part = begin(database, host)
     mirror = CheckpointMirror(BlobStore(tmp_path / "blobs", largest=50), Gateway(database))
     for step in (10, 20):
