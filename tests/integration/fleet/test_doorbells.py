@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +14,9 @@ from groupwise.fleet.doorbells.several import SeveralDoorbells
 from tests import nats
 from tests.postgres import Postgres
 from tests.processes import TIMEOUT_S, wait_until_async
+
+AT_ONCE = 20.0
+"""Seconds for what waits for nobody: enough for a busy machine, and fewer than any wait would take."""
 
 
 def access(server: nats.Nats) -> NatsAccess:
@@ -108,18 +109,17 @@ class TestNats:
 
     async def test_absent_at_first_it_holds_nobody_up_and_is_told_later(self, absent, caplog):
         caplog.set_level(logging.INFO)
-        bell, begun = NatsDoorbell(access(absent)), time.monotonic()
+        bell = NatsDoorbell(access(absent))
         bell.ring(["a"])
-        assert await bell.wait(TIMEOUT_S) == {"a"}
-        assert time.monotonic() - begun < 1
+        async with asyncio.timeout(AT_ONCE):
+            assert await bell.wait(TIMEOUT_S) == {"a"}
         assert await bell.wait(1.5) == frozenset()
         assert len(lines(caplog, "is not there")) == len(caplog.records) == 1
         other = NatsDoorbell(access(absent))
         other.open()
         other.ring(["b"])
-        begun = time.monotonic()
-        await other.close()
-        assert time.monotonic() - begun < 3
+        async with asyncio.timeout(AT_ONCE):
+            await other.close()
         absent.start()
         listener = NatsDoorbell(access(absent))
         await hears(listener, lambda: bell.ring(["c"]), "c")
@@ -223,6 +223,5 @@ async def test_any_one_alive_is_enough(server: nats.Nats, database: Postgres, tm
     server.kill()
     LocalDoorbell(tmp_path).ring(["by-socket"])
     assert await listener.wait(TIMEOUT_S) == {"by-socket"}
-    begun = os.times().elapsed
-    await listener.close()
-    assert os.times().elapsed - begun < 5
+    async with asyncio.timeout(AT_ONCE):
+        await listener.close()

@@ -174,7 +174,7 @@ async def test_limit_counts_from_the_turn_of_a_function_not_from_its_queueing():
     async def naps_again(completions, **kwargs):
         return naps(completions)
 
-    scorer = InProcessScorer(Rubric([naps, naps, naps, naps_again]), no_metrics, time_limit=0.2)
+    scorer = InProcessScorer(Rubric([*[naps] * 9, naps_again]), no_metrics, time_limit=1.0)
     found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(2)))
     assert {score.members[0].outcome for score in found} == {"scored"}
     await scorer.close()

@@ -453,7 +453,7 @@ async def test_a_program_that_does_not_answer_earns_nothing():
 async def test_right_answers_before_the_end_count(at_2, why):
     code = f"import os\ndef f(x):\n    if x == 2:\n        {at_2}\n    return x"
     tests = [f"assert f({x}) == {x}" for x in range(5)]
-    found = await judged(code, tests, limits=Limits(seconds=0.5))
+    found = await judged(code, tests, limits=Limits(seconds=2.0))
     assert (found.passed, found.of) == (2, 5)
     assert why in (None, found.why)
 
