@@ -17,6 +17,7 @@ from pathlib import Path
 
 from groupwise.data.order import Stream
 from groupwise.errors import PolicyMismatchError
+from groupwise.runs import durable
 from groupwise.types import (
     Completion,
     GroupRequest,
@@ -141,7 +142,8 @@ class FakeLearner:
 
     async def publish(self, version: int) -> Policy:
         folder = self.folder / f"v{version}"
-        self._write(folder)
+        with durable.explained(folder):
+            self._write(folder)
         return Policy(self.run, version, _fingerprint(self.table), "full", str(folder))
 
     async def logprobs(

@@ -17,7 +17,6 @@ import os
 import random
 import re
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,9 +155,11 @@ class Entrances:
         return job_id
 
     def message(self) -> str:
-        """The id of a row that is there."""
+        """The id of a row that is there, and that nobody looks for while all machines are looked at."""
         job_id = self.row("by-message")
-        time.sleep(1.0)  # nobody looks meanwhile: nothing else could show that
+        moments = select(VM.last_polled).where(VM.active)
+        last = max(self.fleet.rows(moments))
+        self.fleet.until(lambda: min(self.fleet.rows(moments)) > last, "a look at all machines")
         assert self.fleet.job(job_id).status == "queued"
         assert self.fleet.attempts(job_id) == []
         self.fleet.nats.publish("jobs.new", job_id.encode())

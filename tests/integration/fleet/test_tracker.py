@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.fleet import tracker
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
@@ -59,7 +61,10 @@ def kept(database: Database) -> int:
     return database.read(lambda s: position_of(s, NatsOutlet.name))
 
 
-async def test_a_restart_of_the_server_loses_nothing(server: nats.Nats, database: Database):
+async def test_a_restart_of_the_server_loses_nothing(
+    server: nats.Nats, database: Database, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.DEBUG, "groupwise.fleet.tracker")
     async with tracking(server, database):
         with server.subscribed("jobs.completed") as good, server.subscribed("jobs.errored") as bad:
             end(database, "a")
@@ -71,7 +76,8 @@ async def test_a_restart_of_the_server_loses_nothing(server: nats.Nats, database
         await wait_until_async(lambda: kept(database) == 2)
         server.kill()
         end(database, "meanwhile")
-        await asyncio.sleep(0.3)
+        # Tried in vain twice: the round of the first time is over.
+        await wait_until_async(lambda: [r.name for r in caplog.records].count(tracker.__name__) > 1)
         assert kept(database) == 2, "not past what no server has taken"
         server.drop_store()
         server.start()

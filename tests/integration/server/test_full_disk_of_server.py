@@ -58,9 +58,13 @@ async def _course(server: Served, client: httpx2.AsyncClient, disk: Path) -> str
             assert refused.headers["Retry-After"]
             (disk / "ballast").unlink()
             assert (await client.get("/status")).json()["counters"]["open"] == 1
+        engine = server.engines[-1]
+        held = engine.hold("step", "begun" if draw == 3 else "done") if draw in (3, 7) else None
         await persist(client, "/rewards", body)
-        if draw in (3, 7):  # the step, or what is kept of it, meets the full disk
+        if held:  # the step, or what is kept of it, meets the full disk
+            await server.until(lambda seen: seen.counters.planned == 2)
             fill(disk, 0)
-            await asyncio.sleep(0.05)
+            held.set()
+            await server.until(lambda seen: seen.phase == "recovering")
             (disk / "ballast").unlink()
     return (await server.until(lambda seen: seen.phase == "finished")).fingerprint

@@ -106,9 +106,9 @@ async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
     assert "not the turn of draw 3: 0 steps are done" in refusal.detail
     assert (refusal.code, refusal.retry_after, room.waiting) == ("too_busy", 2, 0)
     room.now(Traffic(under_way=1))  # somebody is about to post rewards
+    waiting = Client(room, [3])  # whose idle time is over before the next one's limit
+    await settled()
     assert "1 of their groups is under way" in (await told(room, [3], 0.05)).detail
-    waiting = Client(room, [3])
-    await asyncio.sleep(0.05)
     assert not waiting.task.done()
     room.now(Traffic(steps_done=2))
     await settled()

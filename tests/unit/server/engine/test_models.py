@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from groupwise.errors import UsageError
+from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.server.engine import models as engine_models
 from groupwise.server.engine.models import EngineModels
 from groupwise.server.engine.parts import EngineParts
 from groupwise.server.engine.port import OpenModels
 from groupwise.server.verbs.port import ModelSpec, Stored, VerbSample, VerbSampled
-from groupwise.types import LossSpec, OptimiserParams, Row, SamplingParams
+from groupwise.types import Completion, GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
 
 MODEL = "s-1:train:0"
 SPEC = ModelSpec("tiny", 4, 1, train_unembed=False)
@@ -114,10 +115,18 @@ async def test_a_sample_that_is_cancelled_frees_its_sampler(
     monkeypatch.setattr(engine_models, "SAMPLERS", 1)
     await models.save_for_sampler(MODEL, "one", 1)
     long = VerbSample(PROMPT, (1,), SamplingParams(max_tokens=100))
+    began, generate = asyncio.Event(), TorchSampler.generate
+
+    async def noted(sampler: TorchSampler, request: GroupRequest) -> tuple[Completion, ...]:
+        began.set()
+        return await generate(sampler, request)
+
+    monkeypatch.setattr(TorchSampler, "generate", noted)
     under_way = asyncio.create_task(models.sample(None, long))
-    await asyncio.sleep(0.01)
+    await began.wait()
     under_way.cancel()
-    await asyncio.gather(under_way, return_exceptions=True)
+    with pytest.raises(asyncio.CancelledError):
+        await under_way
     found = await models.sample(Stored(MODEL, "sampler_weights", "one"), ASKED)
     assert len(found.completions) == 2
 
