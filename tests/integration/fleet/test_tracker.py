@@ -76,7 +76,7 @@ async def test_a_restart_of_the_server_loses_nothing(
         await wait_until_async(lambda: kept(database) == 2)
         server.kill()
         end(database, "meanwhile")
-        # Tried in vain twice: the round of the first time is over.
+        # Two failed attempts: the round of the first one is over.
         await wait_until_async(lambda: [r.name for r in caplog.records].count(tracker.__name__) > 1)
         assert kept(database) == 2, "not past what no server has taken"
         server.drop_store()
