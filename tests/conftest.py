@@ -76,6 +76,7 @@ FLEET_FOLDERS = ("integration/fleet", "unit/fleet", "unit/hosts")
 """Their tests are the stage `make test-fleet`."""
 FLEET_TIMEOUT_S = 300
 """For one of them: their servers run dozens of processes on two cores."""
+LAUNCH_TIMEOUT_S = 540
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -149,7 +150,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(FLEET_TIMEOUT_S))
         if item.get_closest_marker("launch") and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(2 * FLEET_TIMEOUT_S))
+            item.add_marker(pytest.mark.timeout(LAUNCH_TIMEOUT_S))
+        check_timeout(item)
+
+
+def check_timeout(item: pytest.Item) -> None:
+    """pyproject.toml says of the faulthandler that its timeout is longer than that of any test of CI."""
+    marker = item.get_closest_marker("timeout")
+    if marker and not any(map(item.get_closest_marker, ("soak", "gpu"))):
+        longest = float(item.config.getini("faulthandler_timeout"))
+        if not 0 < marker.args[0] < longest:
+            raise pytest.UsageError(f"{item.nodeid}: a test of CI has a timeout below {longest} s")
 
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)

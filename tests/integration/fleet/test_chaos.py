@@ -22,7 +22,7 @@ from tests.chaos.nemesis import Nemesis
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(12.0, marks=pytest.mark.timeout(600)),
+        pytest.param(12.0, marks=pytest.mark.timeout(540)),
         pytest.param(1800.0, marks=[pytest.mark.timeout(7200), pytest.mark.soak(suite="fleet")]),
     ],
 )

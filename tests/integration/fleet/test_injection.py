@@ -32,7 +32,7 @@ from groupwise.wire.problems import Refusal
 from tests.integration.fleet.whole_fleet import WholeFleet, stand_ins, whole_fleet
 from tests.postgres import Postgres
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(540)
 C = TypeVar("C")
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from groupwise.fleet.files.artefacts import artefact_folder
 from tests.integration.fleet.whole_fleet import WholeFleet, hearing, whole_fleet
 from tests.postgres import Postgres
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(540)
 
 OF_A_VARIABLE = "canary-of-a-variable-4f1e8a"
 OF_A_FILE = "canary-of-a-file-93bd07"

@@ -41,8 +41,6 @@ from tests.integration.fleet.whole_fleet import (
 )
 from tests.postgres import Postgres
 
-pytestmark = pytest.mark.timeout(900)
-
 ENTRANCES = ("message", "row", "cli", "http", "python")
 DOOMED, SAFE = "h1", "h2"
 HELD_AT = 4
@@ -324,7 +322,10 @@ def commands(fleet: WholeFleet, jobs: dict[str, str]) -> set[tuple[str, ...]]:
     ("fleet", "lost"),
     [
         ("a stand-in", 1),
-        pytest.param("real", len(ENTRANCES), marks=pytest.mark.soak(suite="fleet")),
+        pytest.param(
+            *("real", len(ENTRANCES)),
+            marks=[pytest.mark.soak(suite="fleet"), pytest.mark.timeout(1800)],
+        ),
     ],
     indirect=["fleet"],
 )

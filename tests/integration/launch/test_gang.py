@@ -39,7 +39,7 @@ from tests.ssh_hosts import LoopbackHost, loopback_hosts
 
 __all__ = ["name"]
 
-pytestmark = [pytest.mark.launch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(540)]
 ONE = (*TRAINS[:-1], "model.dtype=float32", "run.threads=1")
 """Whose results those of all others are compared with."""
 LEARNERS = (*TRAINS[:-1], "model.dtype=float32", "run.threads=2", "scale.learners=2")

@@ -14,7 +14,7 @@ import pytest
 from groupwise.tunix import environment
 from tests.tunix_models import model_of
 
-pytestmark = pytest.mark.timeout(700)
+pytestmark = pytest.mark.timeout(540)
 CHECKS = Path(__file__).parent / "inside" / "checks.py"
 SOAK = pytest.mark.soak(suite="tunix")
 STEPS = ("1e-5", "1e-4", "1e-3")
