@@ -21,6 +21,7 @@ from groupwise.types import Group, from_json
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import GroupAnswer
 from tests.integration.toy_run import crash_at
+from tests.rotation import rotating_params
 from tests.unit.server.serving import Served
 
 STEPS = 4
@@ -150,14 +151,9 @@ def _crash(number: int, folder: Path, calm: list[Any]) -> bool:
     return True
 
 
-REST = [
-    pytest.param(first, marks=pytest.mark.soak(suite="kills")) for first in range(6) if first != 2
-]
-
-
-@pytest.mark.parametrize("first", [2, *REST])
+@pytest.mark.parametrize("first", rotating_params(range(6), 6, "kills", str))
 def test_every_durable_write(first: int, tmp_path: Path, calm: tuple[list[Any], int]) -> None:
-    """Every sixth of them from one on; the other sixths are soak tests."""
+    """Every sixth of them from one on, which the commit chooses; all sixths are soak tests."""
     outcome, writes = calm
     came = [_crash(each, tmp_path / str(each), outcome) for each in range(first, writes, 6)]
     # Commits of several callers fall together by chance, so that the last writes may not come.

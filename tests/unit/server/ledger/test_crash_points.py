@@ -42,6 +42,7 @@ from groupwise.server.ledger.rewards import Post, accept_rewards
 from groupwise.server.ledger.runs import active_run, set_run_state
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.ledger.writer import Ledger
+from tests.rotation import rotating_params
 from tests.unit.server.ledger.making import LEASE, REWARDS, RUN, FakeTime, begin, new, open_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -185,12 +186,11 @@ def die_at(number: int, path: Path, log: Path) -> int:
 
 
 SHARES = 3
-OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="kills")) for n in range(SHARES - 1)]
 
 
-@pytest.mark.parametrize("first", [*OTHERS, SHARES - 1])
+@pytest.mark.parametrize("first", rotating_params(range(SHARES), SHARES, "kills", str))
 def test_a_crash_at_every_commit(tmp_path, monkeypatch, first):
-    """Every third of them from one on, so before and after commits alike; the others are soak tests."""
+    """Every third of them from one on, so before and after commits alike; which third, the commit chooses. All are soak tests."""
     points: list[str] = []
     stood: list[dict[str, list[Any]]] = [{}]
     whole = tmp_path / "whole.db"
