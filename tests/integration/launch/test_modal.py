@@ -2,42 +2,32 @@
 
 import asyncio
 import hashlib
-import json
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
 from dataclasses import replace
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 
-from groupwise.cli.main import main
-from groupwise.clouds.modal import runner as modal_runner
 from groupwise.clouds.modal.backend import ModalBackend
 from groupwise.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
-from groupwise.clouds.port import CloudError, Handle, Outcome, Phase
+from groupwise.clouds.port import Handle, Outcome, Phase
 from groupwise.errors import UsageError
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import Limits
 from groupwise.launch import places
 from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
-from tests.integration.launch.stopping import asked, assert_stopped
-from tests.integration.launch.test_local import TRAINS
-from tests.places import SAVES, WAITS, modal_backend, name
-from tests.places import Laptop as OfAnyPlace
+from tests.launch_backends import SAVES, WAITS, modal_backend, name
+from tests.launch_backends import LaunchClient as OfAnyPlace
+from tests.processes import TIMEOUT_S, wait_until_async
 
 __all__ = ["name"]
 
 pytestmark = pytest.mark.launch
-Laptop: TypeAlias = OfAnyPlace[ModalBackend]
-LONG = pytest.mark.soak(suite="launch")
-SOON = 40.0
+LaunchClient: TypeAlias = OfAnyPlace[ModalBackend]
+SOAK = pytest.mark.soak(suite="launch")
 TELLS = """\
 import hashlib, os, sys
 print(sys.argv[1:], os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
@@ -71,83 +61,80 @@ def modal(tmp_path: Path) -> Iterator[FakeModal]:
 
 
 @pytest.fixture
-def laptop(modal: FakeModal, tmp_path: Path, name: str) -> Laptop:
-    return Laptop(modal_backend(modal), tmp_path, name)
+def client(modal: FakeModal, tmp_path: Path, name: str) -> LaunchClient:
+    return LaunchClient(modal_backend(modal), tmp_path, name)
 
 
-def sparing(laptop: Laptop, modal: FakeModal, seconds: float) -> Laptop:
+def sparing(client: LaunchClient, modal: FakeModal, seconds: float) -> LaunchClient:
     """One whose calls end so long before their time is up."""
-    return replace(laptop, backend=modal_backend(modal, spare=seconds))
+    return replace(client, backend=modal_backend(modal, spare=seconds))
 
 
 CANARY = "canary-7d20b1"
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not holds():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
 async def until_live(modal: FakeModal, count: int) -> None:
     """So many of its calls."""
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + TIMEOUT_S
     while [await modal.lives(each) for each in modal.calls()].count(True) != count:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
 
 
-async def begins(laptop: Laptop, handle: Handle) -> list[tuple[str, ...]]:
+async def begins(client: LaunchClient, handle: Handle) -> list[tuple[str, ...]]:
     """From which step, with which token, and whether something was left there, by each container."""
-    lines = (await laptop.said(handle)).splitlines()
+    lines = (await client.said(handle)).splitlines()
     return [tuple(line.split()[1:]) for line in lines]
 
 
 async def test_a_container_that_is_taken_away_is_followed_by_another(
-    modal: FakeModal, laptop: Laptop
+    modal: FakeModal, client: LaunchClient
 ) -> None:
     """A container's disk is its own: what was not committed is not there in the next one."""
-    go = laptop.folder / "go"
-    handle = await laptop.submit(COUNTS, "4", str(go))
+    go = client.folder / "go"
+    handle = await client.submit(COUNTS, "4", str(go))
+    [call] = modal.calls()
     for number, how in enumerate((modal.preempt, modal.lose), 2):
-        await laptop.saved(handle, number)
-        [call] = modal.calls()
+        await client.saved(handle, number)
         how(call)
-        await until(lambda number=number: modal.containers(call) == number)
-        assert (await laptop.backend.status(handle)).ending is None
-    await laptop.saved(handle, 4)
+        await wait_until_async(lambda number=number: modal.containers(call) == number)
+        assert (await client.backend.status(handle)).ending is None
+    await client.saved(handle, 4)
     go.touch()
-    assert await laptop.outcome(handle) is Outcome.SUCCEEDED
+    assert await client.outcome(handle) is Outcome.SUCCEEDED
     assert modal.calls() == [call]
-    begun = await begins(laptop, handle)
+    begun = await begins(client, handle)
     assert [(step, left) for step, _, left in begun] == [(each, "False") for each in "023"]
-    assert (await laptop.fetched(handle))["outputs/done"] == b"4"
+    assert (await client.fetched(handle))["outputs/done"] == b"4"
 
 
 @pytest.mark.parametrize(
     ("secrets", "last", "outcome"),
     [
         ("of this machine", 1000, Outcome.TIME_LIMIT),
-        pytest.param("of the workspace", 2, Outcome.SUCCEEDED, marks=LONG),
+        pytest.param("of the workspace", 2, Outcome.SUCCEEDED, marks=SOAK),
     ],
 )
 async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
-    modal: FakeModal, laptop: Laptop, secrets: str, last: int, outcome: Outcome
+    modal: FakeModal, client: LaunchClient, secrets: str, last: int, outcome: Outcome
 ) -> None:
     """And is ended by its own limit, which holds over all of its calls."""
     ours, limit = secrets == "of this machine", 14.0 if last > 2 else 100.0
-    laptop = sparing(laptop, modal, 8.0)
-    handle = await laptop.submit(
+    client = sparing(client, modal, 8.0)
+    handle = await client.submit(
         COUNTS,
-        *(f"{last}", str(laptop.folder), "free"),
+        *(
+            (f"{last}", str(client.folder), "free")
+            if last > 2
+            else ("2", str(client.folder / "go"))
+        ),
         values={"TOKEN": CANARY} if ours else {},
         limits=Limits(time_seconds=limit),
         asks={"timeout": 13, "secrets": {} if ours else {"keys": ["TOKEN"]}},
     )
-    await laptop.backend.close()
-    await until(lambda: len(modal.calls()) >= 2)
-    other = sparing(laptop, modal, 8.0)
+    await client.backend.close()
+    await wait_until_async(lambda: len(modal.calls()) >= 2)
+    other = sparing(client, modal, 8.0)
     end = await other.ending(handle)
     assert (end.outcome, end.seconds > 3) == (outcome, True)
     if last > 2:
@@ -157,7 +144,7 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
     assert first == (0, token)
     assert later
     assert all(step >= 1 and each == token for step, each in later)
-    assert not holding(laptop.folder, CANARY)
+    assert not holding(client.folder, CANARY)
 
 
 def holding(folder: Path, canary: str) -> list[Path]:
@@ -166,87 +153,72 @@ def holding(folder: Path, canary: str) -> list[Path]:
 
 
 async def test_a_call_that_made_no_checkpoint_is_not_repeated_for_ever(
-    modal: FakeModal, laptop: Laptop
+    modal: FakeModal, client: LaunchClient
 ) -> None:
-    laptop = sparing(laptop, modal, 10.0)
-    handle = await laptop.submit(WAITS, limits=Limits(time_seconds=100), asks={"timeout": 11})
-    end = await laptop.ending(handle)
+    client = sparing(client, modal, 10.0)
+    handle = await client.submit(WAITS, limits=Limits(time_seconds=100), asks={"timeout": 11})
+    end = await client.ending(handle)
     assert (end.outcome, "no checkpoint" in end.reason) == (Outcome.TIME_LIMIT, True)
     assert len(modal.calls()) == 1
 
 
-@LONG
+@SOAK
 async def test_modals_own_time_out_kills_and_what_was_committed_is_there(
-    modal: FakeModal, laptop: Laptop
+    modal: FakeModal, client: LaunchClient
 ) -> None:
     """The command does not heed that its time is up, and neither does the grace fit into the call."""
-    laptop = sparing(laptop, modal, 0.5)
+    client = sparing(client, modal, 0.5)
     script = COUNTS.replace("sys.exit(0)", "None") + "time.sleep(1000)"
     limits = Limits(time_seconds=100, grace_seconds=60)
-    words = ("2", str(laptop.folder))
-    handle = await laptop.submit(script, *words, limits=limits, asks={"timeout": 8})
-    assert await laptop.outcome(handle) is Outcome.LOST
+    words = ("2", str(client.folder))
+    handle = await client.submit(script, *words, limits=limits, asks={"timeout": 8})
+    assert await client.outcome(handle) is Outcome.LOST
     assert modal.result(modal.calls()[0]) == "timed out"
-    assert (await laptop.fetched(handle))["outputs/checkpoints/step-2/w"] == b"2"
+    assert (await client.fetched(handle))["outputs/checkpoints/step-2/w"] == b"2"
 
 
-async def test_results_of_calls_may_be_forgotten(modal: FakeModal, laptop: Laptop) -> None:
-    done = await laptop.submit("print(1)", name="done")
-    before = await laptop.until(done, lambda status: status.ending)
-    go = laptop.folder / "go"
-    running = await laptop.submit(COUNTS, "3", str(go))
-    await laptop.saved(running, 2)
+async def test_results_of_calls_may_be_forgotten(modal: FakeModal, client: LaunchClient) -> None:
+    done = await client.submit("print(1)", name="done")
+    before = await client.until(done, lambda status: status.ending)
+    go = client.folder / "go"
+    running = await client.submit(COUNTS, "3", str(go))
+    await client.saved(running, 2)
     for call in modal.calls():
         modal._tell(call, "stop")
     await until_live(modal, 0)
     for call in modal.calls():
         modal.expire(call)
-    assert await laptop.backend.status(done) == before
-    assert await laptop.outcome(running) is Outcome.LOST
+    assert await client.backend.status(done) == before
+    assert await client.outcome(running) is Outcome.LOST
     go.touch()
-    second = await laptop.resume()
-    assert (await laptop.until(second, lambda status: status.ending)).step == 3
-    assert [step for step, *_ in await begins(laptop, second)] == ["2"]
+    second = await client.resume()
+    assert (await client.until(second, lambda status: status.ending)).step == 3
+    assert [step for step, *_ in await begins(client, second)] == ["2"]
 
 
-async def test_a_secret_that_the_workspace_has_not_is_told(
-    modal: FakeModal, laptop: Laptop
-) -> None:
-    image = {"name": "env", "python": "3.11", "files": {}}
-    order = laptop.order(
-        "print()", asks={"secrets": {"keys": ["TOKEN", "WANTED"]}, "image": image}
-    )
-    steps = (await laptop.backend.plan(order)).steps
-    assert "with TOKEN, WANTED of keys of its" in " ".join(steps)
-    with pytest.raises(CloudError, match="Secret keys has no WANTED"):
-        await laptop.submit(order)
-    assert not list((modal.folder / "apps").iterdir()), "no image was made in vain"
-    assert await laptop.backend.find(laptop.name) is None
-
-
-async def test_of_calls_that_two_laptops_spawned_one_stays_and_of_a_cancelled_job_none(
-    modal: FakeModal, laptop: Laptop
+async def test_of_calls_that_two_clients_spawned_one_stays_and_of_a_cancelled_job_none(
+    modal: FakeModal, client: LaunchClient
 ) -> None:
     modal.hold()
-    marks, mark = laptop.folder / "marks", laptop.folder / "mark"
-    order = laptop.order("import sys; open(sys.argv[1], 'a').write('x')", str(marks))
-    laptops = [laptop, replace(laptop, backend=modal_backend(modal))]
-    handle, same = await asyncio.gather(*(each.submit(order) for each in laptops))
+    marks, mark = client.folder / "marks", client.folder / "mark"
+    order = client.order("import sys; open(sys.argv[1], 'a').write('x')", str(marks))
+    clients = [client, replace(client, backend=modal_backend(modal))]
+    handle, same = await asyncio.gather(*(each.submit(order) for each in clients))
     assert handle == same
-    status = await laptop.backend.status(handle)
+    status = await client.backend.status(handle)
     assert status.phase is Phase.WAITING
     assert "waits for a container" in status.waits_for
-    never = await laptop.submit("import sys; open(sys.argv[1], 'w')", str(mark), name="never")
-    await laptop.backend.cancel(never, grace=1.0)
-    assert await laptop.outcome(never) is Outcome.CANCELLED
+    never = await client.submit("import sys; open(sys.argv[1], 'w')", str(mark), name="never")
+    await client.backend.cancel(never, grace=1.0)
+    assert await client.outcome(never) is Outcome.CANCELLED
     await until_live(modal, 1)
     modal.hold(on=False)
-    await laptops[1].ending(handle)
+    await clients[1].ending(handle)
     assert (marks.read_text(), mark.exists()) == ("x", False)
 
 
 async def test_a_laptop_that_dies_before_it_spawned_is_made_up_for(
-    modal: FakeModal, laptop: Laptop, monkeypatch: pytest.MonkeyPatch
+    modal: FakeModal, client: LaunchClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def dies(*_: object) -> str:
         raise ConnectionResetError
@@ -254,13 +226,13 @@ async def test_a_laptop_that_dies_before_it_spawned_is_made_up_for(
     with monkeypatch.context() as patched:
         patched.setattr(modal, "spawn", dies)
         with pytest.raises(ConnectionResetError):
-            await laptop.submit("print(1)")
-    handle = await laptop.backend.find(laptop.name)
+            await client.submit("print(1)")
+    handle = await client.backend.find(client.name)
     assert handle is not None
-    assert (await laptop.backend.status(handle)).waits_for == "it is on its way to Modal"
-    assert await laptop.submit("print(1)") == handle
-    assert await laptop.outcome(handle) is Outcome.SUCCEEDED
-    assert await laptop.said(handle) == "1\n"
+    assert (await client.backend.status(handle)).waits_for == "it is on its way to Modal"
+    assert await client.submit("print(1)") == handle
+    assert await client.outcome(handle) is Outcome.SUCCEEDED
+    assert await client.said(handle) == "1\n"
 
 
 class Late(FakeModal):
@@ -272,72 +244,58 @@ class Late(FakeModal):
         return False
 
 
-async def test_an_end_between_two_questions_is_no_loss(modal: FakeModal, laptop: Laptop) -> None:
+async def test_an_end_between_two_questions_is_no_loss(
+    modal: FakeModal, client: LaunchClient
+) -> None:
     late = modal_backend(Late(modal.folder))
-    end = (await late.status(await laptop.submit("import time; time.sleep(1)"))).ending
+    end = (await late.status(await client.submit("import time; time.sleep(1)"))).ending
     assert end is not None
     assert end.outcome is Outcome.SUCCEEDED
 
 
-async def test_cancelled_between_two_containers_it_ends(
-    modal: FakeModal, laptop: Laptop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(modal_runner, "SILENT", 0.5)
-    handle = await laptop.submit(COUNTS, "3", str(laptop.folder / "go"))
-    await laptop.saved(handle, 2)
-    modal.hold()
-    modal.lose(modal.calls()[0])
-    status = await laptop.backend.status(handle)
-    assert status.phase is Phase.RUNNING
-    assert await laptop.backend.wait(handle, status, 1.0) == status
-    await laptop.backend.cancel(handle, grace=1.0)
-    assert await laptop.outcome(handle) is Outcome.CANCELLED
-    assert "outputs/checkpoints/step-2/w" in await laptop.fetched(handle)
-
-
 async def test_an_image_is_made_once_and_again_only_from_what_it_is_made_of(
-    modal: FakeModal, laptop: Laptop
+    modal: FakeModal, client: LaunchClient
 ) -> None:
-    sha, app = laptop.store.put(b"made of this"), modal.folder / "apps/groupwise-abc"
+    sha, app = client.store.put(b"made of this"), modal.folder / "apps/groupwise-abc"
     image = {"name": "abc", "python": "3.11", "files": {"builder.py": [sha, 0o644, 12]}}
-    handle = await laptop.submit("raise SystemExit(1)", asks={"image": image})
+    handle = await client.submit("raise SystemExit(1)", asks={"image": image})
     assert app.read_text() == '["builder.py"]'
-    await laptop.ending(handle)
-    empty = BlobStore(laptop.folder / "another")
-    await laptop.ending(await laptop.backend.resume(laptop.name, {}, empty))
+    await client.ending(handle)
+    empty = BlobStore(client.folder / "another")
+    await client.ending(await client.backend.resume(client.name, {}, empty))
     app.unlink()
-    with pytest.raises(UsageError, match="groupwise-abc is not at Modal any more"):
-        await laptop.backend.resume(laptop.name, {}, empty)
+    with pytest.raises(UsageError, match="groupwise-abc"):
+        await client.backend.resume(client.name, {}, empty)
 
 
-async def test_a_plan_needs_no_token_and_tells_what_it_costs(laptop: Laptop) -> None:
-    backend = modal_backend(FakeModal(laptop.folder / "modal", owner=None), spare=180.0)
+async def test_a_plan_needs_no_token_and_tells_what_it_costs(client: LaunchClient) -> None:
+    backend = modal_backend(FakeModal(client.folder / "modal", owner=None), spare=180.0)
     limits = Limits(time_seconds=50 * 3600)
-    plan = await backend.plan(laptop.order("x", limits=limits, asks={"gpu": "A100"}))
+    plan = await backend.plan(client.order("x", limits=limits, asks={"gpu": "A100"}))
     assert plan.price_per_hour == pytest.approx(0.000583 * 3600)
     assert "there is no token of Modal here" in plan.steps[0]
     assert any("up to 2 more" in step for step in plan.steps)
     with pytest.raises(UsageError, match="at most 86400 s"):
-        await backend.plan(laptop.order("x", asks={"timeout": 86_401}))
+        await backend.plan(client.order("x", asks={"timeout": 86_401}))
 
 
 async def test_a_job_costs_what_its_attempts_took(
-    laptop: Laptop, monkeypatch: pytest.MonkeyPatch
+    client: LaunchClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(DOLLARS_PER_SECOND, "H100", 10.0)
     fails = "import os, sys; sys.exit(os.environ['ATTEMPT'] == '1')"
-    first = await laptop.submit(fails, gpus=2, asks={"gpu": "H100"})
-    before = await laptop.backend.cost(first)
-    seconds = (await laptop.ending(first)).seconds
-    second = await laptop.resume()
-    seconds += (await laptop.ending(second)).seconds
-    found = await laptop.backend.cost(second)
+    first = await client.submit(fails, gpus=2, asks={"gpu": "H100"})
+    before = await client.backend.cost(first)
+    seconds = (await client.ending(first)).seconds
+    second = await client.resume()
+    seconds += (await client.ending(second)).seconds
+    found = await client.backend.cost(second)
     assert found is not None
     assert found.dollars == pytest.approx(2 * 10 * seconds, abs=0.01)
     assert f"2 H100 at list prices of {PRICED_AT}" in found.counts
     assert before is not None
     assert before.dollars < found.dollars
-    assert await laptop.backend.cost(await laptop.submit("print()", name="without")) is None
+    assert await client.backend.cost(await client.submit("print()", name="without")) is None
 
 
 @pytest.fixture
