@@ -45,7 +45,7 @@ def test_a_training_server_has_torch_whatever_there_is_here(machine: Path) -> No
     plug_in(machine, "0x1ae0", "0x0063")
     model = core_config(TrainingConfig(model="tiny"), server="http://there:1").config.model
     assert (model.backend, model.mesh) == ("transformers", None)
-    with pytest.raises(ConfigError, match=r"'tunix', but a training server .* Leave backend out"):
+    with pytest.raises(ConfigError, match=r"'tunix', .*training server .*backend"):
         core_config(TrainingConfig(model="tiny", backend="tunix"), server="http://there:1")
-    with pytest.raises(ConfigError, match=r"\(4, 1\), a mesh, which a training server does not"):
+    with pytest.raises(ConfigError, match=r"\(4, 1\), a mesh.* training server"):
         core_config(TrainingConfig(model="tiny", devices=(4, 1)), server="http://there:1")

@@ -55,9 +55,9 @@ def by_servers() -> tuple[Any, machine_layout.Layout]:
 
 async def test_what_samples_here_refuses_servers(tmp_path):
     config, layout = by_servers()
-    with pytest.raises(UsageError, match=r"sampler\.engine is vllm, but this command samples"):
+    with pytest.raises(UsageError, match=r"sampler\.engine .* this command"):
         build.training_parts(config, layout, "run", tmp_path)
-    with pytest.raises(UsageError, match=r"sampler\.engine is vllm, but a base for several"):
+    with pytest.raises(UsageError, match=r"sampler\.engine .* a base for"):
         await build.start_base(config, layout)
 
 

@@ -88,7 +88,7 @@ def test_only_the_model_is_required() -> None:
     assert config.training.max_steps == 100
     assert config.lora is not None
     assert config.lora.r == 16
-    with pytest.raises(ConfigError, match=r"^config: model\.name is required"):
+    with pytest.raises(ConfigError, match=r"^config: model\.name .*required"):
         load_config({})
 
 
@@ -126,7 +126,7 @@ def test_one_completion_a_prompt_suits_only_what_compares_none() -> None:
         {"type": "reinforce_pp", "group_baseline": True},
         {"type": "reinforce_pp", "dynamic_sampling": True},
     ):
-        with pytest.raises(ConfigError, match=r"training\.num_generations is 1, but .* at least 2"):
+        with pytest.raises(ConfigError, match=r"num_generations is 1, .* 2"):
             alone(**algorithm)
 
 

@@ -51,7 +51,7 @@ def test_one_process_where_several_would_not_pay(monkeypatch):
 def test_what_is_asked_for_is_had_or_refused(monkeypatch):
     for count in (1, 3):
         assert processes(monkeypatch, cores=1, size=1, lora=None, run={"processes": count}) == count
-    with pytest.raises(ConfigError, match=r"run\.processes is 3(.|\n)*on cuda"):
+    with pytest.raises(ConfigError, match=r"run\.processes is 3(.|\n)* cuda"):
         processes(monkeypatch, device="cuda", run={"processes": 3})
     assert processes(monkeypatch, device="cuda", run={"processes": 1}) == 1
     monkeypatch.setattr("sys.platform", "darwin")

@@ -30,7 +30,7 @@ def test_one_epoch_unless_told_otherwise():
     assert (steps.max_steps, steps.num_train_epochs) == (5, None)
     epochs = config(training={"num_train_epochs": 0.5}).training
     assert (epochs.max_steps, epochs.num_train_epochs) == (None, 0.5)
-    assert "give one of the two" in refused(training={"max_steps": 5, "num_train_epochs": 2.0})
+    assert "one of the two" in refused(training={"max_steps": 5, "num_train_epochs": 2.0})
 
 
 def test_the_page_is_up_to_date():

@@ -56,7 +56,7 @@ async def test_the_config_names_rewards_instead_of_the_task(tmp_path):
     rubric = task_parts.task_rubric(config, rewarded, None)
     assert rubric is not None
     assert (rubric.names, rubric.weights) == (("x/named",), (2.0,))
-    with pytest.raises(TaskError, match=r"rewards\.router, x: `named` asks for `hint`"):
+    with pytest.raises(TaskError, match=r"rewards\.router, x: `named` .*`hint`"):
         check_reward_columns(rewarded, rubric, rewarded.rl_examples(config))
     scorer = task_parts.build_scorer(config, rewarded, None, rubric)
     assert isinstance(scorer, RewardWorkers)
@@ -128,7 +128,7 @@ async def test_environment_of_a_task_file_answers_from_its_worker(tmp_path):
 
 def test_task_and_type_of_rollout_must_go_together(tmp_path):
     playing = task_of(tmp_path, ENVIRONMENT)
-    with pytest.raises(TaskError, match=r"has get_environment, but rollout\.type is single"):
+    with pytest.raises(TaskError, match=r"get_environment, .* is single"):
         task_parts.check_rollouts(rollouts_of(), playing, ())
     with pytest.raises(TaskError, match="has no get_environment"):
         task_parts.check_rollouts(

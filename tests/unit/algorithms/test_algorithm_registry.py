@@ -27,12 +27,9 @@ def test_spec_survives_the_wire(name: str) -> None:
 
 
 def test_unknown_name_lists_what_exists() -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"'drgrpo'; did you mean 'dr_grpo'\? There are: cispo, dapo, dr_grpo, grpo,",
-    ):
+    with pytest.raises(ValueError, match=r"'drgrpo'.* 'dr_grpo'\?.*: cispo, "):
         make("drgrpo", {})
-    with pytest.raises(ValueError, match=r"no algorithm 'xyz'\. There are: cispo, "):
+    with pytest.raises(ValueError, match=r"'xyz'.*: cispo, "):
         from_spec(LossSpec("xyz"))
 
 
@@ -42,6 +39,4 @@ def test_all_unknown_knobs_are_named_at_once() -> None:
     first, second = str(caught.value).splitlines()
     assert first.startswith("dr_grpo has no knob 'epsilon_hi'; did you mean 'epsilon_high'?")
     assert second.startswith("dr_grpo has no knob 'scale_rewards'")
-    assert (
-        "There are: beta, delta, dynamic_sampling, entropy_coef, epsilon, epsilon_high," in second
-    )
+    assert "beta, delta, dynamic_sampling, " in second

@@ -167,7 +167,7 @@ class Counting(Callback):
 async def test_a_state_that_would_come_back_as_another_is_no_state(begun, caplog, state):
     callbacks = await begun(Counting(state))
     assert callbacks.state()["states"] == {}
-    assert "its state cannot be kept" in warnings(caplog)[0]
+    assert "state cannot be kept" in warnings(caplog)[0]
 
 
 async def test_one_after_the_other_in_order_plain_and_async(begun):
@@ -202,7 +202,7 @@ async def test_a_critical_one_ends_the_run_and_does_not_hide_why_it_failed(begun
             raise ArithmeticError("one over nothing")
 
     callbacks = await begun(Bad())
-    with pytest.raises(CallbackError, match=r"Bad failed in on_step_begin(.|\n)*one over nothing"):
+    with pytest.raises(CallbackError, match=r"Bad .*on_step_begin(.|\n)*one over nothing"):
         await callbacks.step_begins()
     await callbacks.end(RunEnd("failed", {}, "the disk is full"))
     assert "ArithmeticError" in warnings(caplog)[0]

@@ -169,7 +169,7 @@ def test_columns_get_our_names_and_the_others_stay() -> None:
 
 def test_missing_column_is_told_with_the_nearest() -> None:
     message = refused(jsonl(ROWS), columns={"prompt": "questoin"})
-    assert "Did you mean 'question'? It has: question, answer." in message
+    assert "'question'? It has: question, answer." in message
 
 
 # What cannot be read

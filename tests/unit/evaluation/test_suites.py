@@ -110,7 +110,7 @@ def test_answers_that_do_not_come_are_no_wrong_answers(service, here):
 
     service.interfere = refuse
     found = evaluate_suites(asked(service, "math_500", "aime25", output=here / "out/all.json"))
-    assert "1 of 4 questions got no answer" in found.failed["math_500"]
+    assert "1 of 4 questions" in found.failed["math_500"]
     content = read(here / "out/all.json")
     assert content["metrics"] == {"aime25/pass@1": 0.75}
     assert content["failed"] == found.failed

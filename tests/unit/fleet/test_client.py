@@ -341,9 +341,7 @@ def test_checkpoints_are_listed_and_fetched_by_who_may_see_the_job(
     assert [each["step"] for each in fleet.checkpoints(job)] == [3, 2]
     fleet.fetch(job, tmp_path, paths=["outputs/step-3"], checkpoints=True)
     assert (tmp_path / "outputs/step-3/w.bin").read_bytes() == b"weights"
-    with pytest.raises(
-        DownloadError, match=r"step-2/w.bin: that file of .* is not on the fleet's disk"
-    ):
+    with pytest.raises(DownloadError, match=r"step-2/w\.bin: .*fleet's disk"):
         fleet.fetch(job, tmp_path, checkpoints=True)
     with refused("unknown_file"):  # a blob that is there, but not of that job
         list(fleet.checkpoint_pieces(other, kept))
@@ -369,7 +367,7 @@ def test_each_role_may_what_it_may_and_nobody_without_a_key(url: str, fleet: Fle
     for wrong in ("gw-nobody-xxxx", PLAIN + "x"):
         with FleetClient(url, wrong) as nobody, refused("unauthorised") as caught:
             nobody.jobs()
-        assert "The one that was sent is that of GROUPWISE_API_KEY" in caught.value.detail
+        assert "that of GROUPWISE_API_KEY" in caught.value.detail
     with FleetClient(url, "") as nobody, refused("unauthorised") as caught:
         nobody.jobs()
     assert "put yours into GROUPWISE_API_KEY" in caught.value.detail

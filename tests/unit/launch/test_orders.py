@@ -104,7 +104,7 @@ def test_results_are_fetched_from_inside_the_project(packs: Packs) -> None:
         with pytest.raises(UsageError, match="does not come back"):
             packs(results=(path,))
     for path in ("launch-result.json", "earlier/x", ".incoming", "."):
-        with pytest.raises(UsageError, match=r"this name is taken|name what"):
+        with pytest.raises(UsageError, match=r"is taken|name what"):
             packs(results=(path,))
 
 
@@ -121,7 +121,7 @@ def test_what_is_taken_along_travels_though_a_run_made_it(packs: Packs, project:
 
 def test_what_the_command_reads_has_to_travel(packs: Packs, project: Path) -> None:
     needs, outside = (str(project / "runs/warm/final"), "task.py"), (str(project.parent),)
-    with pytest.raises(UsageError, match=r"does not travel .* --take runs/warm$"):
+    with pytest.raises(UsageError, match=r" --take runs/warm$"):
         packs(needs=needs)
     packs(needs=needs, take=("runs/warm",))
     with pytest.raises(UsageError, match="outside of the project"):

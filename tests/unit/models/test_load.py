@@ -82,7 +82,7 @@ def test_a_hub_id_without_the_hub(monkeypatch):
     assert "Did you mean tiny?" in message(load_tokenizer, named("tinny"))
     monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
     said = message(load_tokenizer, named("smollm2-135m-instruct"))
-    assert "groupwise fetch-model smollm2-135m-instruct" in said
+    assert "fetch-model smollm2-135m-instruct" in said
 
 
 def without_weights(folder: Path) -> None:

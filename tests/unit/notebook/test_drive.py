@@ -39,7 +39,7 @@ def test_without_a_drive_it_says_so(tmp_path, monkeypatch):
     config = TrainingConfig(save_to_drive=True, experiment_name="e")
     [(name, told)] = drive.mount(config)
     assert name == "drive"
-    assert "there is none here; checkpoints stay in checkpoints/e" in told
+    assert "stay in checkpoints/e" in told
     assert drive.mirror(config) is None
     assert (drive.mount(TrainingConfig()), drive.mirror(TrainingConfig())) == ([], None)
     own = TrainingConfig(save_to_drive=True, checkpoint_dir=str(tmp_path / "synchronised"))
@@ -66,7 +66,7 @@ def test_checkpoints_are_copied_and_the_newest_kept(content, tmp_path, monkeypat
     checkpoint(other.folder / CHECKPOINTS, 120)
     mirror.on_save(other, other.folder / CHECKPOINTS / "step-120")
     mirror.on_run_end(other, RunEnd("finished", {}))
-    assert "holds another run of this name" in caplog.text
+    assert "holds another run" in caplog.text
     kept = checkpoints.complete(content / "e" / CHECKPOINTS, verify=True)
     assert [each.step for each in kept] == [90, 100, 110]
 

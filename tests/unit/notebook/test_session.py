@@ -101,11 +101,11 @@ def test_a_run_whose_folder_is_gone_is_not_taken_for_no_run(
         lambda: prepared.policy,
         lambda: prepared.run,
     ):
-        with pytest.raises(UsageError, match=r"run is not there.*prepare_session\(config\)"):
+        with pytest.raises(UsageError, match=r"not there.*prepare_session"):
             use()
     assert asked == []
     prepared.folder.mkdir()
-    assert prepared.policy == "the model as it was, before any training"
+    assert "before any training" in prepared.policy
     prepared.sampler(["a"])
     assert asked[0][1] is None
 

@@ -100,7 +100,7 @@ def test_a_task_judges_with_its_weights_and_the_configs_task_section(runs):
     found = rescore("r", task=REWARDS, runs_dir=runs, overrides=["task.backwards=0.5"])
     assert found.rewards == {"length": 2.0, "backwards": 0.5}
     assert next(found.rows()).new == 2.0 * 4 - 0.5 * 4
-    with pytest.raises(TaskError, match="has no get_reward_funcs"):
+    with pytest.raises(TaskError, match="no get_reward_funcs"):
         rescore("r", task=str(Path(__file__)), runs_dir=runs)
 
 
@@ -136,7 +136,7 @@ def test_a_reward_that_scores_nothing_is_told_with_its_reason(runs, name, why, b
 def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
     a_run(tmp_path, keep_tokens=False)
     assert judged(tmp_path, "length", step=0).overall.new == 2.5
-    with pytest.raises(TaskError, match=r"`ids` asks for completion_ids, but the run did not keep"):
+    with pytest.raises(TaskError, match=r"`ids` .* completion_ids"):
         judged(tmp_path, "ids")
 
 

@@ -132,7 +132,7 @@ def test_each_row_has_its_own_expected_length(column):
 
 
 def test_an_expected_length_that_no_gold_answer_has_is_refused():
-    with pytest.raises(ValueError, match=r"asks for 4 letters, but its gold answer 'cat' has 3"):
+    with pytest.raises(ValueError, match=r"4 letters.* 'cat' has 3"):
         value(PureAccuracy(), "<answer>cat</answer>", "cat", n_letters=[4])
     with pytest.raises(ValueError, match="asks for 4 letters"):
         PureAccuracy().check_row({"answer": "cat", "enumeration": "(4)"})

@@ -88,7 +88,7 @@ def test_worked_solutions_of_public_sets_are_graded(column, gold, answer):
 def test_a_row_without_gold_is_refused_with_the_columns_there_are(nothing):
     message = refused({"answer": ["1", nothing], "level": [1, 2]}, 2)
     assert message.startswith("completion 1: there is no gold answer in answer, reference, ")
-    assert "The dataset has: answer, level." in message
+    assert "has: answer, level." in message
     assert "rewards.answer_column" in message
 
 

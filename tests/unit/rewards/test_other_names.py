@@ -46,7 +46,7 @@ def test_names_that_people_know(name: str, ours: str) -> None:
 
 def test_a_module_of_python_is_no_reward_and_a_slip_is_looked_for_as_usual() -> None:
     message = refused("json")
-    assert "`json`, which is a module of Python itself" in message
+    assert "`json`, which is a module" in message
     assert re.search("Built-in: .*correctness, ", message)
     assert "path/to/file.py:function" in message
     assert "Did you mean" not in refused("reasoning_steps_reward")

@@ -116,7 +116,7 @@ def test_functions_classes_and_instances_of_a_file(tmp_path):
     assert quiet[0](completions=["a"]) == [0.0]
     assert Rubric([polite, loud]).names == ("polite", "Loud")
     message = refused([file])
-    assert "is a module. Name the function in it" in message
+    assert "is a module." in message
     assert "polite" in message
 
 
@@ -165,9 +165,7 @@ def test_answer_column_reaches_the_rewards_that_have_it():
 def test_rewards_with_an_answer_column_need_gold_in_every_row():
     rubric = Rubric(get_reward_funcs(["test_scaled", "test_plain"]), where="t")
     rubric.check_rows({0: {"answer": "a"}, 1: {"gold": 3}})
-    with pytest.raises(
-        TaskError, match=r"`test_scaled` cannot score 2 of 3 rows(.|\n)*row 1(.|\n)*row 2"
-    ):
+    with pytest.raises(TaskError, match=r"`test_scaled` .*2 of 3 rows(.|\n)*row 1(.|\n)*row 2"):
         rubric.check_rows({0: {"answer": "a"}, 1: {"answer": ""}, 2: {"level": 1}})
 
 

@@ -155,9 +155,7 @@ async def test_hang_in_the_runs_own_process_ends_the_run():
             return Step(done=True)
 
     kind = rollouts_in(LocalHost(Sessions(Waits)), time_limit=0.2)
-    with pytest.raises(
-        EnvironmentWorkerError, match=r"`Waits\.step, turn 1` took longer than 0\.2 s"
-    ):
+    with pytest.raises(EnvironmentWorkerError, match=r"`Waits\.step, turn 1` .* 0\.2 s"):
         await drawn(kind, Path(), members=1)
     freed.set()
     await kind.close()

@@ -64,10 +64,10 @@ def test_other_files_and_newer_ones_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"format 2.* up to 1"):
         opened(path, OLDER)
     fish = Format("a list of fish", 0x46495348, KIND.migrations)
-    with pytest.raises(StoreError, match=r"but not a list of fish\.$"):
+    with pytest.raises(StoreError, match=r"not a list of fish\.$"):
         opened(path, fish)
     opened(tmp_path / "fish.db", fish).close()
-    with pytest.raises(StoreError, match=r"not a list of birds\. Count them elsewhere\.$"):
+    with pytest.raises(StoreError, match=r"birds\. Count them elsewhere\.$"):
         opened(tmp_path / "fish.db")
 
 
@@ -79,7 +79,7 @@ def test_a_full_disk_is_told_apart(tmp_path: Path) -> None:
             with pytest.raises(sqlite3.Error) as refused:
                 connection.execute("INSERT INTO birds (name) VALUES (hex(randomblob(2000000)))")
         assert is_full(path, refused.value)
-        assert remedy(path, refused.value) == "Free space on that disk"
+        assert "Free space" in remedy(path, refused.value)
 
 
 def test_a_disk_that_fails_is_not_a_full_one(tmp_path: Path) -> None:

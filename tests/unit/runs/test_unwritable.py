@@ -24,7 +24,7 @@ def closed(runs: Path) -> Path:
 def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     for place in (tmp_path / "runs", tmp_path / "runs" / "deeper"):
-        with pytest.raises(UsageError, match=r"run\.dir: no run can be made in .*runs"):
+        with pytest.raises(UsageError, match=r"run\.dir: .*runs"):
             RunFolder.create(place, "sort", {})
 
 
@@ -44,11 +44,11 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
                 assert store.last_step() is None
             with pytest.raises(UsageError, match="Read-only"):
                 RunFolder.create(disk, "other", {})
-            with pytest.raises(UsageError, match=r"sort cannot be taken.*Read-only"):
+            with pytest.raises(UsageError, match=r"sort cannot .*Read-only"):
                 RunFolder.open(path)
             with pytest.raises(StoreError, match="Read-only"):
                 add_result(path, "held_out", {})
-            with pytest.raises(UsageError, match=r"held_out\.json cannot be written.*Read-only"):
+            with pytest.raises(UsageError, match=r"held_out\.json.*Read-only"):
                 durable.check_can_write(result_file(path, "held_out"))
             with pytest.raises(CheckpointError, match="Read-only"):
                 checkpoints.save(path / "checkpoints", 1, lambda folder: None)

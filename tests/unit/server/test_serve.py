@@ -135,7 +135,7 @@ def test_a_run_that_cannot_be_begun_ends_the_server(
 ) -> None:
     (tmp_path / "settings.yaml").write_text("run_name: bad\n")
     assert main(str(tmp_path / "out"), str(tmp_path / "settings.yaml")) == 2
-    assert "--start-with was refused: for a reason" in capsys.readouterr().err
+    assert "was refused: for a reason" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")
@@ -168,7 +168,7 @@ def test_what_cannot_be_used_is_told_before_anything_begins(tmp_path: Path) -> N
             serve(config, None)
     assert not (tmp_path / "out").exists()
     held = RunLock.acquire(tmp_path)
-    with pytest.raises(UsageError, match=r"is served already by process \d+"):
+    with pytest.raises(UsageError, match=r"served already by process \d+"):
         serve(ServerConfig(output_dir=str(tmp_path), port=0), None)
     held.release()
     with socket.create_server(("127.0.0.1", 0)) as bound:

@@ -40,7 +40,7 @@ sub:
 
 def test_duplicate_keys_name_the_line_and_hide_the_value(tmp_path: Path) -> None:
     path = write(tmp_path, "title: a\nengine:\n  name: torch\n  slots: 1\n  name: s3cret\n")
-    with pytest.raises(ConfigError, match=r"c\.yaml:5: `name` is written twice") as caught:
+    with pytest.raises(ConfigError, match=r"c\.yaml:5: `name` .*twice") as caught:
         read_yaml(path)
     assert "s3cret" not in str(caught.value)
 

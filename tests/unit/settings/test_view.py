@@ -40,7 +40,7 @@ def test_a_view_cannot_be_changed_even_through_what_it_gives_out() -> None:
     view: Any = View(original)
     with pytest.raises(AttributeError, match="task cannot be set"):
         view.task = 1
-    with pytest.raises(AttributeError, match=r"config\.task can only be read"):
+    with pytest.raises(AttributeError, match=r"config\.task can only"):
         del view["task"].words
     with pytest.raises(TypeError):
         view["task"] = 1
@@ -51,9 +51,9 @@ def test_a_view_cannot_be_changed_even_through_what_it_gives_out() -> None:
 
 
 def test_a_missing_name_is_told_what_there_is() -> None:
-    with pytest.raises(AttributeError, match=r"config\.task has no `word`\. Did you mean words\?"):
+    with pytest.raises(AttributeError, match=r"config\.task .*`word`.* words\?"):
         _ = View(CONTENT).task.word
-    with pytest.raises(KeyError, match=r"config has no `zzz`\. It has: task, lora, items\."):
+    with pytest.raises(KeyError, match=r"`zzz`.*: task, lora, items\."):
         _ = View(CONTENT)["zzz"]
     assert not hasattr(View(CONTENT), "__array__")
 

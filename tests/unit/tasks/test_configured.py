@@ -278,7 +278,7 @@ def test_unknown_label_is_an_error_that_names_those_there_are() -> None:
     task, config = configured(data, rewards={"router": router})
     rubric = task.rubric(config, None)
     examples = task.rl_examples(config)
-    with pytest.raises(TaskError, match=r"no rewards for the label `smus`\. Did you mean sums"):
+    with pytest.raises(TaskError, match=r"label `smus`\..* sums"):
         rubric.check_rows({example.index: example.columns for example in examples})
 
 
@@ -295,10 +295,10 @@ def test_rows_that_the_rewards_cannot_score_are_left_out_with_their_reason() -> 
     assert reason.startswith("there is no gold answer in answer, reference")
     assert count == 2
     strict, config = configured({**NAMED, "strict": True}, rewards=rewards)
-    with pytest.raises(TaskError, match=r"2 of 22 rows cannot .*\n.*no gold answer.*rows 20, 21\)"):
+    with pytest.raises(TaskError, match=r"2 of 22 .*\n.*no gold .*rows 20, 21\)"):
         strict.rl_examples(config)
     Path("sums.jsonl").write_text('{"question": "1+?", "solution": ""}\n')
-    with pytest.raises(TaskError, match=r"none of 1 rows can be used:\n.*no gold answer"):
+    with pytest.raises(TaskError, match=r"none of 1 .*\n.*no gold"):
         configured(NAMED, rewards=rewards)[0].rl_examples(config)
 
 

@@ -198,7 +198,7 @@ def test_callbacks_are_those_that_the_hook_returns(task_of, returned, callbacks)
     assert task_of(hook + returned).rl_callbacks(CONFIG, None, "out") == callbacks
     assert task_of(WHOLE).rl_callbacks(CONFIG, None, "out") == ()
     message = refused(lambda: task_of(hook + "'stop'").rl_callbacks(CONFIG, None, "out"))
-    assert "get_rl_callbacks returned str" in message
+    assert "rl_callbacks returned str" in message
 
 
 @pytest.mark.parametrize(

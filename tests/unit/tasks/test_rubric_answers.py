@@ -58,7 +58,7 @@ def test_repeating_the_prompt_earns_little() -> None:
 
 
 def test_the_rubric_in_the_prompt_is_warned_about_and_not_paid_for_when_copied() -> None:
-    with pytest.warns(UserWarning, match=r"task.rubric_in_prompt: the model reads the rubric"):
+    with pytest.warns(UserWarning, match=r"task\.rubric_in_prompt"):
         rows = rubric_answers.get_rl_dataset(config(rubric_in_prompt=True))
     assert all(row["rubric"] in prompt_of(row) for row in rows)
     assert mean_share(rows, prompt_of) < 0.15

@@ -56,8 +56,8 @@ def test_every_turn_is_used_up_and_the_sixth_is_the_last():
     playing = game()
     turns = ["label", guessing("abcde"), *[guessing("alley")] * 4]
     said = [playing.step(text) for text in turns]
-    assert "no guess of five letters" in str(said[0].observation)
-    assert "abcde is not in the word list" in str(said[1].observation)
+    assert "no guess of five" in str(said[0].observation)
+    assert "abcde is not in" in str(said[1].observation)
     assert [step.done for step in said] == [False] * 5 + [True]
     assert not playing.won
     assert (playing.guesses, playing.marks) == (["alley"] * 4, ["YYYGX"] * 4)

@@ -78,7 +78,7 @@ def test_it_is_made_once_with_what_the_device_needs_and_anew_for_another_version
 
     told = json.loads((home() / MADE).read_bytes())
     (home() / MADE).write_text(json.dumps({**told, "requirements": "before"}))
-    with pytest.raises(UsageError, match=r"another version.*fetch-tunix --accelerator tpu"):
+    with pytest.raises(UsageError, match=r"another .*tunix --accelerator tpu"):
         python()
     assert install(say=False) == python() != made
     assert pip.words[-1][-1] == "jax[tpu]"
@@ -166,10 +166,10 @@ def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(
     worker = answering(TimeoutError(), TimeoutError())
     with pytest.raises(UsageError, match=r"300 s.*other hosts\."):
         environment.look()
-    assert "not opened its devices after 20 s" in caplog.text
+    assert "devices after 20 s" in caplog.text
     assert sum(worker.waited) == environment.LIMIT
     answering(RunError("No module named 'jax'"))
-    with pytest.raises(UsageError, match=r"fetch-tunix --again .* No module named 'jax'"):
+    with pytest.raises(UsageError, match=r" --again .* module named 'jax'"):
         environment.look()
 
 

@@ -49,7 +49,7 @@ def test_weights_are_as_small_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert load(four, "float32", 64).is_loaded_in_4bit
     assert not load(unsloth.TINY, "float32", 64).is_loaded_in_4bit
     monkeypatch.setenv("FAKE_UNSLOTH_REFUSES_4BIT", "1")
-    with pytest.raises(ModelError, match="load_in_4bit is true"):
+    with pytest.raises(ModelError, match="load_in_4bit is"):
         load(four, "float32", 64)
 
 

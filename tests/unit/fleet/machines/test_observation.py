@@ -212,7 +212,7 @@ def test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile(fleet: Flee
     fleet.look(gpu(0), gpu(1), at=now, attempts=[running("back", 7), running("over", 8)])
     assert claimed_ids(fleet.database) == []
     shown = fleet.database.run(lambda s: jobs.show(s, Actor("user:x"), job))
-    assert any("vm runs back.7, which stands in no table" in why for why in shown["waiting"])
+    assert any("vm runs back.7" in why for why in shown["waiting"])
     fleet.database.run(lambda s: jobs.retry(s, Actor("user:x"), cancelled))
     assert claimed_ids(fleet.database) == []
     execute(fleet.database, "UPDATE jobs SET not_before = 1")
@@ -456,7 +456,7 @@ def test_a_card_that_another_machine_has_is_not_given_away_twice(fleet: Fleet):
     names = [gpu(n)["uuid"] for n in range(3)]
     assert states()["vm", names[0]] == ("ok", None)
     assert states()["twin", names[0]][0] == "degraded"
-    assert "vm has the same one" in str(states()["twin", names[0]][1])
+    assert "vm has the same" in str(states()["twin", names[0]][1])
     assert states()["twin", names[2]] == ("ok", None)
     fleet.look(gpu(0), gpu(1))
     assert states()["vm", names[0]] == ("ok", None), "who came first keeps it"

@@ -86,9 +86,7 @@ def test_patience_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other.execute("BEGIN IMMEDIATE")
     database = impatient(file, Naps(), monkeypatch)
     try:
-        with pytest.raises(
-            DatabaseFailure, match=r"busy.db does not do its work: database is locked.*end that one"
-        ) as raised:
+        with pytest.raises(DatabaseFailure, match=r"busy.*locked.*end that") as raised:
             database.run(put("a"))
         assert raised.value.passing
     finally:
@@ -107,11 +105,9 @@ def test_a_failed_write_at_commit_is_no_answer(
         raise broken
 
     monkeypatch.setattr(database.engine.dialect, "do_commit", commit)
-    with pytest.raises(CommitUnknown, match="may be there or not"):
+    with pytest.raises(CommitUnknown, match="there or not"):
         database.run(put("a"))
     broken.sqlite_errorcode = sqlite3.SQLITE_FULL
     broken.args = ("database or disk is full",)
-    with pytest.raises(
-        DatabaseFailure, match=r"The disk of \S+ is full .* left for this user\). Make room there"
-    ):
+    with pytest.raises(DatabaseFailure, match=r"disk of \S+ is full"):
         database.run(put("a"))

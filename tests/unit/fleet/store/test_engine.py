@@ -96,7 +96,7 @@ def test_the_file_system_of_a_path() -> None:
 def test_a_network_file_system_is_refused(tmp_path: Path) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS)
-    with pytest.raises(UsageError, match=r"network file system \(nfs4\).*postgresql://"):
+    with pytest.raises(UsageError, match=r"\(nfs4\).*postgresql://"):
         engine.refuse_network_file_system(Path("/home/ada/fleet.db"), mounts)
     engine.refuse_network_file_system(Path("/var/fleet.db"), mounts)
     engine.refuse_network_file_system(Path("/home/fleet.db"), tmp_path / "not there")

@@ -130,7 +130,7 @@ def test_newer_rules_are_left_alone(database: Database, monkeypatch: pytest.Monk
         migrate(database)
     before = objects(database)
     for verb in (check_schema, migrate):
-        with pytest.raises(UsageError, match=r"newer version.*rules are number.*Upgrade Groupwise"):
+        with pytest.raises(UsageError, match=r"newer.*rules.*Upgrade"):
             verb(database)
     assert objects(database) == before
 
@@ -164,7 +164,7 @@ def test_what_somebody_works_with_is_left_alone(
     monkeypatch.setattr(triggers, "rules", lambda: (other,))
     ways = (migrate, check_schema) if database.dialect == "sqlite" else (migrate,)
     for way in ways:
-        with pytest.raises(UsageError, match=r"\(process 7\) works with it.*Restart"):
+        with pytest.raises(UsageError, match=r"\(process 7\).*Restart"):
             way(database, used)
     assert objects(database) == before
     migrate(database)
@@ -174,7 +174,7 @@ def test_what_somebody_works_with_is_left_alone(
 def test_tables_of_something_else_are_left_alone(empty: Database) -> None:
     execute(empty, "CREATE TABLE jobs (a INTEGER)")
     before = objects(empty)
-    with pytest.raises(UsageError, match=r"tables of something else: jobs\. .*of its own"):
+    with pytest.raises(UsageError, match=r"something else: jobs\."):
         migrate(empty)
     assert objects(empty) == before
 

@@ -75,7 +75,7 @@ def test_a_refused_model_is_sampled_by_transformers_and_the_log_says_why(name, c
     with caplog.at_level(logging.WARNING):
         found = greedy(sampler(model))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "sampled and trained by transformers' modules" in caplog.text
+    assert "by transformers' modules" in caplog.text
     assert str(refusal(model)) in caplog.text
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():

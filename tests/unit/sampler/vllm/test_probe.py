@@ -27,7 +27,7 @@ def test_rounding_is_no_reason():
 
 
 def test_other_weights_are_told_by_their_distance():
-    with pytest.raises(PolicyMismatchError, match=r"differ by 0\.\d+ nats .*logprob_tolerance is 0\.1"):  # fmt: skip
+    with pytest.raises(PolicyMismatchError, match=r" 0\.\d+ nats .*logprob_tolerance is 0\.1"):
         asked(noisy(TRUE, 0.5))
     asked(noisy(TRUE, 0.5), tolerance=1.0)
 
