@@ -131,10 +131,10 @@ def test_a_reward_that_hangs_is_given_up(
     assert scorer.calls == calls
     assert found["determinism"].level == determinism
     assert found["independence"].level == "skipped"
-    assert "given up after 3 time-outs in a row" in found["independence"].measured
+    assert "after 3 time-outs" in found["independence"].measured
     if not answered:
         assert [each.name for each in report.of_level("problem")] == ["exceptions"]
-        assert "the call took longer than 30 s" in found["exceptions"].measured
+        assert "longer than 30 s" in found["exceptions"].measured
         assert found["latency"].data["calls"] == calls
 
 

@@ -50,7 +50,7 @@ def found(environment: Any, **given: Any) -> dict[str, Finding]:
 def test_an_environment_is_begun_and_answered():
     said = found(Guess)["environment"]
     assert said.level == "ok"
-    assert "begins with 'Guess the word of 3 letters.'" in said.measured
+    assert "'Guess the word of 3 letters.'" in said.measured
     assert "answers nonsense with 'No.'" in said.measured
     assert said.data["rewards"] == {"environment": -0.5}
 

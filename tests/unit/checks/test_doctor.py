@@ -58,7 +58,7 @@ def test_a_task_asks_its_own_prompts(tmp_path: Path):
     task = SimpleNamespace(get_rl_dataset=lambda config: [{"prompt": letter} for letter in "abcde"])
     training = {**SMALL["training"], "max_steps": None, "num_train_epochs": 2}
     found = by_name(examined(tmp_path, task, training=training))
-    assert "3 of the task's 5, of up to 1 tokens" in found["prompts"].measured
+    assert "3 of the task's 5, of up to 1" in found["prompts"].measured
     assert found["speed"].data["steps"] == 5
 
 

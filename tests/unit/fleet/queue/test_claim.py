@@ -239,7 +239,7 @@ def test_a_job_waits_for_others(database: Database) -> None:
     assert claimed_ids(database) == ["then"]
     hopeless = job_of(database, "if-well")
     assert hopeless.status == "failed"
-    assert hopeless.failure_reason == "job first, which it was to come after, has failed"
+    assert "job first" in str(hopeless.failure_reason)
     assert hopeless.end_time is not None
 
 

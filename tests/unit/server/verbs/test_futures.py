@@ -96,7 +96,7 @@ async def test_a_number_that_never_comes() -> None:
     ids = [line.submit(n, b"%d" % n, _saying(str(n))) for n in (0, 2, 3)]
     assert await _text(futures, ids[0]) == "0"
     for id in ids[1:]:
-        assert "Request 1 of m has not come" in (await _failure(futures, id)).message
+        assert "Request 1 of m" in (await _failure(futures, id)).message
     with pytest.raises(AnswerGone):
         line.submit(1, b"1", _saying("too late"))
     assert await _text(futures, line.submit(4, b"4", _saying("4"))) == "4"
