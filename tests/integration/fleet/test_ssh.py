@@ -1,10 +1,7 @@
 """What SSH adds to `tests/contract/test_host_contract.py`: whom one speaks to, and what is known when it breaks."""
 
 import asyncio
-import contextlib
 import dataclasses
-import os
-import signal
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -269,27 +266,3 @@ async def test_a_machine_that_takes_few_sessions_is_asked_through_several_connec
             with pytest.raises(HostUnreachable, match="opens no session"):
                 await ask(host, "echo")
         await host.close()
-
-
-async def until_nobody_reads(full: FullHost) -> None:
-    """The machine notices that the connection is gone, and what read from it comes to its end."""
-    for pid in running(full, b"sshd: "):
-        os.kill(pid, signal.SIGKILL)
-    while running(full, b"python3"):  # noqa: ASYNC110  # processes of another namespace
-        await asyncio.sleep(0.01)
-
-
-def sent_by(full: FullHost) -> int:
-    """Bytes that went to it."""
-    return int(Path("/proc/self/net/dev").read_text().partition(f"v{full.number}:")[2].split()[8])
-
-
-def running(full: FullHost, command: bytes) -> list[int]:
-    """Processes of the machine whose command lines begin so; of sshd, those that serve a connection."""
-    found: list[int] = []
-    for pid in full.processes():
-        with contextlib.suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if line.startswith(command) and b"[listener]" not in line:
-                found.append(pid)
-    return found

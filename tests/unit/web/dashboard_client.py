@@ -34,11 +34,3 @@ async def json_of(runs: Path, path: str) -> Any:
         answer = await client.get(path, headers={"accept": "application/json"})
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-async def page_of(runs: Path, path: str, status: int = 200) -> str:
-    """What a browser shows."""
-    async with asking(runs) as client:
-        answer = await client.get(path, headers={"accept": "text/html"})
-    assert answer.status_code == status, answer.text
-    return answer.text
