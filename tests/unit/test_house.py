@@ -1,6 +1,5 @@
 """The house rules that no other tool checks: dependencies, start-up time, what the files may say."""
 
-import os
 import re
 import subprocess
 import sys
@@ -84,8 +83,7 @@ def test_constraints_hold_for_every_machine() -> None:
 HELP = "import sys; sys.argv = ['groupwise', '--help']; from groupwise.cli.main import main; main()"
 
 
-def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
-    """In seconds of a core, which are the same beside other work."""
+def test_help_imports_nothing_heavy() -> None:
     scripts = [target.split(":") for target in PROJECT["project"]["scripts"].values()]
     loads = "; ".join(
         f"import {module}; assert callable({module}.{name})" for module, name in scripts
@@ -100,15 +98,6 @@ except SystemExit as ended:
 print("heavy:", [name for name in {HEAVY} if name in sys.modules])
 """
     assert python(code).splitlines()[-1] == "heavy: []"
-
-    def seconds() -> float:
-        began = os.times()
-        subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, check=True)
-        ended = os.times()
-        spent = ended.children_user + ended.children_system
-        return spent - began.children_user - began.children_system
-
-    assert seconds() < 0.3 or min(seconds() for _ in range(3)) < 0.3
 
 
 STAGES = ("server", "fleet", "launch", "notebook", "tunix", "web")
