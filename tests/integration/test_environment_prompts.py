@@ -81,7 +81,7 @@ def test_a_dry_run_shows_the_prompt_that_the_run_records(tmp_path: Path, environ
 
 
 def test_a_dry_run_refuses_an_environment_that_cannot_begin(tmp_path: Path):
-    with pytest.raises(groupwise.errors.TaskError, match=r"(?s)first prompt of row 0: .*KeyError"):
+    with pytest.raises(groupwise.errors.TaskError, match=r"(?s)of row 0: .*KeyError"):
         groupwise.rl(settings(tmp_path), task(Broken), dry_run=True)
 
 

@@ -135,7 +135,7 @@ def test_several_policies_in_one_command(runs, tmp_path, capsys):
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("A  with@4 (")
-    assert "held-out prompts: 3 answered by both" in shown
+    assert "3 answered by both" in shown
     assert main([*command, "--policy", "base", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["policy"] for each in found["evaluations"]] == ["with@4", "with@5", "base"]

@@ -90,7 +90,7 @@ def test_a_sampler_that_keeps_its_old_weights_stops_the_run(tmp_path, monkeypatc
             await load(self, policy)
 
     monkeypatch.setattr(TorchSampler, "load", lazy)
-    with pytest.raises(PolicyMismatchError, match=r"Version 2 was published .* but the sampler"):
+    with pytest.raises(PolicyMismatchError, match="Version 2 was published"):
         groupwise.rl(settings(tmp_path), TOY)
     assert loads[-1] == 2
 

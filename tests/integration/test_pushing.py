@@ -150,7 +150,7 @@ def test_a_hub_that_is_away_and_comes_back_gets_all_in_order(tmp_path, hub):
     assert warnings_of(folder).count("tried again") == 1
     log = (folder / "log.txt").read_text()
     assert log.count("tried again") == 2, "the log has each"
-    assert "before the run the hub does not answer" in log
+    assert "before the run" in log
 
 
 def test_ctrl_c_ends_the_wait_for_the_hub(tmp_path, hub, capsys):

@@ -66,5 +66,5 @@ def test_a_stream_of_other_examples_is_refused(tmp_path, monkeypatch):
     settings = config(tmp_path)
     groupwise.rl(steps(settings, 3), Stream)
     monkeypatch.setattr(Stream, "letter", "b")
-    with pytest.raises(ResumeMismatchError, match="the training data, as token ids"):
+    with pytest.raises(ResumeMismatchError, match="training data, as token"):
         groupwise.rl(steps(settings, 4), Stream, resume_from="toy@3")

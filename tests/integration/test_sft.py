@@ -263,11 +263,11 @@ def test_only_what_may_change_changes(uninterrupted, tmp_path):
     groupwise.sft(short, TASK)
     longer = config(tmp_path, training={"max_steps": 4, "lr_scheduler_type": "constant"})
     assert groupwise.sft(longer, TASK, resume_from="sft@3").summary["steps"] == 4
-    with pytest.raises(ResumeMismatchError, match=r"examples_per_step: 4 then, 5 now"):
+    with pytest.raises(ResumeMismatchError, match=r"examples_per_step: 4 .*5"):
         groupwise.sft(
             config(tmp_path, training={"examples_per_step": 5}), TASK, resume_from="sft@3"
         )
-    with pytest.raises(ResumeMismatchError, match="is a run of `groupwise sft`"):
+    with pytest.raises(ResumeMismatchError, match="run of `groupwise sft`"):
         groupwise.rl({**rl_config(tmp_path)}, TOY, resume_from="sft@3")
 
 
@@ -373,7 +373,7 @@ def test_reinforcement_learning_starts_from_it(uninterrupted, tmp_path):
     settings = rl_config(tmp_path)
     settings["training"]["max_steps"] = 1
     other = {**settings, "lora": {"r": 8}}
-    with pytest.raises(ModelError, match=r"^--init-from .*: lora\.r is 8, but the adapter's is 4"):
+    with pytest.raises(ModelError, match=r"^--init-from .*: lora\.r is 8.* 4"):
         groupwise.rl(other, TOY, init_from=str(folder))
     assert groupwise.rl(settings, TOY, init_from=str(folder)).exit_code == 0
     started = load_file(tmp_path / "toy" / "start" / "adapter_model.safetensors")

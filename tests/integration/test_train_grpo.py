@@ -281,4 +281,4 @@ def test_checkpoints_of_an_earlier_version_are_refused_with_what_to_do(
         (folder / "manifest.json").write_text(json.dumps({**manifest, "files": files}))
     monkeypatch.setenv("RESUME_FROM", str(work / tiny_grpo.CHECKPOINTS / "step-6"))
     assert main(WORDS) == 2
-    assert "Copy the whole folder of the run here." in capsys.readouterr().err
+    assert "Copy the whole folder" in capsys.readouterr().err

@@ -137,7 +137,7 @@ def test_a_run_goes_on_after_its_server_was_lost(tmp_path, server):
     made = settings(tmp_path, server.url)
     made["training"]["lag"] = 1
     server.interfere = fails
-    with pytest.raises(UsageError, match=r"could not load the adapter .*CUDA error"):
+    with pytest.raises(UsageError, match=r"load the adapter .*CUDA"):
         groupwise.rl(made, TOY)
     server.interfere = None
     server.end()

@@ -164,7 +164,7 @@ def test_command_line_says_what_to_give_instead_of_a_task(
     for verb in ("rl", "sft", "eval", "check"):
         assert main([verb, "--config", "c.yaml"]) == 2
         said = capsys.readouterr().err
-        assert "Give a task with --task-module" in said
+        assert "task with --task-module" in said
         assert "data.dataset_name" in said
 
 

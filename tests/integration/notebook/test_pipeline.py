@@ -105,7 +105,7 @@ def test_the_pipeline_from_a_config_to_an_adapter(at_its_place):
     with pytest.raises(UsageError, match="cannot be changed"):
         config.beta = 0.5
     card = (piped.path / "hf_lora" / "README.md").read_text()
-    assert "## Results on 10 held-out prompts" in card
+    assert "10 held-out prompts" in card
     assert "(grpo) on `arithmetic` for 6 steps" in card
     assert "30 examples of `arithmetic`, rewarded by `digits` (weight 1). The config:" in card
     assert "NotebookTask" not in card
@@ -158,7 +158,7 @@ def test_an_evaluation_with_other_rewards_than_the_training_says_so(here, capsys
     capsys.readouterr()
     other = evaluate(config, session)
     told = capsys.readouterr().out
-    assert "had other rewards (match_format, math_answer, half): give the same reward_" in told
+    assert "other rewards (match_format, math_answer, half)" in told
     same = evaluate(config, session, extra_reward_functions=[(half, 0.5)])
     assert "other rewards" not in capsys.readouterr().out
     assert same["reward"] == pytest.approx(after["reward"])
@@ -173,8 +173,8 @@ def test_a_training_in_which_nothing_was_scored_fails_and_teaches(here):
     session = prepare_session(config)
     with pytest.raises(NothingScoredError, match="in 2 steps in a row") as failed:
         train_grpo(config, session, reward_functions=[as_chats])
-    assert "are texts in a notebook, no chats: take `completion`" in str(failed.value)
-    assert "Mend the reward functions, then start the run again" in str(failed.value)
+    assert "take `completion`" in str(failed.value)
+    assert "Mend the reward functions" in str(failed.value)
 
 
 def test_pieces_by_themselves(here, capsys):
@@ -216,7 +216,7 @@ def test_a_reward_that_hangs_costs_its_group_and_not_the_run(here):
 
 
 def test_what_is_of_another_config_is_refused(here):
-    with pytest.raises(UsageError, match="num_batches, learning_rate differ"):
+    with pytest.raises(UsageError, match="num_batches, learning_rate"):
         train_grpo(config_of(num_batches=9, learning_rate=0.1), prepare_session(config_of()))
     folder = here / "checkpoints" / "digits"
     folder.mkdir(parents=True)
@@ -303,8 +303,8 @@ def test_cells_that_were_cut_off_go_on_exactly(number, tmp_path, monkeypatch, ca
 
 def test_what_the_core_refuses_is_told_by_the_names_of_the_notebook(here):
     config = config_of(max_prompt_length=2)
-    with pytest.raises(UsageError, match=r"longer than max_prompt_length = 2 tokens"):
+    with pytest.raises(UsageError, match="than max_prompt_length = 2"):
         train_grpo(config, prepare_session(config), reward_functions=[digits])
     given = config_of(overrides={"data.max_prompt_length": 2})
-    with pytest.raises(UsageError, match=r"longer than data\.max_prompt_length = 2 tokens"):
+    with pytest.raises(UsageError, match=r"data\.max_prompt_length = 2"):
         train_grpo(given, prepare_session(given), reward_functions=[digits])
