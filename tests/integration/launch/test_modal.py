@@ -229,7 +229,7 @@ async def test_a_laptop_that_dies_before_it_spawned_is_made_up_for(
             await client.submit("print(1)")
     handle = await client.backend.find(client.name)
     assert handle is not None
-    assert (await client.backend.status(handle)).waits_for == "it is on its way to Modal"
+    assert "way to Modal" in str((await client.backend.status(handle)).waits_for)
     assert await client.submit("print(1)") == handle
     assert await client.outcome(handle) is Outcome.SUCCEEDED
     assert await client.said(handle) == "1\n"
@@ -273,7 +273,7 @@ async def test_a_plan_needs_no_token_and_tells_what_it_costs(client: LaunchClien
     limits = Limits(time_seconds=50 * 3600)
     plan = await backend.plan(client.order("x", limits=limits, asks={"gpu": "A100"}))
     assert plan.price_per_hour == pytest.approx(0.000583 * 3600)
-    assert "there is no token of Modal here" in plan.steps[0]
+    assert "no token of Modal" in plan.steps[0]
     assert any("up to 2 more" in step for step in plan.steps)
     with pytest.raises(UsageError, match="at most 86400 s"):
         await backend.plan(client.order("x", asks={"timeout": 86_401}))
