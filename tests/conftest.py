@@ -75,7 +75,7 @@ SLOWEST_FILES = (
 FLEET_FOLDERS = ("integration/fleet", "unit/fleet", "unit/hosts")
 """Their tests are the stage `make test-fleet`."""
 FLEET_TIMEOUT_S = 300
-"""For one of them: their servers run dozens of processes on two cores."""
+"""Timeout of one fleet test: its servers run dozens of processes on two cores."""
 LAUNCH_TIMEOUT_S = 540
 
 

@@ -35,7 +35,7 @@ from tests import fake_aws, ray_cluster, ssh_hosts
 from tests import slurm as real_slurm
 
 TIMEOUT_S = 20.0
-"""For one answer."""
+"""Timeout of one call of a backend."""
 SAVES = """\
 import hashlib, json, os, pathlib, signal, sys, time
 def save(step, data):

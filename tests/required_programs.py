@@ -26,7 +26,7 @@ def require_programs(*programs: str, install: str = "openssh-server iproute2 nft
 
 
 def root_needed() -> None:
-    """For machines in namespaces; others skip."""
+    """Skip the test unless it runs as root, who alone can make network namespaces."""
     if os.geteuid() != 0:
         pytest.skip("machines in namespaces need root")
 

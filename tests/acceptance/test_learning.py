@@ -34,7 +34,7 @@ SEEN, UNSEEN = range(6), range(6, 10)
 SOAK = pytest.mark.soak(suite="learning")
 OTHERS = sorted(ALGORITHMS.keys() - {"dr_grpo"})
 EACH = ["dr_grpo", *rotating_params(OTHERS, len(OTHERS), "learning", str)]
-"""And one of the others in turn."""
+"""CI also runs one other algorithm, which the commit hash chooses."""
 
 
 class TwoLetters:

@@ -37,7 +37,7 @@ MOST_WAITING = 14
 OPERATED = 0.02
 """How likely an operator looks, each time that clients do something: without one all machines are cordoned after some minutes."""
 IDLE_TIMEOUT_S = 150.0
-"""In which a repaired fleet must finish everything."""
+"""Seconds in which a repaired fleet must finish everything."""
 MODES = (
     *("n/a", "err", "lost", "lost_exit", "garbage", "truncated", "non_utf8"),
     *("exit9", "no_mig_field", "empty", "apps_fail", "hang"),

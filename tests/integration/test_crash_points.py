@@ -142,7 +142,7 @@ def test_a_run_survives_a_crash_at_every_durable_write(tmp_path, way):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_free_run_survives_a_crash_at_some_durable_writes(tmp_path):
-    """As the long test does it, at two of them, other ones with each commit."""
+    """The CI part of the soak test: two crash points, which the commit hash chooses."""
     folder, points = undisturbed(tmp_path / "whole", "free")
     assert not broken_promises(folder, config(tmp_path, **WAYS["free"])["training"])
     half = len(points) // 2

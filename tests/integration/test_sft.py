@@ -184,7 +184,7 @@ def go_on(settings: dict[str, Any]) -> None:
     ],
 )
 def test_a_crash_at_durable_writes(tmp_path, every):
-    """At other ones with each commit, or at all."""
+    """At crash points that the commit hash chooses; the soak test crashes at all of them."""
     assert not writes_that_crash(tmp_path, every)
 
 

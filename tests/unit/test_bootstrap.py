@@ -31,7 +31,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bootstrap(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, loaded from the checkout."""
+    """scripts/bootstrap.py, imported from the checkout."""
     for name in ("TORCH", "VIRTUAL_ENV", "PYTHONPATH"):
         monkeypatch.delenv(name, raising=False)
     return load(checkout)

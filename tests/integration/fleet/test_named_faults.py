@@ -31,7 +31,7 @@ LEASE = 2.0
 DEADMAN = 4.0
 """Seconds; jobs here print all the time, so that a machine is asked again each second."""
 MAX_DELAY_S = 10.0
-"""That the end of a job may be late on a busy machine."""
+"""How late a job may end on a busy machine, in seconds."""
 TALKS = ["sh", "-c", "while echo alive; do sleep 0.2; done"]
 ENDLESS = {"steps": 100_000}
 ROLES = ("dispatcher-2", "poller", "requeue")

@@ -1,4 +1,4 @@
-"""ClusterFleet of a fleet behind which a real Slurm of two nodes begins jobs, beside a machine that begins them itself.
+"""A fleet that runs jobs on a real Slurm cluster of two nodes and on one machine of its own.
 
 1. A job waits in Slurm's queue for as long as Slurm likes, and says what for; then it runs, and comes back as from every machine.
 2. What Slurm, or somebody, ends goes on from its checkpoint, and whose fault it was is told apart.

@@ -88,7 +88,7 @@ def test_its_end_may_be_moved_and_stays_so_at_later_starts(tmp_path: Path) -> No
 def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> None:
     assert not any(line.startswith("setsid") for line in ran(script(), tmp_path))
     ran(script(spot=True), tmp_path)
-    said = tmp_path / "said"  # by what goes on in the background
+    said = tmp_path / "said"  # written by a background process
     wait_until(lambda: "setsid python3 -I " in said.read_text(), details=said.read_text)
     assert "spot_notice.py" in (tmp_path / "said").read_text()
     written = (tmp_path / "root/var/lib/groupwise/spot_notice.py").read_text()
