@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.rewards.canonical import last_number, number
+from groupwise.rewards.answers import last_number, number
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.mathematics import MathAnswer, answer_of, in_words
 from groupwise.rewards.overlap import words
-from groupwise.rewards.tags import Tags, marks
+from groupwise.rewards.tags import Tags, after_reasoning, marks
 from groupwise.rewards.text import CompletionText, completion_text
 
 
@@ -35,7 +35,7 @@ def is_numeric(tags: Tags, answer: Any) -> bool:
 
 def with_marks(tags: Tags, completion: CompletionText, forms: Sequence[str]) -> str:
     """The text with its answer between marks; `forms` are those in which the gold answer is accepted."""
-    text = completion_text(completion)
+    text = after_reasoning(completion_text(completion), tags.reasoning)
     marked = answer_of(text, tags.answer)
     if (told := _at_the_end(marked or _last_line(text), forms)) is not None:
         answer = told

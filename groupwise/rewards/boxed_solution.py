@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, cast
 
 from groupwise.rewards.boxed_values import (
@@ -23,10 +24,13 @@ from groupwise.rewards.boxed_values import (
     builtin_of,
     written_error,
 )
+from groupwise.rewards.sandbox_child import known_names
 from groupwise.rewards.sandbox_kernel import FIRST_CHANNEL
 
 MODULE = "solution"
 """The name of the module that the solution is."""
+WRAPPER = "Solution"
+"""The class whose methods answers in the way of LeetCode are."""
 
 
 def serve(code: str) -> None:
@@ -96,16 +100,25 @@ class _Solution:
     def _load(self) -> list[str]:
         """Run the solution's text; the names that there are then."""
         sys.modules[MODULE] = self._module
+        self._module.__dict__["__builtins__"] = known_names()
         program = compile(self._code, f"<{MODULE}>", "exec", dont_inherit=True)
         exec(program, self._module.__dict__)
-        return [name for name in vars(self._module) if not name.startswith("__")]
+        there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
+        return [name for name in there if not name.startswith("__")]
 
     def _named(self, name: str) -> tuple[str, Any]:
         """What a name stands for; of an exception's class its own name and the nearest that Python has."""
-        value: Any = getattr(self._module, name)
+        value: Any = vars(self._module).get(name, self)
+        if value is self:
+            value = getattr(self._wrapped, name)
         if isinstance(value, type) and issubclass(value, Exception):
             return "error", (value.__name__, builtin_of(value))
         return "value", cast("Any", value)
+
+    @cached_property
+    def _wrapped(self) -> Any:
+        """The object whose methods are meant where the module has no function of a name."""
+        return vars(self._module)[WRAPPER]()
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:

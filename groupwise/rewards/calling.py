@@ -1,9 +1,9 @@
 """How one reward function is called, and what its answer may be.
 
 The convention is the one that TRL users know: `f(prompts=…, completions=…, **columns) -> list[float | None]`, one call
-for a group, one entry for each member, None where the reward does not apply. A function may name fewer arguments and then
-gets only those; `completion_ids`, `trainer_state`, `log_metric` and `log_extra` are given to those who name them. It may be
-async, a method, a partial or an object with `__call__`.
+for a group, one entry for each member, None where the reward does not apply. A function gets what it names, or all of it through
+`**kwargs`: the columns, and `prompt_ids`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra`. It may be async, a method, a
+partial or an object with `__call__`; one that is not async may make and run an event loop of its own.
 
 `call` never raises for what the function does: an exception or an answer of the wrong shape is the reason why the
 rollouts concerned have no value, an entry that is no finite number concerns its own rollout only.
@@ -11,22 +11,27 @@ rollouts concerned have no value, an entry that is no finite number concerns its
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from groupwise.errors import TaskError
 from groupwise.plugins import explain, printable
 from groupwise.rewards.plain import plain
-from groupwise.rewards.scoring import ScoreRequest
+from groupwise.rewards.scoring import ORIGIN, ScoreRequest
 
 RewardCallable = Callable[..., Any]
 
-OPTIONAL_ARGUMENTS = ("completion_ids", "trainer_state", "log_metric", "log_extra")
-"""Given to those functions only that name them."""
+OPTIONAL_ARGUMENTS = ("prompt_ids", "completion_ids", "trainer_state", "log_metric", "log_extra")
+"""Given beside prompts, completions and columns."""
+
+LARGEST = 1e15
+"""Rewards beyond it are failures: their squares, of which deviations are made, would leave the range of the learner's numbers."""
 
 RESERVED = ("prompts", "completions", *OPTIONAL_ARGUMENTS)
 """Names that no dataset column may have, because the arguments of reward functions have them."""
@@ -115,8 +120,32 @@ def check_columns(function: RewardCallable, columns: Collection[str], where: str
         raise TaskError(
             f"{where}: `{name_of(function)}` asks for {_quoted(missing)}, but the dataset has no such column. "
             f"It has: {', '.join(sorted(columns)) or 'none but prompt'}. "
-            f"Besides columns a reward may ask for {', '.join(RESERVED)}."
+            f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_of_one_completion(function, missing)}"
         )
+
+
+def column_arguments(function: RewardCallable) -> list[str]:
+    """The arguments that a function means columns by: all that it names but those that every function can have, and its own settings,
+    which have a default other than None."""
+    return [
+        parameter.name
+        for parameter in _parameters(function, "reward")
+        if parameter.name not in (*RESERVED, ORIGIN)
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and parameter.default in (parameter.empty, None)
+    ]
+
+
+def _of_one_completion(function: RewardCallable, missing: Collection[str]) -> str:
+    """What to do with a function that scores one completion at a time, as those of verifiers do; empty for others."""
+    if not {"completion", "prompt", "state", "parser"} & set(missing):
+        return ""
+    name = name_of(function)
+    return (
+        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead:\n"
+        f"  def {name}_of_all(completions, answer, **columns):\n"
+        f"      return [{name}(completion=c, answer=a) for c, a in zip(completions, answer)]"
+    )
 
 
 async def call(
@@ -130,7 +159,8 @@ async def call(
     try:
         arguments = _arguments(function, request, logged)
         started(name)
-        answer = function(**arguments)
+        with _no_loop_running():
+            answer = function(**arguments)
         if inspect.isawaitable(answer):
             answer = await answer
         entries = _entries(answer, count)
@@ -139,6 +169,20 @@ async def call(
     except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
         return _failed(count, f"reward `{name}` raised {explain(error).strip()}")
     return _answer(name, entries, logged)
+
+
+@contextmanager
+def _no_loop_running() -> Generator[None]:
+    """As in a thread without an event loop, so that a function may run coroutines with `asyncio.run` or a loop of its own."""
+    running = asyncio.get_running_loop()
+    asyncio.events._set_running_loop(None)  # pyright: ignore[reportPrivateUsage] — there is no other way to leave a loop for a while
+    asyncio.set_event_loop(own := asyncio.new_event_loop())
+    try:
+        yield
+    finally:
+        own.close()
+        asyncio.set_event_loop(running)
+        asyncio.events._set_running_loop(running)  # pyright: ignore[reportPrivateUsage]
 
 
 def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]:
@@ -161,13 +205,13 @@ def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) 
         **{column: list(values) for column, values in request.columns.items()},
     }
     optional: dict[str, Any] = {
+        "prompt_ids": [list(ids) for ids in request.prompt_ids],
         "completion_ids": [list(ids) for ids in request.completion_ids],
         "trainer_state": TrainerState(request.global_step, request.max_steps),
         "log_metric": functools.partial(_log_metric, logged),
         "log_extra": functools.partial(_log_extra, logged, len(request.completions)),
     }
-    chosen = {key: value for key, value in given.items() if takes_all or key in named}
-    return chosen | {key: value for key, value in optional.items() if key in named}
+    return {key: value for key, value in {**given, **optional}.items() if takes_all or key in named}
 
 
 def _copy(value: Any) -> Any:
@@ -224,8 +268,8 @@ def _number(entry: Any) -> tuple[float | None, str | None]:
         value = None
     if value is None:
         return None, f"returned {_kind(entry)} for this completion; expected a number or None"
-    if not math.isfinite(value):
-        return None, f"returned {value} for this completion; expected a finite number"
+    if not abs(value) <= LARGEST:  # NaN is not, either
+        return None, f"returned {value} for this completion; expected a number up to {LARGEST:g}"
     return value, None
 
 

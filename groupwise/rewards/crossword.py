@@ -17,8 +17,8 @@ from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import without_empty_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import THINK, Tag, Tags, last_tagged
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.rewards.tags import THINK, Tag, Tags, after_reasoning, last_tagged
+from groupwise.rewards.text import CompletionText, completion_texts
 
 _LATIN = str.maketrans({"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"})
 """Letters that no accent makes."""
@@ -61,7 +61,7 @@ class CrosswordAccuracy:
     ) -> list[float]:
         """Between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
-        texts = [completion_text(each) for each in completions]
+        texts = completion_texts(completions, columns, self.reasoning_tag)
         record_answers(log_extra, map(self._answer, texts))
         return [self.value(text, forms) for text, forms in zip(texts, golds, strict=True)]
 
@@ -71,16 +71,17 @@ class CrosswordAccuracy:
 
     def value(self, text: str, forms: Sequence[str]) -> float:
         """What a completion earns, given the accepted forms of its gold answer."""
-        found = any(occurs(form, text, self.mode) for form in forms)
+        said = text if self.scaled else after_reasoning(text, self.reasoning_tag)
+        found = any(occurs(form, said, self.mode) for form in forms)
         if not (found and self.scaled):
             return float(found)
         tags = Tags(self.reasoning_tag, self.answer_tag)
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
 
     def _answer(self, text: str) -> str:
-        """What stands in the answer tags, or else everywhere, as it does for the value."""
+        """What stands in the answer tags, or else anywhere behind the reasoning."""
         tagged = last_tagged(text, self.answer_tag)
-        return one_spelling(text if tagged is None else tagged)
+        return one_spelling(after_reasoning(text) if tagged is None else tagged)
 
 
 @reward("pure_accuracy")
@@ -119,7 +120,7 @@ class PureAccuracy:
             _fitting(forms, _length({name: values[at] for name, values in said.items()}))
             for at, forms in enumerate(golds)
         ]
-        texts = [completion_text(each) for each in completions]
+        texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(one_spelling, answers))
         rows = zip(texts, golds, wanted, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import Tag, Tags, marks
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.rewards.text import CompletionText, completion_texts
 
 BLANK = r"[\s\u200b\u200c\u200d\u2060\ufeff]"
 """A pattern for what is no content: white space, and the signs of no width."""
@@ -37,7 +37,8 @@ class _Layout(ABC):
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """A number for each completion, which depends on nothing else."""
-        return [self._value(completion_text(each)) for each in completions]
+        texts = completion_texts(completions, columns, self.reasoning_tag)
+        return [self._value(text) for text in texts]
 
     @abstractmethod
     def _value(self, text: str) -> float:

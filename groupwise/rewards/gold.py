@@ -13,7 +13,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from groupwise.rewards.canonical import boxed
+from groupwise.rewards.answers import boxed
+from groupwise.rewards.calling import RESERVED
 from groupwise.rewards.tags import Tag, last_tagged
 
 GOLD_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution", "label")
@@ -142,7 +143,8 @@ def _plain(name: str, value: Any) -> str:
 
 
 def _no_gold(columns: Collection[str], answer_column: str | None) -> str:
-    exists = f"The dataset has: {', '.join(sorted(columns)) or 'none but prompt'}."
+    there = sorted(set(columns).difference(RESERVED))
+    exists = f"The dataset has: {', '.join(there) or 'none but prompt'}."
     if answer_column is None:
         return (
             f"there is no gold answer in {', '.join(GOLD_COLUMNS)}. {exists} "

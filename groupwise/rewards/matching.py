@@ -13,8 +13,8 @@ from typing import Any, cast
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import Tag, check_tag, last_tagged
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.rewards.tags import Tag, after_reasoning, check_tag, last_tagged
+from groupwise.rewards.text import CompletionText, completion_text, completion_texts
 
 
 @reward("correctness")
@@ -52,13 +52,11 @@ class CorrectnessXml:
     ) -> list[float]:
         """`right` or 0 for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
-        answers = [self._answer(each) for each in completions]
+        texts = completion_texts(completions, columns)
+        answers = [last_tagged(text, self.answer_tag) for text in texts]
         record_answers(log_extra, map(_one_form, answers, golds))
         pairs = zip(answers, golds, strict=True)
         return [self.right if answer in forms else 0.0 for answer, forms in pairs]
-
-    def _answer(self, completion: CompletionText) -> str | None:
-        return last_tagged(completion_text(completion), self.answer_tag)
 
 
 def _one_form(answer: str | None, forms: Sequence[str]) -> str | None:
@@ -80,7 +78,8 @@ class IntReward:
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """`right` or 0 for each completion."""
-        answers = (last_tagged(completion_text(c), self.answer_tag) or "" for c in completions)
+        texts = completion_texts(completions, columns)
+        answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         return [self.right if re.fullmatch("[0-9]+", answer) else 0.0 for answer in answers]
 
 
@@ -88,12 +87,13 @@ class IntReward:
 def keyword_match(
     completions: Sequence[CompletionText], keywords: Sequence[Any], **columns: Any
 ) -> list[float | None]:
-    """Share of the row's keywords that the completion contains, ignoring case; None for a row that has none.
+    """Share of the row's keywords that the completion has behind its reasoning, ignoring case; None for a row that has none.
 
     The column `keywords` holds a list, or text with commas between them.
     """
-    pairs = zip(completions, keywords, strict=True)
-    return [keyword_share(completion_text(c), _keywords(value)) for c, value in pairs]
+    said = map(after_reasoning, completion_texts(completions, columns))
+    pairs = zip(said, keywords, strict=True)
+    return [keyword_share(text, _keywords(value)) for text, value in pairs]
 
 
 def keyword_share(text: str, keywords: Iterable[str]) -> float | None:

@@ -1,62 +1,30 @@
 r"""Rewards for mathematical answers.
 
-An answer is what stands in the last answer tag, or in the last `\boxed{}` of a completion without answer tags. It is right if it
-agrees with the gold answer as `canonical` compares them, or if math-verify finds both to be the same expression, set or interval.
-
-math-verify is asked about expressions only. It takes letters for factors, so that `even` would be `neve`: words are compared as they
-are written. Its own time limits need signals, which a thread cannot have, and what they do depends on the machine's speed; so it is
-given what it can read quickly, by bounds that depend on the text alone, and a longer or deeper answer has to agree as it is written.
+An answer is what stands in the last answer tag; of a completion without one what stands in its last `\boxed{}`, or behind `####` or
+`Answer:` in its last line. It is right if it says what the gold answer says, read as mathematics and read whole; see `answers`.
 """
 
 from __future__ import annotations
 
-import cmath
-import logging
-import math
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from typing import Any
 
-from groupwise.rewards.canonical import (
-    LONGEST,
-    Number,
-    agree,
-    bare_maths,
-    boxed,
-    number,
-    one_spelling,
-)
+from groupwise.rewards.answers import agrees, announced, as_written, boxed, number, one_spelling
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import starts_with_both_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import THINK, Tag, Tags, check_tag, last_tagged, marks
-from groupwise.rewards.text import CompletionText, completion_text
-
-MOST_CHARACTERS = 120
-"""Of an expression that math-verify is given."""
-
-MOST_NESTED = 6
-"""Brackets within brackets there: reading takes exponential time in them."""
-
-MOST_POWER = 1_000
-"""Product of all whole exponents of a number there: larger powers fill the memory."""
-
-MOST_EXPANDED = 10
-"""The same where letters occur: such powers are multiplied out."""
+from groupwise.rewards.tags import THINK, Tag, Tags, after_reasoning, check_tag, last_tagged, marks
+from groupwise.rewards.text import CompletionText, completion_texts
 
 APART = 1e-3
 """Share by which values differ that cannot be one number rounded."""
 
 _FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt min max gcd lcm mod".split()
-)
-_SLOW = re.compile(
-    r"\\(?:int|iint|oint|sum|prod|lim|binom)(?![a-zA-Z])|!\s*!|[)}\]]\s*!|\d{4,}\s*!"
 )
 
 
@@ -66,6 +34,8 @@ class MathAnswer:
     """1 for a right answer, else 0. With `tolerant`, one value for each way of being more or less right."""
 
     answer_column: str | None = None
+    untagged: bool = True
+    """Whether a completion without an answer tag may give its answer in a box, or in a last line `#### 72` or `Answer: 72`."""
     tolerant: bool = False
     """Grade by how near the answer comes, for models that are seldom right."""
     exact: float = 3.0
@@ -106,16 +76,19 @@ class MathAnswer:
     ) -> list[float]:
         """One of the values above for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        texts = [completion_text(each) for each in completions]
-        record_answers(log_extra, (spelt_answer(text, self.answer_tag) for text in texts))
-        return [self._value(text, forms) for text, forms in zip(texts, golds, strict=True)]
+        texts = completion_texts(completions, columns)
+        answers = [answer_of(text, self.answer_tag, untagged=self.untagged) for text in texts]
+        record_answers(log_extra, (each and one_spelling(each) for each in answers))
+        return [
+            self._value(text, answer, forms)
+            for text, answer, forms in zip(texts, answers, golds, strict=True)
+        ]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _value(self, text: str, forms: Sequence[str]) -> float:
-        answer = answer_of(text, self.answer_tag)
+    def _value(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
         right = answer is not None and is_right(answer, forms)
         if not self.tolerant:
             return float(right)
@@ -130,7 +103,7 @@ class MathAnswer:
         return re.search(pair, text, re.DOTALL | re.IGNORECASE) is not None
 
     def _distance(self, answer: str, forms: Sequence[str]) -> float:
-        given = number(answer) if len(answer) <= LONGEST else None
+        given = number(answer)
         golds = [gold for gold in map(number, forms) if gold is not None]
         if given is None or not golds:
             return self.not_numeric
@@ -148,7 +121,7 @@ _GRADES = (3.0, 1.5, 0.5, 0.25, -1.0, -0.5)
 class PureAccuracyMath:
     """1 if the completion starts with reasoning and answer in their tags and the answer agrees with the gold one, else 0.
 
-    Canonical forms are compared (see `canonical`), math-verify is not asked.
+    Nothing is worked out: the answer is the same number in digits, or the same signs.
     """
 
     answer_column: str | None = None
@@ -168,7 +141,7 @@ class PureAccuracyMath:
     ) -> list[float]:
         """1 or 0 for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        texts = [completion_text(each) for each in completions]
+        texts = completion_texts(completions, columns, self.reasoning_tag)
         tagged = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(one_spelling, tagged))
         return [float(self._right(text, forms)) for text, forms in zip(texts, golds, strict=True)]
@@ -179,78 +152,29 @@ class PureAccuracyMath:
 
     def _right(self, text: str, forms: Sequence[str]) -> bool:
         tags = Tags(self.reasoning_tag, self.answer_tag)
-        whole = tags.four[0] + text if self.reasoning_opened else text
+        opened = tags.four[0] if self.reasoning_opened else ""
+        whole = text if text.startswith(opened) else opened + text
         answer = tags.last_answer(whole) or ""
-        return starts_with_both_pairs(tags, whole) and any(agree(form, answer) for form in forms)
+        return starts_with_both_pairs(tags, whole) and any(
+            as_written(form, answer) for form in forms
+        )
 
 
-def answer_of(text: str, tag: Tag) -> str | None:
-    """A completion's answer: in the last answer tag, else in the last box; None where there is none or nothing is in it."""
-    tagged = last_tagged(text, tag)
-    found = boxed(text) if tagged is None else tagged
-    return found.strip() or None if found is not None else None
+def answer_of(text: str, tag: Tag, *, untagged: bool = True) -> str | None:
+    """A completion's answer: in the last answer tag, and if it has none and `untagged`, in the last box or as its last line announces it.
 
-
-def spelt_answer(text: str, tag: Tag) -> str | None:
-    """The same in one spelling; see `one_spelling`."""
-    answer = answer_of(text, tag)
-    return None if answer is None else one_spelling(answer)
+    None where there is none or nothing is in it.
+    """
+    found = last_tagged(text, tag)
+    if found is None and untagged:
+        said = after_reasoning(text)
+        found = announced(said) if (inner := boxed(said)) is None else inner
+    return (found or "").strip() or None
 
 
 def is_right(answer: str, forms: Sequence[str]) -> bool:
     """Whether an answer is one of the accepted forms, written in whatever way."""
-    return any(agree(form, answer) for form in forms) or any(_verified(f, answer) for f in forms)
-
-
-def _verified(gold: str, answer: str) -> bool:
-    """What math-verify says of two expressions. Its verdict is not symmetric: the gold answer comes first."""
-    if number(gold) is not None and number(answer) is not None:
-        return False  # `agree` has decided that
-    expected, given = _expression(gold), _expression(answer)
-    if expected is None or given is None:
-        return False
-    parse, verify = _math_verify()
-    # None: no time limits, as they would need signals; the bounds of `_expression` stand for them.
-    golds = parse(f"${expected}$", parsing_timeout=None)
-    answers = parse(f"${given}$", parsing_timeout=None)
-    if "%" not in expected + given and _apart(golds, answers):
-        return False
-    return bool(verify(golds, answers, timeout_seconds=None))
-
-
-def _apart(golds: Sequence[Any], answers: Sequence[Any]) -> bool:
-    """Whether two expressions have other values where their letters are numbers; then nobody need simplify them, which takes long."""
-    if not golds or not answers:
-        return True
-    gold, answer = golds[0], answers[0]
-    if not all(getattr(each, "is_Expr", False) for each in (gold, answer)):
-        return False
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    point = {symbol: 1.37 + 0.61 * place for place, symbol in enumerate(symbols)}
-    try:
-        one, other = (complex(each.evalf(15, subs=point)) for each in (gold, answer))
-    except (TypeError, ValueError, ArithmeticError, AttributeError):
-        return False  # no number there
-    if not cmath.isfinite(one) or not cmath.isfinite(other):
-        return cmath.isfinite(one)
-    return abs(one - other) > APART * max(abs(one), abs(other))
-
-
-def _expression(text: str) -> str | None:
-    """The text as math-verify is given it; None for words, and for what it may not read quickly."""
-    if len(text) > LONGEST:
-        return None
-    bare = bare_maths(text).replace("$", "")
-    if not bare or len(bare) > MOST_CHARACTERS or in_words(bare) or _SLOW.search(bare):
-        return None
-    if _has_unread_signs(bare):
-        return None
-    return bare if _depth(bare) <= MOST_NESTED and _powers_are_small(bare) else None
-
-
-def _has_unread_signs(text: str) -> bool:
-    """Whether there are roots, or numbers that are no plain digits: math-verify would leave them out, and read `2½` as 2."""
-    return any(sign in "√∛∜" or unicodedata.category(sign) == "No" for sign in text)
+    return any(agrees(form, answer) for form in forms)
 
 
 def in_words(text: str) -> bool:
@@ -261,41 +185,6 @@ def in_words(text: str) -> bool:
     return bool(words) or (re.search(r"[\d\\+*/^<>=|-]", text) is None and "," not in text)
 
 
-def _depth(text: str) -> int:
-    """How many brackets are open at once."""
-    depth = deepest = 0
-    for sign in text:
-        depth += (sign in "([{") - (sign in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _powers_are_small(text: str) -> bool:
-    exponents = re.findall(r"\^\s*(\{[^{}]*\}?|\S)", text)
-    if any("^" in exponent for exponent in exponents) or re.search(r"\^[^\s+\-*/(){}]*\^", text):
-        return False
-    sizes = [max(1, int(digits)) for each in exponents for digits in re.findall(r"\d+", each)]
-    symbols = re.search(r"[a-zA-Z]", re.sub(r"\\(?:[dt]?frac|cdot|times)(?![a-zA-Z])", "", text))
-    return math.prod(sizes) <= (MOST_EXPANDED if symbols else MOST_POWER)
-
-
-def _off(gold: Number, answer: Number) -> Fraction:
+def _off(gold: Fraction, answer: Fraction) -> Fraction:
     """How far a number is from the gold one, as a share of that; 1 for all but 0 itself where the gold one is 0."""
-    if gold.value == 0:
-        return Fraction(answer.value != 0)
-    return abs(answer.value - gold.value) / abs(gold.value)
-
-
-@cache
-def _math_verify() -> tuple[Any, Any]:
-    """Its functions, imported when they are first needed: it brings sympy, which takes half a second."""
-    try:
-        from math_verify import parse, verify  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise ImportError(
-            "Mathematical expressions are compared by the package math-verify, which is not installed: "
-            "pip install 'groupwise[train]'."
-        ) from error
-    # It warns of the time limits that it is told to leave out, and of every text that it cannot read.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return parse, verify
+    return abs(answer - gold) / abs(gold) if gold else Fraction(answer != 0)

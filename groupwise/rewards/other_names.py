@@ -29,7 +29,7 @@ class Meant:
 
 _RIGHT = Meant(
     ("math_answer",),
-    "it compares the last answer tag or box with the gold answer, by math-verify where that can read both",
+    "it compares the last answer tag or box with the gold answer, as mathematics where both can be read whole",
 )
 _EXACT = Meant(
     ("correctness", "correctness_xml"),

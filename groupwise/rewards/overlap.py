@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.rewards.tags import after_reasoning
+from groupwise.rewards.text import CompletionText, completion_texts
 from groupwise.types import Prompt
 
 RUBRIC_COLUMNS = ("rubric", "rubrics", "grading_rubric", "rubric_text")
@@ -60,8 +61,9 @@ class RubricOverlap:
         """Between 0 and the sum of both points. Raises ValueError without a column of rubrics, or a row without a reference."""
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
-        rows = zip(prompts, completions, rubrics, references, strict=True)
-        return [self._value(p, completion_text(c), rubric, forms) for p, c, rubric, forms in rows]
+        said = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
+        rows = zip(prompts, said, rubrics, references, strict=True)
+        return [self._value(prompt, text, rubric, forms) for prompt, text, rubric, forms in rows]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""

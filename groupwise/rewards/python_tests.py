@@ -4,6 +4,7 @@
     {"prompt": "…", "tests": "def check(candidate): …", "entry_point": "add"}
     {"prompt": "…", "test_cases": [{"input": "2 2\\n", "output": "4\\n"}]}
     {"prompt": "…", "test_cases": {"fn_name": "add", "inputs": [[2, 2], [-1, 1]], "outputs": [4, 0]}}
+    {"prompt": "…", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [2, 2], "output": 4}]}
 
 Tests of functions run in one box, the completion's code in another (`boxed_tests` says how they talk); a program that reads standard
 input has a box for each case, and its output is compared here. So no test and no expected value ever stands where the code could read
@@ -20,7 +21,7 @@ import logging
 import re
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,8 +33,8 @@ from groupwise.rewards.calling import Failed
 from groupwise.rewards.frames import FrameBuffer
 from groupwise.rewards.registry import reward
 from groupwise.rewards.sandbox import PROTECTIONS, START_LIMIT, Box, Limits, Result, missing, run
-from groupwise.rewards.tags import Tag, last_tagged
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.rewards.tags import Tag, after_reasoning, last_tagged
+from groupwise.rewards.text import CompletionText, completion_texts
 
 logger = logging.getLogger(__name__)
 
@@ -47,20 +48,29 @@ _PYTHON = ("py", "python", "python3")
 _LONG_STRINGS = ('"""', "'''")
 
 
-def code_in(text: str, answer_tag: Tag = "answer") -> str:
+def code_in(text: str, answer_tag: Tag = "answer", wanted: Collection[str] = ()) -> str:
     """The code of a completion: of what follows its reasoning, or of its last answer tag, a fenced block, else all of it.
 
-    Of blocks the last of those labelled as Python, else the last without a label; one that was cut off only where no other is.
+    Of blocks the last of those labelled as Python, else the last without a label; one that was cut off only where no other is. Where some
+    of them define a name that is `wanted`, the last of these: a later one shows how it is used.
     """
-    said = text.rpartition("</think>")[2]
+    said = after_reasoning(text)
     said = last_tagged(said, answer_tag) or said
     blocks = _blocks(said)
     for labels in (_PYTHON, ("",)):
         for whole in (True, False):
             found = [each.code for each in blocks if each.label in labels and each.whole is whole]
             if found:
-                return found[-1]
+                defining = [each for each in found if _defines(each, wanted)]
+                return (defining or found)[-1]
     return said
+
+
+def _defines(code: str, names: Collection[str]) -> bool:
+    some = "|".join(map(re.escape, names))
+    return bool(names) and bool(
+        re.search(rf"(?m)^\s*(?:async\s+def|def|class)\s+(?:{some})\b", code)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +153,10 @@ class RowTests:
         tests, cases = _parsed(row.get("tests")), _parsed(row.get("test_cases"))
         if tests and cases:
             raise ValueError("has both `tests` and `test_cases`; leave one empty")
+        cases = _of_language(cases)
         table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
+        if isinstance(cases, list) and any(map(_is_call, cast("list[Any]", cases))):
+            table = _table_of_calls(cast("list[Any]", cases), row.get("entry_point"))
         if table.get("fn_name"):
             return cls._of_calls(table)
         if cases:
@@ -177,6 +190,16 @@ class RowTests:
         )
         texts = [_call_test(name, given, wanted, boxed=boxed) for given, wanted in pairs]
         return cls(of_functions=tuple(texts), entry_point=name)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What they need of a solution, as far as they can be read."""
+        if self.entry_point or not self.of_functions:
+            return frozenset() if self.entry_point is None else frozenset({self.entry_point})
+        try:
+            return Plan.of(self.of_functions, None).names
+        except BrokenTests:
+            return frozenset()
 
     def check(self) -> None:
         """Raise ValueError for tests of functions that cannot be run, or that no code could fail."""
@@ -213,6 +236,64 @@ def _parsed(value: Any) -> Any:
     return value
 
 
+def _of_language(cases: Any) -> Any:
+    """What stands in {language, test_cases}, as some data sets have it."""
+    match cases:
+        case {"test_cases": inner, **more} if not more.keys() - {"language"}:
+            language = more.get("language", "python")
+            if language != "python":
+                raise ValueError(f"has tests for {language!r:.40}; only Python is run")
+            return _parsed(inner)
+        case _:
+            return cases
+
+
+_CALLS = ("functional", "function_call")
+"""What data sets call a case that calls a function: LiveCodeBench, and open-r1 and PrimeIntellect."""
+
+
+def _is_call(case: Any) -> bool:
+    return isinstance(case, Mapping) and _kind(cast("Mapping[str, Any]", case)) in _CALLS
+
+
+def _kind(case: Mapping[str, Any]) -> Any:
+    return case.get("type", case.get("testtype"))
+
+
+def _table_of_calls(cases: Sequence[Any], entry_point: Any) -> dict[str, Any]:
+    """Cases that each call a function, as {fn_name, inputs, outputs}."""
+    names = {case.get("fn_name") or entry_point for case in cases if _is_call(case)}
+    if not all(map(_is_call, cases)) or len(names) != 1 or None in names:
+        raise ValueError(
+            "has test cases that call functions; expected all of them to, with one `fn_name`, or an `entry_point` of the row"
+        )
+    return {
+        "fn_name": names.pop(),
+        "inputs": [_arguments(case.get("input")) for case in cases],
+        "outputs": [_result(case.get("output")) for case in cases],
+    }
+
+
+def _arguments(given: Any) -> Any:
+    """A list as it stands; of text each line is the JSON of an argument."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return [json.loads(line) for line in given.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(
+            f"has the input {given!r:.80}, whose lines are no JSON: {error}"
+        ) from error
+
+
+def _result(wanted: Any) -> Any:
+    if not isinstance(wanted, str):
+        return wanted
+    with suppress(ValueError):
+        return json.loads(wanted)
+    return wanted
+
+
 def _cases(value: Any) -> list[Case]:
     """From a list of {input, output}, or from {inputs: […], outputs: […]}."""
     if isinstance(value, Mapping):
@@ -242,7 +323,9 @@ _NO_TABLE = (
 
 def _case(value: Any) -> Case:
     match value:
-        case {"input": str(given), "output": str(wanted), **more} if more in ({}, _OF_A_PROGRAM):
+        case {"input": str(given), "output": str(wanted), **more} if (
+            not more.keys() - _BESIDE and not more.get("fn_name") and _kind(more) in _PROGRAMS
+        ):
             return Case(given, wanted)
         case _:
             raise ValueError(
@@ -250,8 +333,10 @@ def _case(value: Any) -> Case:
             )
 
 
-_OF_A_PROGRAM = {"testtype": "stdin"}
-"""What some data sets say beside a case of this kind."""
+_BESIDE = {"type", "testtype", "fn_name"}
+"""What some data sets say beside a case."""
+_PROGRAMS = (None, "stdin", "stdin_stdout")
+"""What they call one of a program."""
 
 
 # The verdict on one completion
@@ -437,7 +522,10 @@ class PythonTests:
         """A number from 0 to 1 for each completion; `Failed` where nothing can be said about its code."""
         count = len(completions)
         rows = [_row_of(columns, index) for index in range(count)]
-        codes = [code_in(completion_text(each), self.answer_tag) for each in completions]
+        texts = completion_texts(completions, columns)
+        wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
+        pairs = zip(texts, rows, strict=True)
+        codes = [code_in(text, self.answer_tag, wanted[row]) for text, row in pairs]
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as group:
             asked = {  # the same code is run once, however many members of a group wrote it

@@ -17,11 +17,13 @@ from typing import Any, cast
 
 from groupwise.errors import TaskError
 from groupwise.rewards.calling import (
+    LARGEST,
     Answer,
     RewardCallable,
     call,
     check_columns,
     check_function,
+    column_arguments,
     name_of,
 )
 from groupwise.rewards.scoring import ORIGIN, GroupScore, MemberScore, ScoreRequest
@@ -125,6 +127,19 @@ class Rubric:
             if check is not None:
                 _check_each(check, rows, f"{self.where}: `{name}`")
 
+    @property
+    def columns_meant(self) -> list[tuple[str, str]]:
+        """Each argument that a function means a column by, behind the function's name."""
+        named = zip(self.names, self.functions, strict=True)
+        return [(name, each) for name, function in named for each in column_arguments(function)]
+
+    def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
+        """Those that get nothing but None from these rows, because their column is empty or not there at all."""
+        empty = (
+            each for each in self.columns_meant if all(row.get(each[1]) is None for row in rows)
+        )
+        return list(empty) if rows else []
+
     def unscorable(self, row: Row) -> str | None:
         """Why a reward cannot score this row; None where none of them says so. Tells what `check_rows` would refuse."""
         for function in self.functions:
@@ -182,8 +197,10 @@ def _scored(parts: tuple[RewardPart, ...], notes: dict[str, Any]) -> MemberScore
     if not applied:
         return MemberScore("failed", NO_REWARD, None, parts, notes)
     total = sum(applied)
-    if not math.isfinite(total):
-        reason = f"the weighted total of the rewards is {total}; expected a finite number"
+    if not abs(total) <= LARGEST:
+        reason = (
+            f"the weighted total of the rewards is {total}; expected a number up to {LARGEST:g}"
+        )
         return MemberScore("failed", reason, None, parts, notes)
     return MemberScore("scored", None, total, parts, notes)
 

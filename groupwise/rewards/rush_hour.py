@@ -34,7 +34,7 @@ from typing import Any, cast
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import THINK
+from groupwise.rewards.tags import THINK, after_reasoning
 from groupwise.rewards.text import CompletionText, completion_text
 
 EMPTY, WALL, LEAVING = "o", "x", "A"
@@ -112,7 +112,7 @@ def moves_in(completion: CompletionText) -> Moves | None:
     tagged = THINK.last_answer(text)
     if tagged is not None:
         return read_moves(tagged)
-    said = re.split(re.escape(THINK.four[1]), text, flags=re.IGNORECASE)[-1]
+    said = after_reasoning(text)
     lines = reversed(said.splitlines())
     return next((found for each in (said, *lines) if (found := read_moves(each))), None)
 

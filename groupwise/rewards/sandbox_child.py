@@ -12,6 +12,7 @@ killed), and `over` when nothing of it is left.
 
 from __future__ import annotations
 
+import builtins
 import fcntl
 import importlib
 import json
@@ -25,6 +26,7 @@ import sysconfig
 import time
 import traceback
 import types
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -265,8 +267,14 @@ def _prepared(program: dict[str, Any]) -> Callable[[], None]:
     return lambda: function(**program["arguments"])
 
 
+def known_names() -> dict[str, Any]:
+    """What model-written code may use without importing it: Python's own names, and those of typing, whose import answers often lack."""
+    return {**{name: getattr(typing, name) for name in vars(typing)["__all__"]}, **vars(builtins)}
+
+
 def _run_script(source: str) -> None:
     script = types.ModuleType("__main__")
+    script.__dict__["__builtins__"] = known_names()
     sys.modules["__main__"] = script
     try:
         code = compile(source, "<program>", "exec", dont_inherit=True)

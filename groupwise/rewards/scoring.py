@@ -30,6 +30,8 @@ class ScoreRequest:
     """The other columns of the dataset; their values may be anything that pickle can write."""
     global_step: int
     max_steps: int
+    prompt_ids: list[list[int]] = field(default_factory=list[list[int]])
+    """Empty where nobody knows the tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.rewards.answers import one_spelling
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers, gold_of_row
-from groupwise.rewards.mathematics import answer_of, is_right, spelt_answer
+from groupwise.rewards.mathematics import answer_of, is_right
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import Tag, check_tag
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.rewards.text import CompletionText, completion_text, completion_texts
 
 CACHE_SHARE = 0.2
 """The cache as a share of the longest completion, unless it is given: 4,096 of 20,480 as published."""
@@ -92,17 +93,17 @@ class Length:
     ) -> list[float]:
         """Between the values above for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        texts = [completion_text(each) for each in completions]
-        record_answers(log_extra, (spelt_answer(text, self.answer_tag) for text in texts))
-        rows = zip(texts, completion_ids, golds, strict=True)
-        return [self._value(text, len(ids), forms) for text, ids, forms in rows]
+        texts = completion_texts(completions, columns)
+        answers = [answer_of(text, self.answer_tag) for text in texts]
+        record_answers(log_extra, (each and one_spelling(each) for each in answers))
+        rows = zip(answers, completion_ids, golds, strict=True)
+        return [self._value(answer, len(ids), forms) for answer, ids, forms in rows]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _value(self, text: str, length: int, forms: Sequence[str]) -> float:
-        answer = answer_of(text, self.answer_tag)
+    def _value(self, answer: str | None, length: int, forms: Sequence[str]) -> float:
         right = answer is not None and is_right(answer, forms)
         short, long = (
             (self.right_short, self.right_long) if right else (self.wrong_short, self.wrong_long)

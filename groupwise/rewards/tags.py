@@ -2,15 +2,18 @@
 
 A tag is given by its name, or by the two marks that open and close it where they are of another kind, such as `[START, END]`. Names and
 marks are text, whatever signs are in them, and case does not matter. The answer is what stands in the last pair of answer tags that is
-closed and has no answer tag within.
+closed and has no answer tag within. What a completion reasons is no answer: tags quoted there do not count (see `after_reasoning`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import TypeAlias
+
+from groupwise.types import Prompt
 
 Tag: TypeAlias = str | tuple[str, str]
 """A name, `answer` for `<answer>…</answer>`, or both marks: `("<SOLUTION>", "</SOLUTION>")`."""
@@ -77,19 +80,61 @@ class Tags:
 
     def last_answer(self, text: str) -> str | None:
         """What stands in the last pair of answer tags, without the white space around it; None where there is no pair."""
-        return last_tagged(text, self.answer)
+        return last_tagged(after_reasoning(text, self.reasoning), self.answer)
 
 
 REASONING = Tags()
 THINK = Tags(reasoning="think")
 
 
+REASONING_NAMES = ("think", "thinking", "reasoning", "thought")
+"""Tags that models write their reasoning in."""
+
+
+def after_reasoning(text: str, *more: Tag) -> str:
+    """What a completion says behind its reasoning: after the last closing tag, and before one that is opened and not closed.
+
+    Reasoning stands in tags of `REASONING_NAMES` and of those given as `more`; the first may have been opened in the prompt.
+    """
+    opening, closing = _patterns((*REASONING_NAMES, *more))
+    ends = [found.end() for found in closing.finditer(text)]
+    return opening.split(text[ends[-1] :] if ends else text, maxsplit=1)[0]
+
+
+def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
+    """The end of a prompt from the reasoning tag on that it opens for the assistant; empty where it opens none.
+
+    In a chat the assistant's last message may say something behind the tag, in a text it is the last that stands there.
+    """
+    opening, closing = _patterns((*REASONING_NAMES, *more))
+    if isinstance(prompt, str):
+        found = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
+        return "" if found is None else found.group()
+    last = prompt[-1] if prompt else {}
+    said = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(said, str):
+        return ""
+    started = [found.start() for found in opening.finditer(said)]
+    return said[started[-1] :] if started and not closing.search(said, started[-1]) else ""
+
+
+def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What opens any of these tags, and what closes it."""
+    opened, closed = zip(*map(marks, tags), strict=True)
+    return _any_of(opened), _any_of(closed)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)), re.IGNORECASE)
+
+
 def last_tagged(text: str, tag: Tag) -> str | None:
-    """What stands in the last pair of this tag, without the white space around it; None where there is no pair."""
+    """What stands in the last pair of this tag behind the reasoning, without the white space around it; None where there is no pair."""
     opened, closed = map(re.escape, marks(tag))
+    said = text if tag in REASONING_NAMES else after_reasoning(text)
     # Neither mark within: `<a>1<a>2</a>` says 2, and a stray closing tag after a pair spoils nothing.
     inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
-    found = re.findall(inside, text, re.DOTALL | re.IGNORECASE)
+    found = re.findall(inside, said, re.DOTALL | re.IGNORECASE)
     return found[-1].strip() if found else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from groupwise.rewards.tags import Tag, opened_reasoning
 from groupwise.types import Message, Prompt
 
 CompletionText = str | list[Message]
@@ -17,6 +18,19 @@ def completion_text(completion: CompletionText) -> str:
         return completion
     assistants = [m for m in completion if m.get("role", "assistant") == "assistant"]
     return "\n".join(_content_text(message.get("content")) for message in assistants)
+
+
+def completion_texts(
+    completions: Sequence[CompletionText], columns: Mapping[str, Any], *reasoning: Tag
+) -> list[str]:
+    """The texts of completions as a reward gets them with its other `columns`, `prompts` among these.
+
+    Where a prompt ends with reasoning that it opens for the assistant (in a tag that models use, or one of `reasoning`), its end from
+    that tag on stands before the completion.
+    """
+    texts = [completion_text(each) for each in completions]
+    prompts = columns.get("prompts") or [""] * len(texts)
+    return [opened_reasoning(p, *reasoning) + text for p, text in zip(prompts, texts, strict=True)]
 
 
 def _content_text(content: Any) -> str:

@@ -6,8 +6,8 @@ at most:
     math_answer    1      the answer is right: the last answer tag, or else the last \boxed{}, against the gold answer by value
     soft_format    0.1    both pairs of tags are there, in order and with content (`task.format_weight`)
 
-With `task.strict` the first is `pure_accuracy_math`: the completion must begin with the tags, and the answer must agree in its
-canonical form.
+With `task.strict` the first is `pure_accuracy_math`: the completion must begin with the tags, and the answer must be
+the gold one as it is written.
 
 Generated problems have five levels:
 
@@ -34,7 +34,8 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
-from groupwise.data.chat import Account, Rows, Unusable
+from groupwise.data.chat import Account, Rows
+from groupwise.data.messages import Unusable
 from groupwise.data.order import Stream
 from groupwise.data.sources import read_source
 from groupwise.errors import TaskError
@@ -91,7 +92,7 @@ class TaskConfig(Strict):
     )
     strict: bool = setting(
         False,
-        "Pay only completions that begin with the tags, for an answer whose canonical form agrees.",
+        "Pay only completions that begin with the tags, for an answer that is the gold one as it is written.",
     )
     format_weight: float = setting(0.1, "Weight of the layout, beside 1 for a right answer.")
     train_size: int | None = setting(

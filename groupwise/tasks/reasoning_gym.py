@@ -35,7 +35,7 @@ from groupwise.cache import cache_folder
 from groupwise.errors import TaskError
 from groupwise.plugins import explain
 from groupwise.rewards.extracted import LogExtra, record_answers
-from groupwise.rewards.tags import THINK
+from groupwise.rewards.tags import THINK, after_reasoning
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.runs.durable import write_json
 from groupwise.settings.schema import Strict, setting
@@ -143,7 +143,7 @@ def score(
     log_extra: LogExtra | None = None,
     **_: Any,
 ) -> list[float]:
-    """What each row's own grader says of the answer, which stands in the last answer tags, or else is the whole text."""
+    """What each row's own grader says of the answer, which stands in the last answer tags, or else is all behind the reasoning."""
     answers = [answer_in(completion_text(completion)) for completion in completions]
     record_answers(log_extra, answers)
     rows = zip(answers, dataset, entry, strict=True)
@@ -151,9 +151,9 @@ def score(
 
 
 def answer_in(text: str) -> str:
-    """The content of the last answer tags; without any, the whole text."""
+    """The content of the last answer tags; without any, all that stands behind the reasoning."""
     tagged = THINK.last_answer(text)
-    return text.strip() if tagged is None else tagged
+    return after_reasoning(text).strip() if tagged is None else tagged
 
 
 def graded(answer: str, spec: Mapping[str, Any], entry: str) -> float:

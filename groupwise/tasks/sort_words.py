@@ -25,6 +25,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, model_validator
 
 from groupwise.data.order import Stream
+from groupwise.rewards.tags import after_reasoning
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.settings.schema import Strict, setting
 
@@ -173,13 +174,13 @@ def contained_ignoring_case(
     completions: Sequence[CompletionText], words: Any, **_: Any
 ) -> list[float]:
     """Share of the given words that occur, in whatever case."""
-    texts = [completion_text(completion).lower() for completion in completions]
+    texts = [_said(completion).lower() for completion in completions]
     return [_share(word in text for word in w) for text, w in zip(texts, words, strict=True)]
 
 
 def contained(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the given words that occur as they were given."""
-    texts = [completion_text(completion) for completion in completions]
+    texts = [_said(completion) for completion in completions]
     return [_share(word in text for word in w) for text, w in zip(texts, words, strict=True)]
 
 
@@ -197,7 +198,7 @@ def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list
 
 def ascending(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the pairs of given words whose first appearances as whole words are in alphabetical order; missing words have none."""
-    texts = [completion_text(completion) for completion in completions]
+    texts = [_said(completion) for completion in completions]
     return [_ascending_share(text, w) for text, w in zip(texts, words, strict=True)]
 
 
@@ -253,16 +254,21 @@ def _row(words: list[str], preset: Preset) -> dict[str, Any]:
     }
 
 
+def _said(completion: CompletionText) -> str:
+    """What stands behind the reasoning of a model that thinks first."""
+    return after_reasoning(completion_text(completion))
+
+
 def _written(completion: CompletionText, preset: Preset) -> list[str]:
     """The words of the answer, as the preset reads it."""
-    text = completion_text(completion)
+    text = _said(completion)
     if preset == "quickstart":
         text = text.strip().partition("\n")[0].lower()
     return re.findall(r"[a-zA-Z]+", text)
 
 
 def _line_starts(completion: CompletionText) -> set[str]:
-    return set(re.findall(r"^[a-zA-Z]+", completion_text(completion), re.MULTILINE))
+    return set(re.findall(r"^[a-zA-Z]+", _said(completion), re.MULTILINE))
 
 
 def _ascending_share(text: str, words: Iterable[str]) -> float:

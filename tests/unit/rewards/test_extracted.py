@@ -25,9 +25,9 @@ def recorded(names, texts, **columns):
 
 MATHS = [
     (tagged("0.5"), "1/2"), (tagged(r"$\frac{1}{2}$"), "1/2"), (tagged("4.0 km"), "4"),
-    (tagged(r"\boxed{1,000}"), "1000"), (tagged("50%"), "50"), (tagged("y = X^{2}"), "x^2"),
+    (tagged(r"\boxed{1,000}"), "1000"), (tagged("50%"), "50"), (tagged("y = x^{2}"), "x^2"),
     (tagged("x²."), "x^2"), (tagged("2√2"), r"2\sqrt2"), (tagged("4") + tagged("5"), "5"),
-    (tagged(" "), None), (tagged("$$"), "$$"), (tagged("9" * 3000), None), ("It is 4.", None),
+    (tagged(" "), None), (tagged("$$"), "$"), (tagged("9" * 3000), None), ("It is 4.", None),
 ]  # fmt: skip
 
 

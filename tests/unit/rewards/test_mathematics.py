@@ -1,17 +1,20 @@
 """Answers that are right however they are written, wrong ones that only look right, and expressions that would take for ever."""
 
 import asyncio
+import json
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from groupwise.rewards import mathematics
 from groupwise.rewards.inprocess import InProcessScorer
 from groupwise.rewards.mathematics import MathAnswer, PureAccuracyMath, answer_of, is_right
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import ScoreRequest
+
+PAIRS = Path(__file__).parents[2] / "fixtures" / "math_pairs.jsonl"
 
 
 def tagged(answer):
@@ -23,90 +26,53 @@ def value(reward, text, gold):
     return one
 
 
-RIGHT = [
-    ("x+1", "1+x"),
-    ("x^2-1", "(x-1)(x+1)"),
-    (r"2\sqrt{3}", r"\sqrt{12}"),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt2}"),
-    (r"\{1,2\}", r"\{2, 1\}"),
-    ("1,2", "2, 1"),
-    ("(1,2)", "( 1, 2 )"),
-    ("x<3", "3>x"),
-    ("1+2i", "2i+1"),
-    ("3", r"\sqrt{9}"),
-    ("3", "1+2"),
-    ("2^{10}", "1024"),
-    ("10!", "3628800"),
-    (r"\pi", "3.14159265"),
-    (r"x \in [1,2]", "[1,2]"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
-    (r"\text{Even}", "EVEN"),
-    (r"\frac{x}{y}", "$x/y$"),
-    ("50%", r"\frac{1}{2}"),
-    *(
-        ("72", each)
-        for each in ("72 apples", "72 hours", "72 miles", "$72", "**72**", "72 km", "72.")
-    ),
-    (r"\emptyset", r"\varnothing"),
-    (r"\infty", "infinity"),
-    ("1000", "1 000"),
-    ("2,3", "2 and 3"),
-    ("2√2", "2*sqrt(2)"),
-    (r"2\sqrt{2}", "√8"),
-    (r"\sqrt{(x+1)^2}", "√((x+1)²)"),
-    ("n²", "n*n"),
-    ("2³", "8"),
-    ("x^{10}", "x¹⁰"),
-    ("72", "72km"),
-    ("72", "72m²"),
-    ("3", "√9"),
-]
-WRONG = [
-    ("3", "4"), ("3", "x"), ("x", "y"), ("x+1", "x-1"), ("x^2-1", "(x-1)(x+2)"), ("(1,2)", "(2,1)"),
-    ("[0,1)", "[0,1]"), ("even", "neve"), ("no", "on"), ("abc", "cab"), ("12", "twelve"),
-    ("5", "5 apples or 6"), ("3", r"3\text{ no, 4}"), ("3", "3 not"), ("3", "3 x"), ("2", "2³"),
-    ("2", "2½"), ("2", "2√2"), ("2", "2√-1"), ("2", "2∛5"), ("2", "2ⁿ"), ("5", "5₈"), ("22", "2²"),
-    ("9", "√9"), ("72km", "72 miles"), ("3456", "3 and 456"), ("1234567.89", "1234567.12"),
-    (r"\pm 2", "2"), ("0", "0.0000001"), ("x+1", ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("gold", "answer"), RIGHT)
-def test_what_is_right_however_it_is_written(gold, answer):
-    assert is_right(answer, [gold])
-
-
-@pytest.mark.parametrize(("gold", "answer"), WRONG)
-def test_what_is_wrong_however_alike_it_looks(gold, answer):
-    assert not is_right(answer, [gold])
-
-
 @pytest.mark.parametrize(("text", "answer"), [
     (tagged("3"), "3"), (tagged("4") + tagged(" 3 "), "3"), (tagged("4") + r"\boxed{3}", "4"),
     (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (tagged("") + r"\boxed{3}", None),
-    (r"\boxed{ }", None), ("the answer is 3", None),
+    (r"\boxed{ }", None), ("So the answer is 3.", "3."), ("2 + 2 = 4\n#### 72", "72"), ("**Answer:** 42\n", "42"), ("Answer: ", None),
+    (r"Answer: 4, or \boxed{5}", "5"), ("Answer: 4\nOr 5?", None), ("I guess 3", None), ("<think>Answer: 3", None),
 ])  # fmt: skip
-def test_the_answer_is_in_the_last_tag_or_box(text, answer):
+def test_the_answer_is_in_the_last_tag_or_box_or_in_the_last_line(text, answer):
     assert answer_of(text, "answer") == answer
 
 
-# What math-verify is given, and where
+@pytest.mark.parametrize(("text", "gold", "right"), [
+    (tagged("#### 72"), "72", 1), (tagged("Answer: 42"), "42", 1), (tagged("The answer is 6."), "6", 1), (tagged("D. 12"), "D", 1),
+    (tagged("D. 12"), "C", 0), ("Answer: 42", "42", 1), ("Answer: 42", "43", 0),
+])  # fmt: skip
+def test_forms_that_answers_are_announced_in(text, gold, right):
+    assert value(MathAnswer(), text, gold) == right
+    assert value(MathAnswer(untagged=False), text, gold) == (right if "<answer>" in text else 0)
+
+
+def test_reasoning_that_the_prompt_began_is_no_answer():
+    prompts = [[{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "<think>"}]]
+    assert MathAnswer()([r"\boxed{5}"], prompts=prompts, answer=["5"]) == [0.0]
+    assert MathAnswer()([r"so</think>\boxed{5}"], prompts=prompts, answer=["5"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "case", [json.loads(line) for line in PAIRS.read_text().splitlines()], ids=str
+)
+def test_pairs_that_graders_got_wrong(case):
+    assert value(MathAnswer(), case["completion"], case["gold"]) == case["right"]
+
 
 SLOW = [
-    "9^{9^{9}}", "9^9^9", "10^{99999}", "(((9^9)^9)^9)^9", "(x+y+z)^{60}",
-    r"\frac{1}{1+" * 40 + "1" + "}" * 40, "(" * 50 + "1" + ")" * 50, "1+" * 200 + "1", "(9!)!",
-    "99999!", r"\sum_{n=1}^{9} n", r"\int_0^1 x dx",
+    "9^{9^{9}}", "9^9^9", "10^{99999}", "(((9^9)^9)^9)^9", "(x+y+z)^{6000}", "(9!)!", "99999!",
+    r"\frac{1}{1+" * 150 + "1" + "}" * 150, "(" * 500 + "1" + ")" * 500, "1+" * 900 + "1",
+    "e^{e^{e^{e^9}}}", "x^{x^{x^{x}}}", r"\sum_{n=1}^{9} n", r"\int_0^1 x dx", "-" * 900 + "1",
+    r"\sqrt" * 200 + "2", r"\sin" * 200 + " x", "|" * 300, r"\pm" * 200 + "1", "1," * 600 + "1", "x " * 900, "x/" * 900 + "x",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", SLOW)
-def test_what_would_take_long_is_compared_as_it_is_written(answer, monkeypatch):
-    def never():
-        raise AssertionError("math-verify was asked")
-
-    monkeypatch.setattr(mathematics, "_math_verify", never)
+@pytest.mark.parametrize("answer", SLOW, ids=lambda answer: answer[:20])
+def test_what_takes_long_to_work_out_is_soon_told_to_be_wrong(answer):
+    began = time.process_time()
     assert not is_right(answer, ["x+7"])
+    assert not is_right("x+7", [answer])
     assert is_right(f" {answer} ", [answer])
+    assert time.process_time() - began < 2.0
 
 
 async def test_it_scores_in_the_thread_of_the_run():

@@ -71,6 +71,14 @@ def test_code_is_found(text, code):
     assert code_in(text) == code
 
 
+def test_the_block_that_defines_what_is_tested_is_the_code():
+    text = "```python\nclass Solution:\n    def add(self): ...\n```\nUse:\n```python\nSolution().add()\n```"
+    assert code_in(text, wanted={"add"}) == "class Solution:\n    def add(self): ...\n"
+    assert code_in(text, wanted={"sub"}) == code_in(text) == "Solution().add()\n"
+    assert RowTests.of({"tests": "assert add(1, 2) == abs(-3)"}).names == {"add", "abs"}
+    assert RowTests.of({"tests": "assert f(1)", "entry_point": "g"}).names == {"g"}
+
+
 PROGRAM = RowTests(of_program=(Case("1", "2"),))
 
 
@@ -86,6 +94,17 @@ PROGRAM = RowTests(of_program=(Case("1", "2"),))
             PROGRAM,
         ),
         ({"test_cases": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, PROGRAM),
+        (
+            {
+                "test_cases": {
+                    "language": "python",
+                    "test_cases": [
+                        {"input": "1", "output": "2", "type": "stdin_stdout", "fn_name": None}
+                    ],
+                }
+            },
+            PROGRAM,
+        ),
     ],
 )
 def test_rows_say_what_to_run(row, expected):
@@ -113,8 +132,17 @@ def test_rows_say_what_to_run(row, expected):
         ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of one length"),
         (
             {"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]},
-            "expected {input: text, output: text}",
+            "with one `fn_name`, or an `entry_point`",
         ),
+        (
+            {
+                "test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}],
+                "entry_point": "f",
+            },
+            "lines are no JSON",
+        ),
+        ({"test_cases": {"language": "rust", "test_cases": []}}, "only Python"),
+        ({"test_cases": [{"input": "1", "output": "2", "type": "file"}]}, "expected {input"),
     ],
 )
 def test_rows_that_say_nothing_are_refused(row, problem):
@@ -156,6 +184,36 @@ async def test_calls_of_a_table_are_tests():
     )
     assert [each.passed for each in found] == [passed for _, _, passed in cases]
     assert [each.of for each in found] == [3, 3, 2, 2, 2]
+
+
+LEETCODE = """
+class Solution:
+    def __init__(self):
+        self.calls = 0
+    def pairs(self, numbers: List[int], target: Optional[int]) -> Tuple[int, ...]:
+        return tuple(n for n in numbers if n != target)
+"""
+
+
+async def test_answers_in_the_way_of_leetcode_pass_tests_of_functions():
+    """A method of the class Solution stands for a function, and typing need not be imported."""
+    of_live_code_bench = [
+        {"input": "[1, 2, 3]\n2", "output": "[1, 3]", "testtype": "functional"},
+        {"input": "[]\nnull", "output": "[0]", "testtype": "functional"},
+    ]
+    of_open_r1 = [{"fn_name": "pairs", "input": [[4], 4], "output": [[]], "type": "function_call"}]
+    rows = [
+        RowTests.of({"test_cases": json.dumps(of_live_code_bench), "entry_point": "pairs"}),
+        RowTests.of({"test_cases": of_open_r1}),
+        RowTests.of({"tests": "assert Solution().pairs([1], 2) == (1,)"}),
+    ]
+    for row in rows:
+        row.check()
+    found = await three_at_once(verdict(LEETCODE, row, LIMITS) for row in rows)
+    assert [(each.passed, each.of) for each in found] == [(1, 2), (1, 1), (1, 1)]
+    program = RowTests.of({"test_cases": [{"input": "3\n4", "output": "7"}]})
+    reads = "def total(xs: List[str]) -> int:\n    return sum(map(int, xs))\nprint(total([input(), input()]))"
+    assert (await verdict(reads, program, LIMITS)).passed == 1
 
 
 FORMS = """

@@ -33,6 +33,7 @@ def request(count=2, **columns):
         columns=columns,
         global_step=3,
         max_steps=10,
+        prompt_ids=[[7]] * count,
     )
 
 
@@ -62,8 +63,9 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
     seen = {}
 
     def everything(prompts, completions, **kwargs):
-        seen["everything"] = kwargs
-        return [0.0, 0.0]
+        seen["everything"] = {name: kwargs[name] for name in ("answer", "other", "prompt_ids")}
+        kwargs["log_extra"]("seen", kwargs["completion_ids"])
+        return [float(kwargs["trainer_state"].global_step)] * 2
 
     def one(completions, answer):
         seen["one"] = answer
@@ -75,14 +77,48 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
         seen["rest"] = set(kwargs)
         return [1, 1]
 
-    score([everything, one, named], request(answer=["a", "b"], other=[1, 2]))
+    members = score([everything, one, named], request(answer=["a", "b"], other=[1, 2])).members
+    assert [member.parts[0].value for member in members] == [3.0, 3.0]
+    assert [member.notes["seen"] for member in members] == [[0, 9], [1, 9]]
     assert seen == {
-        "everything": {"answer": ["a", "b"], "other": [1, 2]},
+        "everything": {"answer": ["a", "b"], "other": [1, 2], "prompt_ids": [[7], [7]]},
         "one": ["a", "b"],
         "ids": [[0, 9], [1, 9]],
         "steps": (3, 10),
-        "rest": {"prompts", "answer", "other"},
+        "rest": {"prompts", "prompt_ids", "answer", "other", "log_metric", "log_extra"},
     }
+
+
+def test_a_function_may_run_an_event_loop_of_its_own():
+    async def double(value):
+        await asyncio.sleep(0)
+        return 2.0 * value
+
+    def runs(completions, **kwargs):
+        async def every():
+            return await asyncio.gather(*map(double, range(len(completions))))
+
+        return list(asyncio.run(every()))
+
+    def makes(completions, **kwargs):
+        loop = asyncio.new_event_loop()
+        try:
+            return [loop.run_until_complete(double(n)) for n in range(len(completions))]
+        finally:
+            loop.close()
+
+    def finds(completions, **kwargs):
+        loop = asyncio.get_event_loop()
+        return [loop.run_until_complete(double(n)) for n in range(len(completions))]
+
+    async def awaits(completions, **kwargs):
+        return [await double(n) for n in range(len(completions))]
+
+    members = score([runs, makes, finds, awaits]).members
+    assert [[p.value for p in member.parts] for member in members] == [
+        [0.0] * 4,
+        [2.0] * 4,
+    ]
 
 
 class Counter:
@@ -209,9 +245,20 @@ def test_wrong_entry_fails_its_own_rollout_only(entry):
     assert f"`picky` {said}" in reason(second)
 
 
-def test_total_that_overflows_fails():
-    member = score([(constant(1e308), 10.0)]).members[0]
-    assert (member.outcome, "inf" in reason(member)) == ("failed", True)
+@pytest.mark.parametrize(("value", "weight"), [(1e308, 1.0), (-1e16, 1.0), (1e14, 1e9)])
+def test_rewards_beyond_what_a_step_can_compute_with_fail_their_rollouts(value, weight):
+    member = score([(constant(value), weight)]).members[0]
+    assert (member.outcome, "up to 1e+15" in reason(member)) == ("failed", True)
+
+
+def test_arguments_that_no_row_fills_are_told():
+    def settings(completions, answer, gold=None, tolerance=0.1, origin=None, log_extra=None): ...
+
+    rubric = Rubric([settings])
+    assert rubric.never_filled([]) == []
+    assert rubric.never_filled([{"answer": "1", "gold": None}, {"answer": None, "gold": "2"}]) == []
+    told = rubric.never_filled([{"answer": None}, {"answer": None}])
+    assert told == rubric.columns_meant == [("settings", "answer"), ("settings", "gold")]
 
 
 def raises(completions, **kwargs):

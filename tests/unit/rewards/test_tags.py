@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rewards.tags import REASONING, Tags, marks
+from groupwise.rewards.tags import REASONING, Tags, after_reasoning, marks, opened_reasoning
 
 WHOLE = "<reasoning>r</reasoning><answer>a</answer>"
 
@@ -53,3 +53,24 @@ def test_any_text_has_a_share_and_what_is_written_last_is_found(before, answer):
 
 def test_a_flood_of_tags_is_read_in_time():
     assert REASONING.last_answer("<answer>" * 50_000) is None
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("<think>a</think> b", " b"), ("a</think> b", " b"), ("<THINK>a</Think>b", "b"), ("b <think> a", "b "),
+    ("<think>a</think>b<think>c</think>d", "d"), ("<think>a <answer>5</answer>", ""), ("a < b", "a < b"),
+    ("<reasoning>a</reasoning>b", "b"), ("<thought>a</thought>b", "b"), ("<thinking>a</thinking>b", "b"),
+])  # fmt: skip
+def test_what_is_said_behind_the_reasoning(text, said):
+    assert after_reasoning(text) == said
+    assert after_reasoning(f"[[a]]{text}", ("[[", "]]")) == said
+
+
+@pytest.mark.parametrize(("prompt", "opened"), [
+    ("Why? <think>\n", "<think>\n"), ("Think in <think> tags. Why?", ""), ("<think>a</think>", ""), ("", ""), ([], ""),
+    ([{"role": "assistant", "content": "Well.\n<think>\nFirst"}], "<think>\nFirst"),
+    ([{"role": "assistant", "content": "<think>a</think>b"}], ""),
+    ([{"role": "user", "content": "<think>"}], ""),
+    ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
+])  # fmt: skip
+def test_reasoning_that_the_prompt_opens(prompt, opened):
+    assert opened_reasoning(prompt) == opened

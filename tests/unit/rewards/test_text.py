@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.rewards.text import as_completion, completion_text
+from groupwise.rewards.text import as_completion, completion_text, completion_texts
 
 
 @pytest.mark.parametrize("prompt", ["text", [{"role": "user", "content": "x"}]])
@@ -25,3 +25,10 @@ def test_only_the_assistant_is_read():
 def test_content_in_parts_is_its_text():
     parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     assert completion_text([{"role": "assistant", "content": parts}]) == "ab"
+
+
+def test_reasoning_that_a_prompt_begins_stands_before_the_completion():
+    prefill = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>"}]
+    texts = completion_texts(["a", "b"], {"prompts": [prefill, "Why?"]})
+    assert texts == ["<think>a", "b"]
+    assert completion_texts(["a"], {}) == ["a"]

@@ -1,0 +1,97 @@
+"""Units behind a number: which words can be one, and when two say the same."""
+
+from __future__ import annotations
+
+import re
+
+_KNOWN: dict[str, str] = {}
+"""Every way of writing a unit, with the one it is compared by."""
+for _line in """
+    km kilometer kilometre | m meter metre | cm centimeter centimetre | mm millimeter millimetre | dm decimeter | nm nanometer | mi mile
+    yd yard | ft foot feet | in inch inches | kg kilogram | g gram | mg milligram | lb lbs pound | oz ounce | t ton tonne
+    l liter litre | ml milliliter millilitre | dl | cl | pt pint | qt quart | gal gallon | s sec second | min minute | h hr hour
+    d day | wk week | mo month | yr year | ms millisecond | ns | n newton | j joule | w watt | kw kilowatt | v volt | a ampere amp
+    k kelvin | °c celsius | °f fahrenheit | ° deg degree | rad radian | pa pascal | hz hertz | mph | mol mole | kj | kb | mb | gb | tb
+    cent ¢ | dollar $ usd buck | euro € eur | £ | ¥ yen | hp | db | ha hectare | sq square | cu cubic | unit units
+""".replace("\n", "|").split("|"):
+    _spellings = _line.split()
+    _KNOWN.update(dict.fromkeys(_spellings, _spellings[0] if _spellings else ""))
+
+_OF_ONE_LETTER = frozenset("mshglLNJWVAK")
+"""Letters that are a unit where they are written upright."""
+
+_SMALL = frozenset("of by at on am pm per a an the".split())
+"""Short words that can stand within a unit."""
+
+NO_UNIT = frozenset(
+    """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
+    twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion dozen score lakh crore
+    half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth
+    plus minus time over divided multiplied squared cubed mod modulo remainder factorial root power pi phi prime choose
+    sin cos tan cot sec csc log ln exp sqrt max min gcd lcm abc xyz
+    or and not no nor but to than is isn are if maybe perhaps about approximately off more les negative wrong either
+    between below above under base binary hex octal undefined infinity infinitely infinite none except without least most
+    """.split()
+)
+"""Words behind a number that are no unit: they change it or take it back."""
+
+
+def is_unit(words: str, upright: bool) -> bool:
+    """Whether words can be a unit; `upright`: they are marked as text, so that single letters may be one."""
+    found = re.findall(r"[a-zA-Z$€£¥°]+", words)
+    return bool(found) and all(_is_word_of_unit(word, upright) for word in found)
+
+
+def _is_word_of_unit(word: str, upright: bool) -> bool:
+    single = singular(word)
+    if single in NO_UNIT or word.casefold() in NO_UNIT:
+        return False
+    if len(word) == 1:
+        return word in "$€£¥°" or (upright and word in _OF_ONE_LETTER)
+    if len(word) == 2:
+        return word.casefold() in _KNOWN or word.casefold() in _SMALL
+    return True
+
+
+def is_rate(word: str, per: str) -> bool:
+    """Whether `m/s` and its like: single letters that are a unit because of the line between them."""
+    return word in ("m", "g", "l", "L") and per in ("s", "h", "l", "L", "m", "ml", "mL", "min")
+
+
+def is_joined_unit(word: str) -> bool:
+    """Whether a word is a unit even where no space stands before it, as in `72km`."""
+    return bool(re.fullmatch("km|cm|mm|kg|lbs?|oz|mph", word))
+
+
+def singular(word: str) -> str:
+    """A word in small letters and without its plural."""
+    small = word.casefold()
+    return small if len(small) < 3 or small in _KNOWN else small.removesuffix("s")
+
+
+def unit_of(text: str) -> str:
+    """A unit in the form in which units are compared: `km/h` for kilometers per hour, `m^2` for square meters."""
+    text = re.sub(r"(?i)\bper\b", "/", text)
+    text = re.sub(r"\^\{?\s*(-?\d)\s*\}?", r"^\1", text)
+    parts: list[str] = []
+    for side in text.split("/"):
+        words = [singular(word) for word in re.findall(r"[a-zA-Z$€£¥°¢]+(?:\^-?\d)?", side)]
+        names: list[str] = []
+        power = ""
+        for word in words:
+            bare, _, exponent = word.partition("^")
+            name = _KNOWN.get(bare, bare)
+            if name in ("sq", "cu"):
+                power = "^2" if name == "sq" else "^3"
+            elif name not in ("of", "a", "an", "the"):
+                names.append(name + (f"^{exponent}" if exponent else power))
+        parts.append(" ".join(names))
+    return "/".join(part for part in parts if part)
+
+
+def same_unit(one: str, other: str) -> bool:
+    """Whether two units do not contradict each other: one is missing, or says no more than `units`."""
+    if not one or not other or one == other:
+        return True
+    return one.partition("^")[0] == "unit" or other.partition("^")[0] == "unit"
