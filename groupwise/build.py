@@ -534,7 +534,7 @@ def _tunix_order(
 ) -> Open:
     from groupwise.models.adapters import adapter_folder
     from groupwise.models.load import described_text, model_folder
-    from groupwise.models.lora import described_adapter
+    from groupwise.models.lora import described_adapter, scaling_of
     from groupwise.tunix.environment import mesh_of
     from groupwise.tunix.messages import Open
 
@@ -551,7 +551,7 @@ def _tunix_order(
         remat=config.training.gradient_checkpointing,
         layers=layers,
         rank=shape.r,
-        alpha=shape.lora_alpha,
+        alpha=scaling_of(shape) * shape.r,
         seed=config.training.seed,
         start=None if start is None else str(start),
         described=described_adapter(shape),

@@ -209,7 +209,7 @@ async def first_prompts(
     `room` is as in `build_rollouts`. Raises TaskError where an environment gives no first prompt.
     """
     tools = check_rollouts(config, task, ())
-    asked = [first_ids(tokenizer, example.prompt, tools) for example in examples]
+    asked = [first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples]
     if config.rollout.type != "environment":
         return asked
     rollouts = build_rollouts(config, task, tokenizer, room)

@@ -57,6 +57,13 @@ def generate(
         str | None,
         typer.Option(metavar="TEXT", help="A system message for conversations that have none."),
     ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="continue|drop",
+            help="What becomes of the assistant's words at the end of a chat. Without it: the answer goes on with them.",
+        ),
+    ] = None,
     task_module: Annotated[
         str | None,
         typer.Option(
@@ -233,6 +240,7 @@ def generate(
         "prompt_column": prompt_column,
         "prompt_template": prompt_template,
         "system_prompt": system_prompt,
+        "prefill": prefill,
         "task_module": task_module,
         "config": config,
         "model": model,

@@ -60,6 +60,8 @@ class Sampling(TypedDict, total=False):
     max_completion_length: int | None
     min_completion_length: int | None
     stop: Sequence[str] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
     tokenizer_hash: str | None
 
 

@@ -27,6 +27,7 @@ from groupwise.client.async_training_client import AsyncTrainingClient
 from groupwise.client.calls import Sampling
 from groupwise.client.errors import ClientError, DrawTaken, GroupGone, RunFinished
 from groupwise.client.training_client import TrainingClient
+from groupwise.data.template_columns import ARGUMENTS, TOOLS
 from groupwise.display.progress import Progress
 from groupwise.errors import TaskError, UsageError
 from groupwise.rewards.calling import (
@@ -340,9 +341,9 @@ class _Loop:
         example = self._examples[draw % len(self._examples)]
         while True:
             try:
-                group = await self._client.completions(
-                    example["prompt"], draw=draw, **self._sampling
-                )
+                columns = {name: example[name] for name in (TOOLS, ARGUMENTS) if example.get(name)}
+                asked = cast("Sampling", {**self._sampling, **columns})
+                group = await self._client.completions(example["prompt"], draw=draw, **asked)
             except DrawTaken:
                 return False
             self._open.add(group.group_id)

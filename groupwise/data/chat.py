@@ -1,8 +1,8 @@
 """Prompts from what the columns of a dataset hold, and an account of the rows that hold none.
 
-A prompt may be given as text, as messages, as one message, or as parallel lists of roles and contents. As a chat it ends with the user:
-what the assistant said last is left out, because it is to be written anew. Reasoning and answers that users quote from earlier models
-are taken out of their text, a system prompt is put before those that have none, and further columns may follow as lines.
+A prompt is text, or messages in any form that `messages` reads. Text stays text, unless the config makes it what a user says. What the
+assistant says at the end of a chat is gone on with, or left out where it is an answer. Blocks of tags may be taken out of what some roles
+say, a system prompt is put before those that have none, and further columns may follow as lines.
 
 A row without a usable prompt is left out and counted by the reason, or refused where the config says `data.strict`.
 """
@@ -14,17 +14,25 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from groupwise.data.messages import (
+    NumberedRow,
+    Unusable,
+    messages_of,
+    named_messages,
+    number_of,
+    prompt_of,
+)
 from groupwise.data.order import Share
 from groupwise.errors import TaskError
 from groupwise.types import Message, Prompt
 
 Row = dict[str, Any]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-PromptFormat = Literal["chat", "text"]
-LESSONS = ("messages", "prompt", "completion", "text", "input_ids")
+PromptFormat = Literal["text", "chat"]
+Prefill = Literal["continue", "drop"]
+LESSONS = ("messages", "conversations", "prompt", "completion", "text", "input_ids")
 """Columns of which a teacher's rows are made."""
 MOST_PLACES = 3
 """Rows that a message names for each reason."""
@@ -34,12 +42,16 @@ MOST_PLACES = 3
 class PromptWay:
     """How prompts are made from rows."""
 
-    format: PromptFormat = "chat"
+    format: PromptFormat = "text"
     """What a prompt that is given as text becomes: the user's message, or the text as it stands."""
     system_prompt: str | None = None
     lines: tuple[str, ...] = ()
     """Columns that follow the user's text as lines, `name: value`."""
+    prefill: Prefill = "continue"
+    """What becomes of what the assistant says at the end of a chat."""
     strip_tags: tuple[str, ...] = ()
+    strip_roles: tuple[str, ...] = ("assistant",)
+    """Whose blocks of these tags are taken out."""
     drop_duplicates: bool = False
 
 
@@ -72,10 +84,6 @@ class Rows(list[Row]):
         self.account = account
         self.shares = tuple(shares)
         """Of an epoch, where it is not each row once."""
-
-
-class Unusable(Exception):
-    """A row cannot be used; the text is the reason that it is counted by."""
 
 
 def with_prompts(
@@ -114,6 +122,7 @@ def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: boo
     """The rows of a teacher with their chats made whole: `messages`, or `prompt` with `completion`; others stay as they are."""
 
     def made(row: Row, changes: list[str]) -> Row:
+        row = named_messages(row)
         if row.get("messages") is not None:
             return {**row, "messages": _taught(row["messages"], way, changes)}
         if lessons and all(row.get(name) is None for name in lessons):
@@ -147,10 +156,11 @@ def _made(
     unusable: dict[str, list[int]] = {}
     changed: Counter[str] = Counter()
     seen: set[str] = set()
-    for index, row in enumerate(rows):
+    for place, row in enumerate(rows):
+        index = number_of(row, place)
         changes: list[str] = []
         try:
-            made = make(row, changes)
+            made = NumberedRow(make(row, changes), index)
             if way.drop_duplicates:
                 _refuse_repetition(key_of(made, identity), seen)
         except Unusable as reason:
@@ -205,13 +215,19 @@ def _places(places: Sequence[int]) -> str:
 def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
     if value is None:
         raise Unusable("there is no prompt")
-    if isinstance(value, str):
-        if not value.strip():
-            raise Unusable("the prompt is empty")
+    prompt = prompt_of(value)
+    if isinstance(prompt, str):
         if way.format == "text":
-            return _with_lines(value, row, way.lines)
-    messages = _stripped(messages_of(value), way.strip_tags, changes)
-    asked = _asked(messages, changes)
+            if way.system_prompt:
+                raise TaskError(
+                    "data.system_prompt has no effect on prompts that are text. Set data.prompt_format to chat, which makes them what a "
+                    "user says, or leave data.system_prompt out."
+                )
+            return _with_lines(prompt, row, way.lines)
+        prompt = [{"role": "user", "content": prompt}]
+    elif isinstance(value, str):
+        changes.append("messages were read from text")
+    asked = _asked(_stripped(prompt, way, changes), way, changes)
     last = max(place for place, message in enumerate(asked) if message["role"] == "user")
     asked[last] = {**asked[last], "content": _with_lines(asked[last]["content"], row, way.lines)}
     return _with_system(asked, way.system_prompt, changes)
@@ -224,77 +240,17 @@ def _taught(value: Any, way: PromptWay, changes: list[str]) -> list[Message]:
     return _with_system(messages, way.system_prompt, changes)
 
 
-def messages_of(value: Any) -> list[Message]:
-    """Messages with role and text, from any of the forms that a prompt is given in. Raises Unusable."""
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if isinstance(value, Mapping):
-        value = _parallel(cast("Mapping[str, Any]", value))
-    if not isinstance(value, list | tuple) or not value:
-        raise Unusable(
-            "the prompt is empty" if value in ([], ()) else "the prompt is no text and no messages"
-        )
-    return [_message(entry) for entry in cast("Sequence[Any]", value)]
-
-
-def _parallel(value: Mapping[str, Any]) -> list[Any]:
-    """One message, or lists of roles and contents of one length."""
-    role, content = value.get("role"), value.get("content")
-    if not isinstance(role, list | tuple) or not isinstance(content, list | tuple):
-        return [value]
-    roles, contents = cast("Sequence[Any]", role), cast("Sequence[Any]", content)
-    if len(roles) != len(contents):
-        raise Unusable("there are not as many roles as contents")
-    return [{"role": one, "content": text} for one, text in zip(roles, contents, strict=True)]
-
-
-def _message(value: Any) -> Message:
-    if not isinstance(value, Mapping):
-        raise Unusable("a message is no mapping of role and content")
-    given = cast("Mapping[str, Any]", value)
-    message = {str(key): entry for key, entry in given.items() if entry is not None}
-    role = message.get("role")
-    if role is None and "from" in message and "value" in message:
-        raise Unusable("a message has `from` and `value` (ShareGPT), not `role` and `content`")
-    if not isinstance(role, str):
-        raise Unusable("a message has no role")
-    if role not in ROLES:
-        raise Unusable(f"a message has the role {role!r:.30}; there are {', '.join(ROLES)}")
-    if role == "assistant" and "tool_calls" in message and "content" not in message:
-        return message
-    return {**message, "content": _text(message.get("content"))}
-
-
-def _text(content: Any) -> str:
-    """Text, or parts of which each is text."""
-    if isinstance(content, list | tuple):
-        parts = [_part(part) for part in cast("Sequence[Any]", content)]
-        content = "".join(parts)
-    if not isinstance(content, str):
-        raise Unusable("a message has no text")
-    return content
-
-
-def _part(part: Any) -> str:
-    given = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
-    text = given.get("text")
-    if given.get("type") != "text" or not isinstance(text, str):
-        raise Unusable("a message holds more than text")
-    return text
-
-
-def _stripped(
-    messages: Sequence[Message], tags: Sequence[str], changes: list[str]
-) -> list[Message]:
-    """Without blocks of these tags in what the user says."""
+def _stripped(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+    """Without blocks of the tags in what the roles say that the config names."""
     made: list[Message] = []
     for message in messages:
-        text = without_blocks(message["content"], tags) if message["role"] == "user" else None
-        if text is None or text == message["content"]:
-            made.append(message)
-        else:
-            changes.append("blocks were taken out of the user's text (data.strip_tags)")
-            made.append({**message, "content": text})
+        said = message.get("content", "")
+        text = without_blocks(said, way.strip_tags) if message["role"] in way.strip_roles else said
+        if text != said:
+            changes.append(
+                f"blocks were taken out of what the {message['role']} says (data.strip_tags)"
+            )
+        made.append(message if text == said else {**message, "content": text})
     return made
 
 
@@ -307,18 +263,24 @@ def without_blocks(text: str, tags: Sequence[str]) -> str:
     return text if left == text else left.strip()
 
 
-def _asked(messages: list[Message], changes: list[str]) -> list[Message]:
-    """Up to the last turn that is answered: what the assistant says after it is to be written anew."""
+def _asked(messages: list[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+    """Up to what is answered, or to the words of the assistant that the answer begins with."""
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no message is the user's")
     asked = list(messages)
-    while asked[-1]["role"] == "assistant":
+    while asked[-1]["role"] == "assistant" and (
+        way.prefill == "drop" or not asked[-1].get("content", "").strip()
+    ):
         asked.pop()
     if len(asked) < len(messages):
         changes.append("turns of the assistant at the end were left out")
-    if asked[-1]["role"] not in ("user", "tool"):
+    if asked[-1]["role"] == "assistant":
+        changes.append(
+            "the completion goes on with what the assistant says at the end (data.prefill)"
+        )
+    elif asked[-1]["role"] not in ("user", "tool"):
         raise Unusable("the messages do not end with the user")
-    if not asked[-1]["content"].strip():
+    elif not asked[-1]["content"].strip():
         raise Unusable("the prompt is empty")
     return asked
 

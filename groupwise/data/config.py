@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ValidationError
 
-from groupwise.data.chat import PromptFormat
+from groupwise.data.chat import Prefill, PromptFormat
 from groupwise.data.curriculum import CurriculumConfig
 from groupwise.data.easy_pool import EasyPoolConfig
 from groupwise.data.mixture import Join
@@ -147,24 +147,27 @@ class DatasetConfig(Strict):
     )
     columns: dict[str, str] = setting(
         {},
-        "Our names for columns: `answer: solution` takes the answer from `solution`, `answer: meta.gold` from within `meta`.",
+        "Our names for columns, beside their own: `answer: solution` takes the answer from `solution`, `answer: meta.gold` from "
+        "within `meta`.",
     )
     prompt_column: str | None = setting(
         None, "The column that holds the prompt; null: prompt.", min_length=1
     )
     answer_column: str | None = setting(
         None,
-        "The column that holds the answer: for rl and eval it becomes `answer`, for sft `completion`.",
+        "The column that holds the answer: for rl and eval it is also called `answer`, for sft `completion`.",
         min_length=1,
     )
     preprocessing_pipeline: str | None = setting(
         None,
-        "What each row goes through before its prompt is made: generic (text, its answer as `reference`), deepseek (a chat), "
+        "What each row goes through before its prompt is made: generic (text, its answer also as `reference`), deepseek (a chat), "
         "`module:function` or `file.py:function` (row → row or None, which leaves it out), or the name of an installed one.",
         min_length=1,
     )
-    prompt_format: PromptFormat = setting(
-        "chat", "What a prompt that is text becomes: the user's message, or the text as it stands."
+    prompt_format: PromptFormat | None = setting(
+        None,
+        "What a prompt that is text becomes: the text as it stands, or the user's message of a chat; null: chat where there is a "
+        "system_prompt, else text.",
     )
     system_prompt: str | None = setting(
         None, "Put before chats that have no system prompt.", min_length=1
@@ -172,9 +175,15 @@ class DatasetConfig(Strict):
     prompt_lines: tuple[str, ...] = setting(
         (), "Columns that follow the user's text, each as a line `name: value`."
     )
+    prefill: Prefill = setting(
+        "continue",
+        "What the assistant says at the end of a prompt: the completion goes on with it, or (drop) it is left out as an earlier answer.",
+    )
     strip_tags: tuple[str, ...] = setting(
-        ("think", "answer"),
-        "Blocks of these tags are taken out of what users say in prompts; [] leaves them.",
+        (), "Blocks of these tags, such as think, are taken out of earlier turns in prompts."
+    )
+    strip_roles: tuple[Literal["user", "assistant"], ...] = setting(
+        ("assistant",), "Out of whose turns strip_tags takes them: assistant, user."
     )
     drop_duplicates: bool = setting(
         False, "Leave out rows that repeat an earlier one: its prompt, for sft with its completion."
@@ -271,10 +280,10 @@ class DatasetConfig(Strict):
                     f"{key} and columns.{name} both say which column is meant; leave one out.",
                     (key, "columns"),
                 )
-        if self.prompt_format == "text" and self.system_prompt is not None:
+        if self.strip_roles != ("assistant",) and not self.strip_tags:
             yield Conflict(
-                "system_prompt has no effect on prompts that stay text; leave it out, or set prompt_format to chat.",
-                ("system_prompt", "prompt_format"),
+                "strip_roles has no effect without strip_tags; leave it out.",
+                ("strip_roles", "strip_tags"),
             )
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import Any, cast
 
 from groupwise.data.content import canonical, untold
+from groupwise.data.messages import Unusable, like, number_of, prompt_of
 from groupwise.errors import TaskError
 from groupwise.plugins import printable
-from groupwise.types import Example, Message, Prompt
+from groupwise.types import Example, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +107,11 @@ def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         hint = " Of a pandas table, return `table.to_dict('records')`." if index == 0 else ""
         raise TaskError(f"{where}: row {index} is {type(row).__name__}. {expected}.{hint}")
-    columns = {str(name): value for name, value in cast("Mapping[Any, Any]", row).items()}
+    given = cast("Mapping[Any, Any]", row)
+    columns = {str(name): value for name, value in given.items()}
     for name, value in columns.items():
-        _refuse_broken_text(value, f"{where}: row {index}, column `{name}`")
-    return columns
+        _refuse_broken_text(value, f"{where}: row {number_of(given, index)}, column `{name}`")
+    return like(given, columns)
 
 
 def _example(index: int, columns: dict[str, Any], where: str) -> Example:
@@ -158,37 +160,14 @@ def _inside(value: Any) -> list[Any]:
 
 def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:
     """Text or chat messages, as a column of this name holds them. Raises TaskError that starts with `where`."""
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list | tuple) and value:
-        messages = cast("Sequence[Any]", value)
-        return [checked_message(entry, f"{where}, message {n}") for n, entry in enumerate(messages)]
-    shown = (
-        "empty"
-        if value in ("", [], ())
-        else f"of type {_kind(cast('object', value)).__name__}: {value!r:.60}"
-    )
-    raise TaskError(
-        f"{where}: `{name}` is {shown}. Expected text, or a list of chat messages such as "
-        '[{"role": "user", "content": "..."}].'
-    )
-
-
-def checked_message(value: Any, where: str) -> Message:
-    """One checked message; None counts as absent, because tables fill what some rows lack with it."""
-    if not isinstance(value, Mapping):
+    try:
+        return prompt_of(value)
+    except Unusable as reason:
+        at = "" if reason.message is None else f", message {reason.message}"
         raise TaskError(
-            f"{where} is {type(value).__name__}. Expected a dict with `role` and `content`."
-        )
-    entries = cast("Mapping[str, Any]", value).items()
-    message = {str(key): entry for key, entry in entries if entry is not None}
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise TaskError(f"{where} has no text under `role`; it has the keys: {', '.join(message)}.")
-    if "tool_calls" not in message and not isinstance(message.get("content"), str):
-        got = type(message["content"]).__name__ if "content" in message else "none"
-        keys = ", ".join(message)
-        raise TaskError(f"{where} needs text under `content`, got {got}; it has the keys: {keys}.")
-    return message
+            f"{where}{at}: `{name}` cannot be used: {reason}. It is of type {_kind(value).__name__}: {value!r:.80}. Expected text, or "
+            'a list of chat messages such as [{"role": "user", "content": "..."}].'
+        ) from reason
 
 
 def _kind(value: object) -> type[object]:

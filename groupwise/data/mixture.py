@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from groupwise.data.chat import Row
+from groupwise.data.messages import like
 from groupwise.data.order import Share, Stream
 from groupwise.errors import TaskError
 
@@ -28,6 +29,8 @@ class Part:
     """For messages, and for the random draw: unique in a mixture."""
     rows: Sequence[Row]
     weight: float = 1.0
+    renamed: frozenset[str] = frozenset()
+    """Columns that have another name of ours beside; other sets need not have them."""
 
 
 def split(
@@ -95,15 +98,16 @@ def joined(parts: Sequence[Part], how: Join) -> list[Part]:
     columns = [dict.fromkeys(name for row in part.rows for name in row) for part in parts]
     every = dict.fromkeys(name for names in columns for name in names)
     common = [name for name in every if all(name in names for names in columns)]
-    if how == "same" and len(common) < len(every):
+    if how == "same" and set(every) - {*common, *(n for part in parts for n in part.renamed)}:
         raise TaskError(_difference([part.name for part in parts], columns, every, common))
-    if how == "common":
+    if how == "common" or (how == "same" and len(common) < len(every)):
         return [_with(part, common) for part in parts]
     return [_with(part, list(every)) for part in parts] if len(parts) > 1 else list(parts)
 
 
 def _with(part: Part, columns: Sequence[str]) -> Part:
-    return replace(part, rows=[{name: row.get(name) for name in columns} for row in part.rows])
+    rows = [like(row, {name: row.get(name) for name in columns}) for row in part.rows]
+    return replace(part, rows=rows)
 
 
 def _difference(

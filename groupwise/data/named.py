@@ -20,6 +20,7 @@ from groupwise.data.chat import (
     with_teacher,
 )
 from groupwise.data.config import DatasetConfig, MixtureEntry
+from groupwise.data.messages import like
 from groupwise.data.mixture import Part, joined, split
 from groupwise.data.pipelines import Pipeline, find_pipeline
 from groupwise.data.sources import no_column, read_source
@@ -70,7 +71,7 @@ def place_of(data: DatasetConfig, number: int) -> str:
 def labelled(row: Row, entry: MixtureEntry, label: str | None) -> Row:
     """The row, saying which set it is from and, where there is a label, whose rewards it has."""
     named = {**row, DATASET_COLUMN: entry.name}
-    return named if label is None else {**named, TASK_COLUMN: label}
+    return like(row, named if label is None else {**named, TASK_COLUMN: label})
 
 
 def as_prompts(
@@ -127,7 +128,8 @@ def _read(
         told = given.account + rows.account
         account += told if data.dataset_mixture is None else told.under(where)
         own = [labelled(row, entry, entry.label) for row in rows]
-        parts.append(Part(where, own, entry.weight))
+        theirs = _our_names(data, entry, teacher=teacher).values()
+        parts.append(Part(where, own, entry.weight, frozenset(n.partition(".")[0] for n in theirs)))
     return parts, account
 
 
@@ -151,7 +153,7 @@ def _rows(
         entry.source,
         entry.config,
         split,
-        {**data.renamed("completion" if teacher else "answer"), **entry.columns},
+        _our_names(data, entry, teacher=teacher),
         revision=entry.revision,
     )
     if not teacher and not (step and step.may_make_prompts):
@@ -162,6 +164,10 @@ def _rows(
         if name not in there:
             raise TaskError(no_column(where, name, there, " in data.prompt_lines"))
     return made
+
+
+def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> dict[str, str]:
+    return {**data.renamed("completion" if teacher else "answer"), **entry.columns}
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
@@ -178,9 +184,11 @@ def _need_prompts(rows: Sequence[Row], where: str) -> None:
 
 def _way(data: DatasetConfig) -> PromptWay:
     return PromptWay(
-        format=data.prompt_format,
+        format=data.prompt_format or ("chat" if data.system_prompt else "text"),
         system_prompt=data.system_prompt,
         lines=data.prompt_lines,
+        prefill=data.prefill,
         strip_tags=data.strip_tags,
+        strip_roles=data.strip_roles,
         drop_duplicates=data.drop_duplicates,
     )

@@ -1,6 +1,6 @@
 """What rows go through before prompts are made of them: `data.preprocessing_pipeline`.
 
-    generic                   a prompt that is text, and its `answer` as `reference`; of a teacher's rows, as `completion`
+    generic                   a prompt that is text, and its `answer` also as `reference`; of a teacher's rows, as `completion`
     deepseek                  a prompt that is a chat, as it stands, and its `answer` likewise
     module:function           a function of your own, row → row or None; also path/to/file.py:function
     a name                    one that an installed package announces as entry point of the group `groupwise.preprocessing`
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
-from groupwise.data.chat import Row, Unusable
+from groupwise.data.chat import Row
+from groupwise.data.messages import Unusable
 from groupwise.errors import TaskError
 from groupwise.plugins import load, run_user_code
 
@@ -51,7 +52,7 @@ class Pipeline:
     file: str | None = None
     """Where it stands, if it does not come with the package."""
     answer: str = "reference"
-    """What a built-in one calls the column `answer`, unless there is one of that name."""
+    """What a built-in one also calls the column `answer`, unless there is one of that name."""
 
     @property
     def may_make_prompts(self) -> bool:
@@ -80,10 +81,7 @@ class Pipeline:
         made = BUILT_IN[self.name](row)
         if "answer" not in made or made.get(self.answer) is not None:
             return made
-        return {
-            **{name: made[name] for name in made if name != "answer"},
-            self.answer: made["answer"],
-        }
+        return {**made, self.answer: made["answer"]}
 
 
 def find_pipeline(name: str, *, teacher: bool = False) -> Pipeline:

@@ -11,12 +11,20 @@ order above from tokens down. Nothing here tokenises: that is done where the tok
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from groupwise.data.examples import checked_message, checked_prompt
+from groupwise.data.examples import checked_prompt
+from groupwise.data.messages import (
+    Unusable,
+    ends_begun,
+    joined,
+    messages_of,
+    named_messages,
+    number_of,
+)
+from groupwise.data.template_columns import for_template
 from groupwise.errors import TaskError
 from groupwise.types import Example, Message, Prompt
 
@@ -35,7 +43,7 @@ class Conversation:
     messages: tuple[Message, ...]
     begins: int = 0
     """Messages before this one are the prompt: an assistant's turn among them is not trained."""
-    tools: tuple[Any, ...] | None = None
+    tools: tuple[Any, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -78,7 +86,8 @@ def teacher_example(
     index: int, row: Mapping[str, Any], *, text_field: str, where: str
 ) -> TeacherExample:
     """The row as what it holds. Raises TaskError that starts with `where` and names the row."""
-    here = f"{where}: row {index}"
+    here = f"{where}: row {number_of(row, index)}"
+    row = named_messages(dict(row))
     content, used = _content(row, text_field, here)
     others = {name: value for name, value in row.items() if name not in used}
     return TeacherExample(Example(index, _asked(content), others), content)
@@ -86,7 +95,7 @@ def teacher_example(
 
 def has_form(row: Mapping[str, Any], text_field: str) -> bool:
     """Whether a row can be taken as it is."""
-    return _form(row, text_field) is not None
+    return _form(named_messages(dict(row)), text_field) is not None
 
 
 # --- forms ---------------------------------------------------------------------------------------
@@ -112,7 +121,7 @@ def _content(row: Mapping[str, Any], text_field: str, where: str) -> tuple[Conte
             return tokens_of(row, where), {"input_ids", "labels", "attention_mask", *MASKS}
         case "messages":
             chat = _conversation(_messages(row["messages"], where, "messages"), 0, row, where)
-            return chat, {"messages", "tools", "chat_template_kwargs"}
+            return chat, {"messages", "conversations", "tools", "chat_template_kwargs"}
         case "completion":
             return _completion(row, where), {
                 "prompt", "completion", "tools", "chat_template_kwargs",
@@ -135,7 +144,7 @@ def _completion(row: Mapping[str, Any], where: str) -> Content:
     if isinstance(completion, str):
         completion = [{"role": "assistant", "content": _text(completion, where, "completion")}]
     answer = _messages(completion, where, "completion")
-    return _conversation([*prompt, *answer], len(prompt), row, where)
+    return _conversation(joined(prompt, answer), len(prompt) - ends_begun(prompt), row, where)
 
 
 def _conversation(
@@ -147,50 +156,19 @@ def _conversation(
             f"{where}: no message is the assistant's, so nothing is trained; the roles are: {roles}. "
             'Its messages have the role "assistant".'
         )
-    kwargs: object = row.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, Mapping):
-        raise TaskError(f"{where}: `chat_template_kwargs` is {type(kwargs).__name__}, not a dict.")
-    return Conversation(
-        tuple(messages),
-        begins,
-        _tools(row.get("tools"), where),
-        dict(cast("Mapping[str, Any]", kwargs)),
-    )
+    given = for_template(row, where)
+    return Conversation(tuple(messages), begins, given.tools, given.arguments)
 
 
 def _messages(value: Any, where: str, name: str) -> list[Message]:
-    if isinstance(value, list | tuple) and value:
-        entries = cast("Sequence[Any]", value)
-        return [
-            _without_share_gpt(entry, f"{where}, message {n}") for n, entry in enumerate(entries)
-        ]
-    raise TaskError(
-        f"{where}: `{name}` is {_kind(cast('object', value))}. Expected a list of chat messages such "
-        'as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
-    )
-
-
-def _without_share_gpt(value: Any, where: str) -> Message:
-    if isinstance(value, Mapping) and "from" in value and "value" in value and "role" not in value:
+    try:
+        return messages_of(value)
+    except Unusable as reason:
+        at = "" if reason.message is None else f", message {reason.message}"
         raise TaskError(
-            f'{where} has the keys `from` and `value` (ShareGPT). Rename them to `role` ("user", "assistant", "system") and '
-            "`content`, for example in get_sft_formatting_func."
-        )
-    return checked_message(value, where)
-
-
-def _tools(value: Any, where: str) -> tuple[Any, ...] | None:
-    """Schemas of tools, as a list or as JSON text, which tables prefer."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise TaskError(f"{where}: `tools` is text, but no JSON: {error}.") from error
-    if not isinstance(value, list | tuple):
-        raise TaskError(f"{where}: `tools` is {type(value).__name__}. Expected a list of schemas.")
-    return tuple(cast("Sequence[Any]", value)) or None
+            f"{where}{at}: `{name}` cannot be used: {reason}. Expected a list of chat messages such "
+            'as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
+        ) from reason
 
 
 def _text(value: Any, where: str, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from groupwise.data.messages import like, number_of
 from groupwise.data.sft import IGNORED, Tokens, tokens_of
 from groupwise.errors import TaskError
 from groupwise.plugins import run_user_code
@@ -27,7 +28,7 @@ def format_rows(
     else:
         made = _of_batch(function, rows, first, where)
     return [
-        _with_formatted(row, value, text_field, f"{where}: row {n}")
+        _with_formatted(row, value, text_field, f"{where}: row {number_of(row, n)}")
         for n, (row, value) in enumerate(zip(rows, made, strict=True))
     ]
 
@@ -113,7 +114,7 @@ def _with_formatted(row: dict[str, Any], made: Any, text_field: str, where: str)
             f"{where}: get_sft_formatting_func's function made {type(made).__name__} of it. Expected text or chat messages."
         )
     kept = {name: value for name, value in row.items() if name not in (*FORMLESS, text_field)}
-    return {**kept, (text_field if isinstance(made, str) else "messages"): made}
+    return like(row, {**kept, (text_field if isinstance(made, str) else "messages"): made})
 
 
 def _of_collator(batch: Any, where: str) -> Tokens:

@@ -11,15 +11,18 @@ where the uninterrupted one did.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from groupwise.data.gauge import Gauge
 from groupwise.data.suspicions import SUSPICIONS, Finding, Sight, SignalsConfig, nobody_tells
 from groupwise.data.symptoms import least, symptoms
 from groupwise.runs.records import WarningRecord
 from groupwise.types import Group
+
+Argument: TypeAlias = tuple[str, str]
+"""A reward's name, and that of one of its arguments."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +50,11 @@ class Seen:
 class Signals:
     """The watch over one run."""
 
-    def __init__(self, config: SignalsConfig) -> None:
+    def __init__(self, config: SignalsConfig, rewards: Collection[Argument] = ()) -> None:
+        """`rewards` are the arguments that reward functions mean columns by."""
         self.config = config
+        self._unfilled = dict.fromkeys(rewards)
+        """Those that have got nothing but None so far."""
         self._gauges: dict[str, Gauge] = {}
         self._rewards: tuple[float, float] | None = None
         """The lowest and the highest so far."""
@@ -59,6 +65,11 @@ class Signals:
     def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
         """A step, an index from 0, is about to be committed with these groups; `entropy` is that of its tokens (nats)."""
         fresh = [group for group in groups if group.origin == "fresh"]
+        rows = [group.example.columns for group in groups]
+        for argument in [
+            each for each in self._unfilled if any(r.get(each[1]) is not None for r in rows)
+        ]:
+            del self._unfilled[argument]
         found = symptoms(fresh)
         if entropy is not None:
             found["entropy"] = entropy
@@ -83,6 +94,7 @@ class Signals:
             "rewards": self._rewards and list(self._rewards),
             "least": dict(self._least),
             "active": sorted(self._active),
+            "unfilled": [list(each) for each in self._unfilled],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -93,6 +105,8 @@ class Signals:
         self._rewards = state["rewards"] and tuple(state["rewards"])
         self._least = dict(state.get("least", {}))
         self._active = set(state["active"])
+        known = [tuple(each) for each in state.get("unfilled", self._unfilled)]
+        self._unfilled = {each: None for each in self._unfilled if each in known}
 
     @property
     def _started(self) -> bool:
@@ -130,6 +144,7 @@ class Signals:
         lowest, highest = self._rewards or (0.0, 0.0)
         sight = Sight(self.config, self._gauges, lowest, highest, self._least)
         found = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
+        found["unfilled"] = Finding(float(bool(self._unfilled)), unfilled(self._unfilled))
         changes = [
             change(name, finding, steps, was=name in self._active)
             for name, finding in found.items()
@@ -164,6 +179,11 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
         return None
     numbers = ", ".join(f"{what} {value:.3g}" for what, value in finding.values.items())
     text = finding.text if begins else "no longer so"
-    return WarningRecord(
-        steps, name, "begins" if begins else "ends", f"{text} ({numbers})", finding.values
-    )
+    told = f"{text} ({numbers})" if numbers else text
+    return WarningRecord(steps, name, "begins" if begins else "ends", told, finding.values)
+
+
+def unfilled(arguments: Iterable[Argument]) -> str:
+    """What to say of arguments of rewards that get nothing but None."""
+    named = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
+    return f"{named} has been None in every row: the column is empty or not there"

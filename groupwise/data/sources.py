@@ -5,7 +5,7 @@
     read_source("openai/gsm8k", "main", split="train", revision="e53f048")
 
 A source is a file or folder where one of that name exists, where it begins with `./`, `/` or `~`, or where it ends like a file
-that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` renames: our name, then theirs;
+that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds names: ours, then theirs;
 theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a `TaskError` that names the file,
 and the line where there is one.
 """
@@ -13,9 +13,11 @@ and the line where there is one.
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from itertools import islice
@@ -31,6 +33,9 @@ Row = dict[str, Any]
 
 TRAIN = "train"
 """The split that a file without splits is."""
+
+SAVED_SPLITS, SAVED_STATE = "dataset_dict.json", "state.json"
+"""What `save_to_disk` of the library datasets writes beside the rows: of several splits, and of one."""
 
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _LONGEST_CELL = 2**31 - 1
@@ -81,15 +86,14 @@ def is_local(source: str) -> bool:
 
 
 def renamed(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list[Row]:
-    """The rows with columns under our names; a row that lacks one of them stays without it."""
+    """The rows with columns under our names beside their own; a row that lacks one of them stays without it."""
     if not columns:
         return list(rows)
     there = dict.fromkeys(name for row in rows for name in row)
     for ours, theirs in columns.items():
         if not any(_has(row, theirs) for row in rows):
             raise TaskError(no_column(where, theirs, list(there), f" as {ours!r}"))
-    gone = {*columns, *columns.values()}
-    return [_renamed(row, columns, gone) for row in rows]
+    return [_with_our_names(row, columns) for row in rows]
 
 
 def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str:
@@ -100,9 +104,9 @@ def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str
     return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {shown}."
 
 
-def _renamed(row: Row, columns: Mapping[str, str], gone: set[str]) -> Row:
+def _with_our_names(row: Row, columns: Mapping[str, str]) -> Row:
     named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
-    return {**named, **{name: value for name, value in row.items() if name not in gone}}
+    return {**named, **{name: value for name, value in row.items() if name not in columns}}
 
 
 def _has(row: Row, path: str) -> bool:
@@ -183,7 +187,13 @@ def _local(source: str, split: str, limit: int | None, seed: int | None) -> list
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
-    """The files of a split: `train.jsonl`, or in pieces `train-00000-of-00002.parquet`, also in the folder `data`."""
+    """The files of a split: `train.jsonl`, or in pieces `train-00000-of-00002.parquet`, also in the folder `data`.
+
+    Of a folder that `save_to_disk` of the library datasets made those that it lists, which are the split `train` unless it says which.
+    """
+    saved = folder / split if (folder / SAVED_SPLITS).is_file() else folder
+    if (saved / SAVED_STATE).is_file():
+        return _saved_files(saved, split)
     there = [file for place in (folder, folder / "data") for file in sorted(place.glob("*"))]
     readable = [file for file in there if file.suffix in _READERS and file.is_file()]
     found = [file for file in readable if re.split(r"[.-]", file.name)[0] == split]
@@ -194,6 +204,17 @@ def _files_of(folder: Path, split: str) -> list[Path]:
             f"{split}-00000.parquet; those here that can be read are: {names}. Name one of them, or another split."
         )
     return found
+
+
+def _saved_files(folder: Path, split: str) -> list[Path]:
+    state = json.loads((folder / SAVED_STATE).read_text())
+    own = state.get("_split") or TRAIN
+    if own != split and folder.name != split:
+        raise TaskError(
+            f"The folder {folder} holds the split {own!r} of a saved dataset, and {split!r} was asked for. Name the other folder, or take "
+            "a slice: train[:90%] and train[90%:]."
+        )
+    return [folder / each["filename"] for each in state["_data_files"]]
 
 
 def _reader_of(file: Path) -> Callable[[Path], Iterable[Row]]:
@@ -275,20 +296,39 @@ def _tsv(file: Path) -> Iterator[Row]:
 
 
 def _parquet(file: Path) -> Iterator[Row]:
+    tables = _pyarrow(file, "pyarrow.parquet")
+    with _explained(file, "Parquet"), tables.ParquetFile(file) as table:
+        for batch in table.iter_batches():
+            yield from batch.to_pylist()
+
+
+def _arrow(file: Path) -> Iterator[Row]:
+    """As the library datasets keeps rows."""
+    arrow = _pyarrow(file, "pyarrow")
+    with (
+        _explained(file, "Arrow"),
+        arrow.memory_map(str(file)) as held,
+        arrow.ipc.open_stream(held) as batches,
+    ):
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def _pyarrow(file: Path, module: str) -> Any:
     try:
-        import pyarrow  # pyright: ignore[reportMissingTypeStubs]
-        from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
+        return importlib.import_module(module)
     except ImportError as missing:
         raise TaskError(
             f"{file} needs the package pyarrow to be read: pip install 'groupwise[train]'."
         ) from missing
-    arrow, tables = cast("Any", pyarrow), cast("Any", parquet)
+
+
+@contextmanager
+def _explained(file: Path, kind: str) -> Generator[None]:
     try:
-        with tables.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                yield from batch.to_pylist()
-    except (arrow.ArrowException, OSError) as error:
-        raise TaskError(f"{file} cannot be read as Parquet: {error}") from error
+        yield
+    except (OSError, ValueError, RuntimeError) as error:  # what pyarrow raises is one of these
+        raise TaskError(f"{file} cannot be read as {kind}: {error}") from error
 
 
 def _text(file: Path) -> Iterator[Row]:
@@ -302,6 +342,7 @@ _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
     ".jsonl": _jsonl,
     ".json": _json,
     ".parquet": _parquet,
+    ".arrow": _arrow,
     ".csv": _csv,
     ".tsv": _tsv,
     ".txt": _text,

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from groupwise.awaiting import gather_all
+from groupwise.data.messages import ends_begun
+from groupwise.data.template_columns import for_request
 from groupwise.endpoints.answers import Answer
 from groupwise.endpoints.client import Client
 from groupwise.errors import EndpointError
@@ -109,7 +111,7 @@ class Asking:
             max_tokens=config.max_new_tokens,
             seed=None if config.seed is None else _seed(config.seed, item.key) + first,
             stop=config.stop,
-            extra=config.extra,
+            extra={**_for_template(item), **config.extra},
             or_fewer=True,
         )
         if isinstance(item.prompt, str):
@@ -138,6 +140,14 @@ class _Knobs(TypedDict):
     stop: Sequence[str]
     extra: Mapping[str, Any]
     or_fewer: bool
+
+
+def _for_template(item: Item) -> dict[str, Any]:
+    """What a chat's request says for its template, as vLLM and SGLang take it: the row's own, and that its last words are gone on with."""
+    if isinstance(item.prompt, str):
+        return {}
+    begun = {"continue_final_message": True, "add_generation_prompt": False}
+    return {**for_request(item.columns), **(begun if ends_begun(item.prompt) else {})}
 
 
 def _seed(seed: int, key: str) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from groupwise.data.chat import Prefill
 from groupwise.errors import UsageError
 from groupwise.settings.credentials import secrets_in
 from groupwise.settings.schema import Conflict, Strict, setting
@@ -57,6 +58,10 @@ class GenerateConfig(Strict):
         None,
         "chat sends text as a user's message, completions lets it be continued as it stands; null: chat, and for the text "
         "prompts of a task completions.",
+    )
+    prefill: Prefill = setting(
+        "continue",
+        "Of a chat that ends with the assistant: the answer goes on with its words, or (drop) they are left out as an earlier answer.",
     )
     temperature: float | None = setting(None, "null: the service's own.", ge=0)
     top_p: float | None = setting(None, "null: the service's own.", gt=0, le=1)

@@ -118,10 +118,13 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
     shapes = json.loads(json.dumps(shapes))
     _check_settings(config, shapes)
     prompts = read_prompts(config, {name: shapes[name] for name in ("model", *SAMPLING)})
-    if prompts.answered_already:
+    if prompts.ending_with_assistant:
         logger.warning(
-            "%d conversations end with the assistant: its last turns are left out",
-            prompts.answered_already,
+            "%d conversations end with the assistant: %s",
+            prompts.ending_with_assistant,
+            "its last turns are left out"
+            if config.prefill == "drop"
+            else "the answers go on with its last words (prefill: drop leaves them out)",
         )
     if replaced := replaced_columns(prompts.items, config):
         logger.warning(

@@ -19,7 +19,9 @@ from typing import Any, Literal, cast
 from groupwise.config import RunConfig, load_config, view, with_task_schema
 from groupwise.data.content import canonical
 from groupwise.data.examples import checked_prompt
+from groupwise.data.messages import ends_begun
 from groupwise.data.sources import no_column, read_source
+from groupwise.data.template_columns import for_request
 from groupwise.errors import TaskError
 from groupwise.generation.config import INSTRUCTION, GenerateConfig
 from groupwise.task_parts import rewarded
@@ -60,8 +62,8 @@ class Prompts:
     unasked: tuple[Unasked, ...]
     task: Task | None = None
     task_config: RunConfig | None = None
-    answered_already: int = 0
-    """Rows whose own last turn, the assistant's, was left out, because it is what is asked for."""
+    ending_with_assistant: int = 0
+    """Rows whose last turn is the assistant's."""
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class _Found:
         default_factory=list[tuple[int, Prompt, dict[str, Any]]]
     )
     unasked: list[Unasked] = field(default_factory=list[Unasked])
-    answered_already: int = 0
+    ending_with_assistant: int = 0
 
 
 def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts:
@@ -92,7 +94,7 @@ def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts
     number, count = config.part
     items = [item for item in _keyed(found.rows, sampling) if item.index % count == number]
     unasked = [each for each in found.unasked if each.index % count == number]
-    return Prompts(tuple(items), tuple(unasked), task, task_config, found.answered_already)
+    return Prompts(tuple(items), tuple(unasked), task, task_config, found.ending_with_assistant)
 
 
 def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Example]]:
@@ -139,11 +141,11 @@ def _asked_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
     found = _Found()
     for index, row in enumerate(rows):
         try:
-            prompt, shortened = _as_sent(written(row), config)
+            prompt, begun = _as_sent(written(row), config)
         except TaskError as problem:
             found.unasked.append(Unasked(index, str(problem)))
         else:
-            found.answered_already += shortened
+            found.ending_with_assistant += begun
             found.rows.append((index, prompt, dict(row)))
     return found
 
@@ -166,7 +168,7 @@ def _writer(rows: Sequence[Row], config: GenerateConfig) -> Callable[[Row], Any]
 
 
 def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
-    """Messages or text, and whether the assistant's last turns were left out."""
+    """Messages or text, and whether the assistant's turn ends the row."""
     prompt = checked_prompt(value, "its prompt", config.prompt_column or PROMPT)
     if config.api == "completions":
         if not isinstance(prompt, str):
@@ -174,13 +176,13 @@ def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
         return prompt, False
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    asked = _without_answer(prompt)
-    if not asked:
+    asked = _without_answer(prompt) if config.prefill == "drop" else prompt
+    if all(message["role"] == "assistant" for message in asked):
         raise TaskError("its messages are all the assistant's, so that nothing is asked.")
-    shortened = len(asked) < len(prompt)
+    begun = ends_begun(prompt)
     if config.system_prompt is not None and asked[0]["role"] not in ("system", "developer"):
         asked = [{"role": "system", "content": config.system_prompt}, *asked]
-    return asked, shortened
+    return asked, begun
 
 
 def _without_answer(messages: Sequence[Message]) -> list[Message]:
@@ -197,6 +199,8 @@ def _keyed(
     items: list[Item] = []
     for index, prompt, columns in rows:
         request = [canonical(prompt), canonical(sampling)]
+        if template := for_request(columns):
+            request.append(canonical(template))
         told = hashlib.sha256(json.dumps(request).encode()).hexdigest()
         key = hashlib.sha256(f"{told} {seen[told]}".encode()).hexdigest()[:32]
         seen[told] += 1

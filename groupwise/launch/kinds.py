@@ -26,7 +26,7 @@ from groupwise.config import LoadedConfig, load_config
 from groupwise.errors import ConfigError, TaskError
 from groupwise.fleet.queue.request import beyond_from_document
 from groupwise.hosts.spec import JobSpec, path_problems
-from groupwise.launch.train_grpo import BESIDE, DEFAULTS, KEYS, Flags, arguments_of, config_of
+from groupwise.launch.train_grpo import DEFAULTS, KEYS, Flags, arguments_of, config_of
 from groupwise.launch.train_grpo import problems as flag_problems
 from groupwise.rewards.registry import unknown_reward
 from groupwise.sft_config import load_sft_config
@@ -131,8 +131,6 @@ def _sft(row: Row) -> JobSpec:
         KEYS["model"]: row.get("model"),
         KEYS["dataset"]: _dataset(row),
         KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
-        "data.prompt_format": BESIDE["data.prompt_format"],
-        "data.strip_tags": BESIDE["data.strip_tags"],
         KEYS["max_steps"]: row["max_steps"],
         KEYS["learning_rate"]: float(row["learning_rate"]),
         "training.examples_per_step": row["batch_size"],
@@ -159,8 +157,6 @@ def _eval(row: Row) -> JobSpec:
         KEYS["dataset"]: _dataset(row),
         KEYS["reward_function"]: list(_rewards(row)),
         KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
-        "data.prompt_format": BESIDE["data.prompt_format"],
-        "data.strip_tags": BESIDE["data.strip_tags"],
         **_backend(row),
     }
     held_out = {"data.dataset_test_split", "data.test_split_size"}

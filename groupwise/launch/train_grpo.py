@@ -47,8 +47,6 @@ KEYS = {
 
 BESIDE: Mapping[str, Any] = {
     "algorithm.type": "grpo",
-    "data.prompt_format": "text",  # text stays as it is written, as in TRL; a chat has its template
-    "data.strip_tags": [],
     "run.name": RUN,
 }
 """Keys that no flag is, where they differ from the defaults of `groupwise rl`; overrides may change them."""

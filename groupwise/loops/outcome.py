@@ -25,6 +25,7 @@ from groupwise.models.card import Place, model_card, results_of
 from groupwise.models.hub_push import Pushed, Target, push
 from groupwise.rewards.threads import DaemonThreads
 from groupwise.runs import durable, find
+from groupwise.runs.advice import advice_on
 from groupwise.runs.folder import FINAL_STEP
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, An
         "policy": f"{run.folder.name}@{run.step}",
         **published,
         **({"warnings": warned} if warned else {}),
+        **({"advice": advice} if (advice := advice_on(run.folder.store)) else {}),
         "seconds": round(time.perf_counter() - started, 1),
     }
 

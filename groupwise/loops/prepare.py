@@ -17,11 +17,12 @@ from groupwise.config import Loaded, LoadedConfig, resolved
 from groupwise.data.order import Order, among
 from groupwise.loops.training import TrainedBy
 from groupwise.machine_layout import AnyConfig, Layout, crowding
+from groupwise.models.chat_template import unannounced
 from groupwise.models.plan import ModelPlan
-from groupwise.models.tokens import unannounced
 from groupwise.rewards.rubric import Rubric
+from groupwise.rollouts.prompts import odd_prompts
 from groupwise.tasks.contract import Task
-from groupwise.types import Prompt
+from groupwise.types import Example
 
 ROWS_READ = "rows_read"
 """The fact about a run that says how many rows of a stream without a length it reads."""
@@ -118,10 +119,21 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
+def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str]:
+    """What to say of prompts that may not be what their author means, and of what was taken out of them."""
+    stripped = [
+        f"{count} prompts of {hook}: {what}"
+        for hook, account in prepared.task.accounts.items()
+        for what, count in account.changed.items()
+        if "data.strip_tags" in what
+    ]
+    unheard = unannounced(prepared.tokenizer, examples[0].prompt)
+    return [*filter(None, [unheard]), *stripped, *odd_prompts(prepared.tokenizer, examples)]
+
+
 def plan_of(
     prepared: Prepared,
     sizes: ModelPlan,
-    prompt: Prompt,
     *,
     counts: Mapping[str, Any],
     shown: Mapping[str, Any],
@@ -129,11 +141,10 @@ def plan_of(
 ) -> dict[str, Any]:
     """What a dry run shows: the resolved config and the plan, with how much there is to do (`counts`) and the beginning of it (`shown`).
 
-    `prompt` is the first one; a chat template that does not suit it is warned of beside `warnings`, and so are too many threads.
+    Too many threads are warned of beside `warnings`.
     """
     settings = resolved(prepared.config)
     crowded = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)
-    own = unannounced(prepared.tokenizer, prompt), crowded
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
         "plan": {
@@ -147,7 +158,7 @@ def plan_of(
                 "total": round(sizes.memory.total),
             },
             "layout": asdict(prepared.layout),
-            "warnings": [*filter(None, own), *warnings],
+            "warnings": [*filter(None, [crowded]), *warnings],
             **shown,
         },
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from groupwise.data.named import as_prompts, scorable
 from groupwise.data.order import Order
 from groupwise.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.data.replay import key_of
+from groupwise.data.signals import unfilled
 from groupwise.data.sources import read_source
 from groupwise.data.success import check_part
 from groupwise.data.suspicions import nobody_tells
@@ -36,6 +37,7 @@ from groupwise.loops.prepare import (
     drawn_in_an_epoch,
     order_of,
     plan_of,
+    prompt_warnings,
     task_facts,
 )
 from groupwise.loops.profiling import check_profiled_steps
@@ -46,7 +48,7 @@ from groupwise.models.tokens import rendered
 from groupwise.ranks import ahead
 from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
-from groupwise.rollouts.prompts import PromptSet, tokenise
+from groupwise.rollouts.prompts import PromptSet, text_prompts, tokenise
 from groupwise.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.types import TASK_COLUMN, Example
@@ -173,7 +175,31 @@ def _facts(
     }
 
 
-def overlap_warning(prepared: RlPrepared) -> str | None:
+def _chosen_by_default(loaded: LoadedConfig) -> dict[str, list[str]]:
+    """What nobody chose, of that which makes most of a difference, and how it differs from what users of TRL are used to."""
+    algorithm: Mapping[str, Any] = loaded.tree.value(("algorithm",)) or {}
+    lora = loaded.config.lora
+    said: list[str] = []
+    if not {"type", "preset"} & algorithm.keys():
+        said.append(
+            f"{loaded.config.algorithm.type} (default): the loss is divided by a constant, rewards are not scaled by their group's spread; "
+            "TRL's default is algorithm.preset=trl_default"
+        )
+    if "lora" not in loaded.tree.values and lora is not None:
+        said.append(f"LoRA of rank {lora.r} (default): TRL trains all weights, which is lora=null")
+    return {"chosen_by_default": said} if said else {}
+
+
+def warnings_of(prepared: RlPrepared) -> list[str]:
+    """What a reader should know of prompts and rewards before the run."""
+    examples, rubric = prepared.prompts.examples, prepared.rubric
+    empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
+    of_overlap = filter(None, [_overlap_warning(prepared)])
+    said = [unfilled(empty)] if empty else []
+    return [*prompt_warnings(prepared, examples), *said, *of_overlap]
+
+
+def _overlap_warning(prepared: RlPrepared) -> str | None:
     """What to say where held-out prompts are trained on; None where none is, or nothing is held out."""
     asked = prepared.held_out_prompts
     if asked is None:
@@ -350,14 +376,14 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
         "steps": prepared.max_steps,
         "completions_per_step": rows,
         "most_tokens_sampled_per_step": rows * task_parts.longest_written(config),
+        **_chosen_by_default(prepared.loaded),
     }
     return plan_of(
         prepared,
         planned_sizes(config, prepared.layout),
-        example.prompt,
         counts=counts,
         shown={**_unwatched(prepared), "first_prompt": _first_prompt(prepared, example)},
-        warnings=[*filter(None, [overlap_warning(prepared)]), *warnings],
+        warnings=[*warnings_of(prepared), *text_prompts(prepared.tokenizer, examples), *warnings],
     )
 
 

@@ -48,7 +48,7 @@ from groupwise.loops.outcome import (
 )
 from groupwise.loops.resume import Resumption, check_folder, take_back
 from groupwise.loops.rl import publish, train
-from groupwise.loops.rl_prepare import RlPrepared, overlap_warning, plan_rl, prepare_rl
+from groupwise.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl, warnings_of
 from groupwise.loops.run import TaskRun
 from groupwise.loops.start import (
     Start,
@@ -63,7 +63,6 @@ from groupwise.loops.start import (
     watched,
 )
 from groupwise.loops.training import save_checkpoint
-from groupwise.models.tokens import unannounced
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs.folder import RunFolder
@@ -211,7 +210,9 @@ def assemble(
         prompts=prepared.prompts,
         easy=prepared.easy,
         selection=selection_of(prepared),
-        signals=Signals(config.signals) if config.signals else None,
+        signals=Signals(config.signals, prepared.rubric.columns_meant if prepared.rubric else ())
+        if config.signals
+        else None,
         unrewarded=prepared.rubric is None,
         held_out=held_out(
             config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids, rollouts
@@ -248,9 +249,7 @@ def selection_of(prepared: RlPrepared) -> Selection:
 def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
     """The first lines of the log, and what a reader should know."""
     dropped = prepared.prompts.dropped
-    if warning := unannounced(prepared.tokenizer, prepared.prompts.examples[0].prompt):
-        logger.warning(warning)
-    if warning := overlap_warning(prepared):
+    for warning in warnings_of(prepared):
         logger.warning(warning)
     logger.info(
         "%s, %s: steps %d to %d, %d examples",

@@ -14,6 +14,7 @@ from typing import Any
 from groupwise import machine_layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import resolved, with_task_schema
+from groupwise.data.chat import Account
 from groupwise.data.order import Order
 from groupwise.data.overlap import prompt_key, warning_of_overlap
 from groupwise.errors import TaskError
@@ -25,6 +26,7 @@ from groupwise.loops.prepare import (
     drawn_in_an_epoch,
     order_of,
     plan_of,
+    prompt_warnings,
     task_facts,
 )
 from groupwise.loops.profiling import check_profiled_steps
@@ -125,6 +127,7 @@ def _read(
         return None
     way, where = teacher_way(config, task, tokenizer), f"{task.described}: {hook}"
     lessons = read_lessons(tokenizer, rows, way, where=where)
+    task.accounts[hook] = task.accounts.get(hook, Account()) + Account(lessons.refused)
     if config.data.strict and lessons.dropped:
         raise TaskError(
             f"{where}: {lessons.dropped} rows have nothing to train within data.max_length = {way.max_length} tokens, and data.strict is "
@@ -146,6 +149,7 @@ def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
         truncation=config.data.truncation_mode,
         formatting=task.sft_function("get_sft_formatting_func", given, tokenizer),
         collator=task.sft_function("get_sft_data_collator", given, tokenizer),
+        strict=config.data.strict,
     )
 
 
@@ -224,14 +228,20 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
     return plan_of(
         prepared,
         planned_sft_sizes(config, prepared.layout, lessons.longest),
-        first.example.prompt,
         counts=counts,
         shown={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
-        warnings=[*filter(None, [overlap_warning(prepared)]), *warnings],
+        warnings=[*warnings_of(prepared), *warnings],
     )
 
 
-def overlap_warning(prepared: SftPrepared) -> str | None:
+def warnings_of(prepared: SftPrepared) -> list[str]:
+    """What a reader should know of the rows before the run."""
+    examples = [lesson.example for lesson in prepared.lessons.lessons]
+    of_overlap = filter(None, [_overlap_warning(prepared)])
+    return [*prompt_warnings(prepared, examples), *of_overlap]
+
+
+def _overlap_warning(prepared: SftPrepared) -> str | None:
     """What to say where held-out rows are trained on; None where none is, or nothing is held out."""
     if prepared.held_out is None:
         return None

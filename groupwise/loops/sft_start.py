@@ -30,7 +30,7 @@ from groupwise.loops.outcome import (
 )
 from groupwise.loops.resume import NOT_WEIGHTS, Resumption, check_folder, take_back
 from groupwise.loops.sft import SftRun, save, train
-from groupwise.loops.sft_prepare import SftPrepared, overlap_warning, plan_sft, prepare_sft
+from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft, warnings_of
 from groupwise.loops.start import (
     Start,
     TrainingResult,
@@ -43,7 +43,6 @@ from groupwise.loops.start import (
     opened,
     watched,
 )
-from groupwise.models.tokens import unannounced
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.sft_config import LoadedSftConfig, SftConfig, load_sft_config
@@ -181,9 +180,7 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
         run.say(
             f"rows longer than {limit} tokens (data.max_length): {lessons.cut} were cut, {lessons.dropped} are left out"
         )
-    if warning := unannounced(prepared.tokenizer, lessons.lessons[0].example.prompt):
-        logger.warning(warning)
-    if warning := overlap_warning(prepared):
+    for warning in warnings_of(prepared):
         logger.warning(warning)
     if lessons.without_end:
         logger.warning(

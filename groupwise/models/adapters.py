@@ -186,6 +186,7 @@ def _refuse_other_settings(
     pairs: dict[str, Any] = {
         "r": stored.r,
         "alpha": stored.lora_alpha,
+        "rslora": stored.use_rslora,
         "dropout": stored.lora_dropout,
     }
     different = [

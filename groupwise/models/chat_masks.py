@@ -13,26 +13,24 @@ rewritten, all turns stand in one row.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.errors import TaskError
-from groupwise.models.tokens import PROBE, prompt_ids, refusal
-from groupwise.types import Message
+from groupwise.models.chat_template import (
+    Chat,
+    Refused,
+    arguments_of,
+    header_of,
+    render,
+    template_of,
+)
+from groupwise.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SHOWN = 40
 """Characters of a text that a message shows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation and what else its template receives."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Any] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +53,12 @@ def assistant_turns(chat: Chat) -> list[int]:
 def mask_turns(tokenizer: Any, chat: Chat, turns: Sequence[int]) -> list[Masked]:
     """The conversation up to the last of these turns, as few rows as its template allows, with the turns trained.
 
-    Raises `TaskError` where the template refuses the messages, or where no mask could be right.
+    A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` where
+    that is all there is or the template refuses the messages, and `TaskError` where no mask could be right.
     """
     rows: list[Masked] = []
-    for turn in turns:
+    marked = MARKS.search(template_of(tokenizer, chat))
+    for turn in turns if marked else [turn for turn in turns if turn] or turns:
         row = _mask_turn(tokenizer, chat, turn)
         if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
             row = _joined(rows.pop(), row)
@@ -68,7 +68,7 @@ def mask_turns(tokenizer: Any, chat: Chat, turns: Sequence[int]) -> list[Masked]
 
 def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
     """The whole conversation, every token of it trained."""
-    ids = _ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
+    ids = text_ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
     return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
 
 
@@ -94,10 +94,10 @@ def special_texts(tokenizer: Any) -> tuple[str, ...]:
 
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     """The conversation up to one assistant turn, of which that turn alone is trained."""
-    if MARKS.search(_template(tokenizer, chat)):
+    if MARKS.search(template_of(tokenizer, chat)):
         return _marked_turn(tokenizer, chat, turn)
     if turn == 0:
-        raise TaskError(
+        raise Refused(
             "the conversation begins with the assistant, so nothing asks for its first turn. Begin it with a user message, "
             "or leave that turn out."
         )
@@ -106,8 +106,9 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     if not whole.startswith(before):
         raise TaskError(_rewritten(turn, before, whole))
     if before == _render(tokenizer, chat, turn, ask=False):
-        before += _header(tokenizer, chat, turn, before, whole)
-    opening = _ids(tokenizer, before)
+        header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
+        before += header if header.strip() and whole.startswith(before + header) else ""
+    opening = text_ids(tokenizer, before)
     ids = opening + _tail(tokenizer, before, whole)
     closed = opening + _tail(tokenizer, before, _without_space_after_end(tokenizer, whole))
     end = len(closed) if ids[: len(closed)] == closed else len(ids)
@@ -115,30 +116,18 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     return Masked(ids, mask, ends=_ended(tokenizer, ids[len(opening) : end]))
 
 
-def _header(tokenizer: Any, chat: Chat, turn: int, before: str, whole: str) -> str:
-    """What the template writes before the assistant's words, where it does not ask for them; empty where that cannot be told."""
-    message = chat.messages[turn]
-    if message.keys() != {"role", "content"}:
-        return ""
-    probed = replace(chat, messages=[*chat.messages[:turn], {**message, "content": PROBE}])
-    other = _render(tokenizer, probed, turn + 1, ask=False)
-    header, found, _ = other[len(before) :].partition(PROBE)
-    known = found and header.strip() and whole.startswith(before + header)
-    return header if known else ""
-
-
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
     marked = tokenizer.apply_chat_template(
         list(chat.messages[: turn + 1]),
-        tools=chat.tools,
+        tools=list(chat.tools) or None,
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
-        **chat.template_kwargs,
+        **arguments_of(tokenizer, chat),
     )
     ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
-    earlier = _ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
+    earlier = text_ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
     start = _common(ids, earlier)
     mask = tuple(mark if place >= start else 0 for place, mark in enumerate(marks))
     if not any(mask):
@@ -159,33 +148,7 @@ def _joined(first: Masked, longer: Masked) -> Masked:
 
 def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     """The first `count` messages as text; `ask` adds what makes the model answer."""
-    _template(tokenizer, chat)
-    messages = list(chat.messages[:count])
-    try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=chat.tools,
-            add_generation_prompt=ask,
-            tokenize=False,
-            **chat.template_kwargs,
-        )
-    except (
-        Exception
-    ) as error:  # a template is a program of the model's makers and raises what it likes
-        raise TaskError(refusal(error, messages)) from error
-
-
-def _template(tokenizer: Any, chat: Chat) -> str:
-    if not tokenizer.chat_template:
-        raise TaskError(
-            "the row is a conversation, but the model's tokenizer has no chat template. Give rows as text (`text`, or "
-            "`prompt` and `completion`), or a template file as model.chat_template."
-        )
-    return tokenizer.get_chat_template(tools=chat.tools)
-
-
-def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
 def _tail(tokenizer: Any, before: str, whole: str) -> tuple[int, ...]:
@@ -194,10 +157,10 @@ def _tail(tokenizer: Any, before: str, whole: str) -> tuple[int, ...]:
     Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
     is asked with the tokens of `before`.
     """
-    opening, ids = _ids(tokenizer, before), _ids(tokenizer, whole)
+    opening, ids = text_ids(tokenizer, before), text_ids(tokenizer, whole)
     if ids[: len(opening)] == opening:
         return ids[len(opening) :]
-    rest = _ids(tokenizer, whole[len(before) :])
+    rest = text_ids(tokenizer, whole[len(before) :])
     if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
         raise TaskError(
             f"the text {_shown(whole[len(before) :])} cannot be tokenised apart from what stands before it, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from groupwise.settings.schema import Conflict, Strict, setting
 
@@ -56,6 +56,11 @@ class ModelConfig(Strict):
     chat_template: str | None = setting(
         None, "File with a Jinja chat template; null uses the one that comes with the tokenizer."
     )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "What the chat template receives in every conversation, such as {enable_thinking: false}; a row's own column "
+        "`chat_template_kwargs` goes before it.",
+    )
     trust_remote_code: bool = setting(
         False, "Run Python code from the model's repository. Off, because it can do anything."
     )
@@ -97,6 +102,10 @@ class LoraConfig(Strict):
     r: int = setting(16, "Rank of the adapter; RL needs little capacity, so 16 is ample.", ge=1)
     alpha: int = setting(
         32, "The adapter's output is scaled by alpha / r; twice the rank is the usual choice.", ge=1
+    )
+    rslora: bool = setting(
+        False,
+        "Scale by alpha / √r instead (rank-stabilised LoRA, arXiv:2312.03732), so that a high rank does not learn more slowly.",
     )
     dropout: float = setting(
         0.0,

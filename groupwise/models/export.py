@@ -24,7 +24,7 @@ from groupwise.models.adapters import check_adapter
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.files import disk_errors
 from groupwise.models.load import load_model, read_model_config
-from groupwise.models.lora import PREFIX, read_adapter, read_lora_config
+from groupwise.models.lora import PREFIX, read_adapter, read_lora_config, scaling_of
 from groupwise.models.tokenizer import quiet
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def stored_tokenizer(folder: Path) -> Any:
 
 
 def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
-    """W + alpha / r · B A, for each layer that has an adapter. Returns the share of the change that `format` keeps."""
+    """W + scaling · B A, for each layer that has an adapter. Returns the share of the change that `format` keeps."""
     config, tensors = read_lora_config(adapter), read_adapter(adapter)
-    scaling = config.lora_alpha / config.r
+    scaling = scaling_of(config)
     ends = ".lora_A.weight"
     realised = exact = 0.0
     with torch.no_grad():

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
+UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
                "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
 
 
@@ -264,9 +264,15 @@ def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
+        use_rslora=settings.rslora,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
     )
+
+
+def scaling_of(config: LoraConfig) -> float:
+    """What an adapter's output is multiplied by."""
+    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
 def described_adapter(config: LoraConfig) -> dict[str, Any]:

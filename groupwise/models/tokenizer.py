@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from groupwise import hub
 from groupwise.errors import ModelError
 from groupwise.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
+from groupwise.models.chat_template import OF_THE_MODEL
 from groupwise.models.config import ModelConfig
 from groupwise.models.memory import memory_explained
 
@@ -62,7 +63,7 @@ def resolve(config: ModelConfig) -> ResolvedModel:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer, with the chat template of `model.chat_template` if that is set."""
+    """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and what that receives."""
     from transformers import AutoTokenizer
 
     resolved = resolve(config)
@@ -75,6 +76,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         if not template.is_file():
             raise ModelError(f"model.chat_template: there is no file {config.chat_template!r}.")
         tokenizer.chat_template = template.read_text(encoding="utf-8")
+    setattr(tokenizer, OF_THE_MODEL, config.chat_template_kwargs)
     return tokenizer
 
 

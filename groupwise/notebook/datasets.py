@@ -125,7 +125,7 @@ def _openrubrics(config: TrainingConfig) -> Rows:
         _with_winner(row)
         for row in read_source(OPENRUBRICS, limit=config.openrubrics_max, seed=config.seed)
     ]
-    return _only(_of_rubrics(rows, OPENRUBRICS), "question", *RUBRIC)
+    return _of_rubrics(rows, OPENRUBRICS)
 
 
 def _with_winner(row: Row) -> Row:
@@ -135,11 +135,7 @@ def _with_winner(row: Row) -> Row:
 
 def _gsm8k(config: TrainingConfig) -> Rows:
     rows = read_source(GSM8K, "main", "train", limit=config.dataset_max, seed=config.seed)
-    return _only(_of_answers(rows, GSM8K), "question", "answer")
-
-
-def _only(rows: Rows, *columns: str) -> Rows:
-    return Rows([{name: row[name] for name in columns} for row in rows], rows.account)
+    return _of_answers(rows, GSM8K)
 
 
 def _arithmetic(config: TrainingConfig) -> Rows:
@@ -239,7 +235,9 @@ def _renamed(
         chat = row.get("prompt") if names["question"] == "prompt" else None
         asked = {"prompt": chat} if is_chat(chat) else {}
         made = make({**row, "prompt": said_last(chat)} if asked else {**row})
-        others = {column: value for column, value in row.items() if column not in names.values()}
+        others = {
+            name: cell for name, cell in row.items() if (name, names["question"]) != ("prompt",) * 2
+        }
         return {**others, **asked, **{ours: made[ours] for ours in names}}
 
     return usable_rows(rows, whole, f"The dataset {name!r}")

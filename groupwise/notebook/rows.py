@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal, cast
 
-from groupwise.data.chat import Account, Row, Rows, Unusable, messages_of
+from groupwise.data.chat import Account, Row, Rows
+from groupwise.data.messages import Unusable, messages_of
 from groupwise.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.worded import plain_number

@@ -11,13 +11,16 @@ of the policy's words is no reason for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+from groupwise.data.messages import joined
+from groupwise.data.template_columns import ForTemplate, for_template
 from groupwise.errors import TaskError
-from groupwise.models.tokens import completion_text, prompt_ids, refusal
+from groupwise.models.chat_template import Chat, prompt_text
+from groupwise.models.tokens import completion_text, prompt_ids, text_ids
 from groupwise.rollouts.single import policy_segment
-from groupwise.rollouts.two_stage import text_ids
 from groupwise.tasks.environment import Observation
 from groupwise.tasks.tools import Schema, instructions
 from groupwise.types import Completion, Message, Prompt, SamplingParams, Segment
@@ -64,27 +67,54 @@ class Dialogue(Protocol):
 
 
 def begin(
-    tokenizer: Any, prompt: Prompt, tools: Sequence[Schema], ids: tuple[int, ...] | None
+    tokenizer: Any,
+    prompt: Prompt,
+    tools: Sequence[Schema],
+    columns: Mapping[str, Any],
+    ids: tuple[int, ...] | None,
 ) -> Dialogue:
-    """A dialogue that begins with this prompt; `ids` are its tokens where they are known."""
-    ids = ids or first_ids(tokenizer, prompt, tools)
+    """A dialogue that begins with this prompt; `ids` are its tokens where they are known. The rest as in `first_ids`."""
+    ids = ids or first_ids(tokenizer, prompt, tools, columns)
     if isinstance(prompt, str):
         return TextDialogue(tokenizer, ids)
-    return ChatDialogue(tokenizer, prompt, tools, ids)
+    given = _for_template(tools, columns)
+    return ChatDialogue(tokenizer, prompt, given.tools, ids, given.arguments)
 
 
-def first_ids(tokenizer: Any, prompt: Prompt, tools: Sequence[Schema]) -> tuple[int, ...]:
-    """Tokens of a first prompt, with the tools in it where it is a chat. Raises TaskError."""
-    if not tools or isinstance(prompt, str):
-        return prompt_ids(tokenizer, prompt)
-    if not knows_tools(tokenizer):
-        return prompt_ids(tokenizer, told_of_tools(prompt, tools))
+def first_ids(
+    tokenizer: Any, prompt: Prompt, tools: Sequence[Schema], columns: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Tokens of a first prompt; of a chat with the tools in it, and with what the other columns of the row give to its template.
+
+    Raises TaskError.
+    """
+    if isinstance(prompt, str):
+        own = for_template(columns, "a row")  # `tools` of a task are told of by its own text
+        return prompt_ids(tokenizer, prompt, own.tools, own.arguments)
+    given = _for_template(tools, columns)
+    if given.tools and not knows_tools(tokenizer):
+        told = told_of_tools(prompt, given.tools)
+        return prompt_ids(tokenizer, told, (), given.arguments)
     try:
-        return text_ids(tokenizer, _render(tokenizer, prompt, tools))
-    except Unrenderable as problem:
+        return prompt_ids(tokenizer, prompt, given.tools, given.arguments)
+    except TaskError as problem:
+        hint = (
+            "\nOr give the tools in TextCalls, which the template need not know." if tools else ""
+        )
+        raise TaskError(f"{problem}{hint}") from problem
+
+
+def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
+    """What a chat's template receives: the tools of the task, or else those of the row."""
+    own = for_template(columns, "a row")
+    if not tools:
+        return own
+    if own.tools:
         raise TaskError(
-            f"{problem}\nOr give the tools in TextCalls, which the template need not know."
-        ) from problem
+            "The row has a column `tools`, and the task's environment has tools of its own, which are those that can be called. Leave the "
+            "column out, or call it otherwise."
+        )
+    return replace(own, tools=tuple(tools))
 
 
 def knows_tools(tokenizer: Any) -> bool:
@@ -158,14 +188,16 @@ class ChatDialogue:
         prompt: Sequence[Message],
         tools: Sequence[Schema],
         ids: tuple[int, ...],
+        template_kwargs: Mapping[str, Any],
     ) -> None:
         self.segments: list[Segment] = []
         self._tokenizer = tokenizer
         self._told = bool(tools) and not knows_tools(tokenizer)
         self._tools = () if self._told else tools
+        self._template_kwargs = template_kwargs
         self._prompt = told_of_tools(prompt, tools) if self._told else list(prompt)
         self._messages: list[Message] = []
-        self._rendered = _render(tokenizer, self._prompt, self._tools)
+        self._rendered = self._render(self._prompt)
         """The conversation up to where the policy speaks, as the template wrote it last."""
         self._context = ids
         self._last: Sequence[int] = ()
@@ -192,8 +224,8 @@ class ChatDialogue:
         self.record(observation)
         if not observation:
             raise Unrenderable("the environment is not done, but gave no observation")
-        conversation = [*self._prompt, *map(self._as_template_knows, self._messages)]
-        rendered = _render(self._tokenizer, conversation, self._tools)
+        said = list(map(self._as_template_knows, self._messages))
+        rendered = self._render(joined(self._prompt, said))
         added = self._added(rendered)
         ids = text_ids(self._tokenizer, rendered if added is None else added)
         context = ids if added is None else self._context + ids
@@ -235,6 +267,12 @@ class ChatDialogue:
             return None
         return rest[len(words) :].removeprefix(self._end_of_turn())
 
+    def _render(self, messages: Sequence[Message]) -> str:
+        try:
+            return prompt_text(self._tokenizer, Chat(messages, self._tools, self._template_kwargs))
+        except TaskError as refused:
+            raise Unrenderable(str(refused)) from refused
+
     def _end_of_turn(self) -> str:
         """The stop token that the policy wrote, as text; empty where it wrote none."""
         if completion_text(self._tokenizer, self._last[-1:]):
@@ -253,17 +291,3 @@ def _as_text(observation: Observation) -> str:
     if observation is None or isinstance(observation, str):
         return observation or ""
     raise Unrenderable("the environment answered text with chat messages; expected text")
-
-
-def _render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema]) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-    except (
-        Exception
-    ) as error:  # a template is a program of the model's makers and raises what it likes
-        raise Unrenderable(refusal(error, messages)) from error

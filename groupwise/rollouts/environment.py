@@ -173,10 +173,10 @@ class EnvironmentRollouts:
         prompt = ask.example.prompt if reply.prompt is None else reply.prompt
         known = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
-            dialogue, problem = begin(self._tokenizer, prompt, self._tools, known), None
+            dialogue, problem = self._dialogue(ask, prompt, self._tools, known), None
         except (TaskError, Unrenderable) as error:  # a prompt that the environment made
             prompt, problem = ask.example.prompt, str(error)
-            dialogue = begin(self._tokenizer, prompt, (), ask.prompt_ids)
+            dialogue = self._dialogue(ask, prompt, (), ask.prompt_ids)
         longest = len(dialogue.context) + self._limits.max_tokens
         room = self._limits.room
         attempt = _Attempt(
@@ -190,6 +190,11 @@ class EnvironmentRollouts:
         if problem is not None:
             attempt.fail("failed", problem)
         return attempt
+
+    def _dialogue(
+        self, ask: Ask, prompt: Prompt, tools: Sequence[Schema], ids: tuple[int, ...] | None
+    ) -> Dialogue:
+        return begin(self._tokenizer, prompt, tools, ask.example.columns, ids)
 
     async def _played(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.data.messages import looks_like_messages
 from groupwise.errors import TaskError
+from groupwise.models.chat_masks import special_texts
 from groupwise.rollouts.dialogue import first_ids
 from groupwise.tasks.tools import Schema
 from groupwise.types import Example
@@ -52,7 +54,7 @@ def tokenise(
             f"sampler.max_completion_length (or eval.max_completion_length) leaves no room for a prompt: it exceeds the "
             f"longest text of the model by {1 - room} tokens. Shorten it, or with another rollout.type its limits."
         )
-    ids = [first_ids(tokenizer, example.prompt, tools) for example in examples]
+    ids = [_ids(tokenizer, example, tools, where) for example in examples]
     limit = max_prompt_length or max(map(len, ids))
     kept = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
     longest = max(map(len, ids))
@@ -78,3 +80,56 @@ def tokenise(
         tuple(ids[index] for index in kept),
         len(ids) - len(kept),
     )
+
+
+def _ids(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) -> tuple[int, ...]:
+    try:
+        return first_ids(tokenizer, example.prompt, tools, example.columns)
+    except TaskError as error:
+        raise TaskError(f"{where}: row {example.index}: {error}") from error
+
+
+def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
+    """What to warn of where prompts are hardly what their author means."""
+    marks = _marks(tokenizer)
+    texts = [e.prompt for e in examples if isinstance(e.prompt, str)]
+    said = [
+        str(m.get("content") or "")
+        for e in examples
+        if not isinstance(e.prompt, str)
+        for m in e.prompt
+    ]
+    found: list[str] = []
+    if twice := [mark for text in said for mark in marks if mark in text]:
+        found.append(
+            f"messages hold {twice[0]!r}, which the chat template writes itself: they seem to have been through it already, and go through "
+            "it once more. Give such a prompt as text, or the messages as they were before"
+        )
+    if any(map(looks_like_messages, texts)):
+        found.append(
+            "a prompt looks like messages in JSON, but cannot be read as such: it is taken as text. Look for what is wrong in it"
+        )
+    return found
+
+
+def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
+    """What to say of prompts that are text, for a model with a chat template."""
+    texts = [e.prompt for e in examples if isinstance(e.prompt, str) and e.prompt]
+    if tokenizer is None or not tokenizer.chat_template or not texts:
+        return []
+    if ready := [mark for text in texts for mark in _marks(tokenizer) if mark in text]:
+        return [
+            f"prompts that are text hold {ready[0]!r} of the chat template: they are taken as they stand, and no template is applied"
+        ]
+    return [
+        f"{len(texts)} of {len(examples)} prompts are text, which the model goes on with as it stands, without its chat template. Where a "
+        "user is meant to say it, give a list of messages, or set data.prompt_format to chat"
+    ]
+
+
+def _marks(tokenizer: Any) -> list[str]:
+    """The special tokens that the chat template writes."""
+    if tokenizer is None:
+        return []
+    template = str(tokenizer.chat_template or "")
+    return [mark for mark in special_texts(tokenizer) if mark.strip() and mark in template]

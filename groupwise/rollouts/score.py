@@ -44,6 +44,7 @@ def score_request(group: Group, global_step: int, max_steps: int) -> ScoreReques
         columns={name: [value] * len(pending) for name, value in columns.items()},
         global_step=global_step,
         max_steps=max_steps,
+        prompt_ids=[list(rollout.prompt_ids) for rollout in pending],
     )
 
 

@@ -7,10 +7,11 @@ end or the beginning, or left out; one of which nothing trained is left then is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
+from groupwise.data.messages import number_of
 from groupwise.data.sft import (
     Completion,
     Content,
@@ -32,7 +33,9 @@ from groupwise.models.chat_masks import (
     mask_turns,
     mask_whole_chat,
 )
+from groupwise.models.chat_template import Refused
 from groupwise.models.tokens import completion_text
+from groupwise.rollouts.dialogue import knows_tools, told_of_tools
 from groupwise.types import Example, Group, Rollout, Row, Segment
 
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
@@ -53,6 +56,8 @@ class TeacherWay:
     truncation: TruncationMode = "keep_start"
     formatting: Callable[[Any], Any] | None = None
     collator: Callable[[Any], Any] | None = None
+    strict: bool = False
+    """Whether a row that the chat template does not take is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class LessonSet:
     """Rows that were cut because they were too long."""
     dropped: int = 0
     """Rows that were left out, because they were too long or nothing trained was left of them."""
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rows that the chat template does not take, by the reason."""
 
     @property
     def tokens(self) -> int:
@@ -98,25 +105,38 @@ class LessonSet:
 def read_lessons(
     tokenizer: Any, rows: Sequence[dict[str, Any]], way: TeacherWay, *, where: str
 ) -> LessonSet:
-    """Tokenise and mask all rows. Raises `TaskError` that starts with `where`, and names the row, for one that cannot be right."""
+    """Tokenise and mask all rows. Raises `TaskError` that starts with `where`, and names the row, for one that cannot be right.
+
+    A row that the chat template does not take is left out, and an error where the way is `strict` or no other is left.
+    """
     if way.formatting is not None:
         what = f"{where}, formatted by get_sft_formatting_func,"
         rows = format_rows(rows, way.formatting, text_field=way.text_field, where=what)
     lessons: list[Lesson] = []
     cut = dropped = 0
+    refused: dict[str, list[Refused]] = {}
     for index, row in enumerate(rows):
-        whole = _lesson(tokenizer, index, row, way, where)
+        try:
+            whole = _lesson(tokenizer, index, row, way, where)
+        except Refused as problem:
+            if way.strict:
+                raise
+            refused.setdefault(str(problem.__cause__), []).append(problem)
+            continue
         fitting = [each for each in (_fitted(one, way) for one in whole.rows) if each is not None]
         cut += sum(each not in whole.rows for each in fitting)
         dropped += len(whole.rows) - len(fitting)
         if fitting:
             lessons.append(replace(whole, rows=tuple(fitting)))
+    if not lessons and refused:
+        raise next(iter(refused.values()))[0]
     if not lessons:
         raise TaskError(
             f"{where}: nothing is left to train: of all {dropped} rows nothing trained stands within data.max_length = "
             f"{way.max_length} tokens (data.truncation_mode is {way.truncation}). Raise it, or shorten the rows."
         )
-    return LessonSet(tuple(lessons), cut, dropped)
+    counts = {reason: len(problems) for reason, problems in refused.items()}
+    return LessonSet(tuple(lessons), cut, dropped, counts)
 
 
 def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
@@ -147,7 +167,7 @@ def teacher_row(masked: Masked) -> Row:
 def _lesson(
     tokenizer: Any, index: int, row: Mapping[str, Any], way: TeacherWay, where: str
 ) -> Lesson:
-    here = f"{where}: row {index}"
+    here = f"{where}: row {number_of(row, index)}"
     try:
         if way.collator is not None:
             return _collated(tokenizer, index, row, way, where)
@@ -159,7 +179,7 @@ def _lesson(
     except TaskError as error:
         if error.message.startswith(where):
             raise
-        raise TaskError(f"{here}: {error.message}") from error
+        raise type(error)(f"{here}: {error.message}") from error
 
 
 def _collated(
@@ -167,7 +187,7 @@ def _collated(
 ) -> Lesson:
     """The row with the masks of the task's own collator."""
     assert way.collator is not None
-    here = f"{where}: row {index}"
+    here = f"{where}: row {number_of(row, index)}"
     found: TeacherExample | None = None
     ids: tuple[int, ...] | None = None
     if has_form(row, way.text_field):
@@ -190,7 +210,7 @@ def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
         return [_whole(tokenizer, content)]
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
-    chat = _chat(content)
+    chat = _chat(tokenizer, content)
     turns = [turn for turn in assistant_turns(chat) if turn >= content.begins]
     return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns)
 
@@ -203,12 +223,16 @@ def _whole(tokenizer: Any, content: Content) -> Masked:
         case Completion(prompt=prompt, completion=completion):
             return mask_completion(tokenizer, prompt, completion, whole=True)
         case Conversation():
-            return mask_whole_chat(tokenizer, _chat(content))
+            return mask_whole_chat(tokenizer, _chat(tokenizer, content))
         case Tokens():
             return _of_tokens(content)
 
 
-def _chat(content: Conversation) -> Chat:
+def _chat(tokenizer: Any, content: Conversation) -> Chat:
+    """What the template receives; one that knows no tools has them in the system message."""
+    if content.tools and not knows_tools(tokenizer):
+        told = told_of_tools(content.messages, content.tools)
+        return Chat(told, (), content.template_kwargs)
     return Chat(content.messages, content.tools, content.template_kwargs)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupwise.awaiting import gather_all
-from groupwise.models.tokens import completion_text
+from groupwise.models.tokens import completion_text, text_ids
 from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.rollouts.single import policy_segment
@@ -82,11 +82,6 @@ class TwoStage:
         written = self._tokenizer.decode(list(reasoning), skip_special_tokens=False)
         end = "" if self._config.reasoning_end in written else self._config.reasoning_end
         return text_ids(self._tokenizer, end + self._config.answer_start)
-
-
-def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """The tokens of text in the middle of something: nothing is put before or after it."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else ()
 
 
 def _inserted_segment(ids: tuple[int, ...]) -> tuple[Segment, ...]:

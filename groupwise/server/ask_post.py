@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from groupwise.awaiting import gather_all
+from groupwise.data.template_columns import columns_of
 from groupwise.http.caller import Caller
 from groupwise.server import keeping
 from groupwise.server.conductor import Conductor
@@ -204,4 +205,5 @@ def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> 
             stop=None if request.stop is None else tuple(request.stop),
         ),
         None if ids is None else tuple(ids),
+        columns_of(request.tools, request.chat_template_kwargs),
     )

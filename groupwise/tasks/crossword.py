@@ -22,7 +22,8 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
-from groupwise.data.chat import Account, Rows, Unusable
+from groupwise.data.chat import Account, Rows
+from groupwise.data.messages import Unusable
 from groupwise.data.order import Stream
 from groupwise.data.sources import read_source
 from groupwise.errors import TaskError

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from groupwise.data.chat import Unusable
+from groupwise.data.messages import Unusable
 from groupwise.errors import TaskError
 
 Made = TypeVar("Made")

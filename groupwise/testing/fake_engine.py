@@ -36,6 +36,7 @@ from typing import Any, Literal, NoReturn
 
 from groupwise.algorithms.advantages import centred
 from groupwise.errors import ModelError, RunError, RunNotFoundError, UsageError
+from groupwise.models.tokens import prompt_ids
 from groupwise.rollouts.rows import training_rows
 from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.single import policy_segment
@@ -531,14 +532,7 @@ class FakeEngine:
         return self._current
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        made = (
-            self._tokenizer(prompt)["input_ids"]
-            if isinstance(prompt, str)
-            else self._tokenizer.apply_chat_template(prompt)
-        )
-        if not made:
-            raise UsageError("A prompt has no tokens: an empty text cannot be completed.")
-        return tuple(made)
+        return prompt_ids(self._tokenizer, prompt)
 
     def _ids(self, order: SampleOrder, run: _Run) -> tuple[int, ...]:
         ids = self._tokens(order.prompt)

@@ -43,6 +43,8 @@ class FakeTokenizer:
     eos_token_id = END_ID
     bos_token_id = None
     chat_template = "plain"
+    all_special_tokens: tuple[str, ...] = ()
+    added_tokens_decoder: Mapping[int, object] = {}
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [max(ALPHABET.find(letter), 0) for letter in text.lower()]}
@@ -51,8 +53,11 @@ class FakeTokenizer:
         letters = [ALPHABET[index] for index in ids]
         return "".join(letter for letter in letters if not (skip_special_tokens and letter == END))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: object) -> list[int]:
-        return self(" ".join(message["content"] for message in messages))["input_ids"]
+    def get_chat_template(self, tools: object = None) -> str:
+        return self.chat_template
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: object) -> str:
+        return " ".join(message["content"] for message in messages)
 
 
 class FakeSampler:

@@ -109,6 +109,7 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing:
             if targets is None or isinstance(targets, str)
             else sorted(targets),
             lora_alpha=config.lora_alpha,
+            use_rslora=config.use_rslora,
             lora_dropout=0.0,
             bias="none",
             use_gradient_checkpointing="unsloth" if gradient_checkpointing else False,

@@ -269,6 +269,18 @@ class ChatRequest(_Request):
         default=None, description="Tell the log-probability of each token that was drawn."
     )
     top_logprobs: int | None = Field(default=None, description="0 alone.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None,
+        description='Ours, as in vLLM: what the chat template receives beside the messages, such as {"enable_thinking": false}.',
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="No effect: a chat is gone on with where the assistant's words are to come.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="No effect: where the last message is the assistant's, the completion goes on with it.",
+    )
     response_format: ResponseFormat | None = Field(default=None, description="`text` alone.")
     modalities: list[Literal["text"]] | None = Field(default=None, description="`text` alone.")
     tools: list[Any] | None = Field(default=None, description="None: they cannot be called.")

@@ -464,6 +464,15 @@ class CompletionsRequest(Body):
         min_length=1,
         max_length=MAX_TOKENS,
     )
+    tools: list[dict[str, Any]] | None = Field(
+        default=None,
+        description="Schemas of tools that the chat template describes; their calls stand in the text of the completions.",
+        max_length=MAX_MESSAGES,
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None,
+        description='What else the chat template receives, such as {"enable_thinking": false}; before the run\'s own.',
+    )
     tokenizer_hash: str | None = Field(
         default=None,
         description="Hash of the client's tokenizer and template (GET /tokenizer); refused where it is not the server's.",

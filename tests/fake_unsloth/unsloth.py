@@ -63,6 +63,7 @@ class FastLanguageModel:
         lora_dropout=0.0,
         bias="none",
         use_gradient_checkpointing="unsloth",
+        use_rslora=False,
         random_state=3407,
     ):
         from peft import LoraConfig, get_peft_model

@@ -47,7 +47,7 @@ def config(**data: Any) -> dict[str, Any]:
             "num_generations": 2,
             "learning_rate": 0.01,
         },
-        "data": {"prompt_column": "question", **data},
+        "data": {"prompt_column": "question", "prompt_format": "chat", **data},
         "eval": {"max_prompts": 6},
         "run": {"name": "toy", "save_steps": 2, "threads": 1},
     }

@@ -48,6 +48,7 @@ from groupwise.models.card import packages_used
 from groupwise.models.identity import identity
 from groupwise.models.tokens import completion_text, prompt_ids, rendered
 from groupwise.ranks import ahead
+from groupwise.rollouts.dialogue import first_ids
 from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.single import sample_group
 from groupwise.runs import checkpoints, durable
@@ -239,7 +240,7 @@ class EngineCore:
         seeds = self._seeds(order)
         async with self._inside():
             step, policy = run.step, run.serving
-            example = Example(order.draw, order.prompt)
+            example = Example(order.draw, order.prompt, dict(order.columns))
             group = await sample_group(
                 run.sampler, example, order.draw, ids, seeds, params, self._text
             )
@@ -276,7 +277,7 @@ class EngineCore:
 
     def _ids(self, order: SampleOrder) -> tuple[int, ...]:
         try:
-            ids = self._tokens(order.prompt)
+            ids = first_ids(self._current.run.tokenizer, order.prompt, (), order.columns)
         except TaskError as error:  # it has no tokens, or the chat template does not take it
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:

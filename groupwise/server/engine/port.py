@@ -108,6 +108,8 @@ class SampleOrder:
     sampling: Sampling = field(default_factory=Sampling)
     prompt_ids: tuple[int, ...] | None = None
     """The prompt as the client has tokenised it; refused with UsageError where the engine's own ids for `prompt` differ."""
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the chat template receives beside the messages, by the columns of rows that hold it; see `groupwise.data.template_columns`."""
     trains: bool = True
     """Whether it may be learnt from; then restricted sampling (top_p, top_k, min_p) is refused with UsageError."""
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from groupwise.data.template_columns import columns_of
 from groupwise.server.engine.port import Sampling
 from groupwise.types import Prompt
 from groupwise.wire.openai import GROUP, SIZE, ChatRequest, TextRequest
@@ -46,6 +47,8 @@ class Ask:
     n: int
     """Completions of each."""
     sampling: Sampling
+    columns: Mapping[str, Any]
+    """See `SampleOrder.columns`."""
     logprobs: bool
     store: bool
     """Whether they are kept, to be rewarded; then there is one prompt."""
@@ -60,13 +63,17 @@ class Ask:
     def hash_with(self, size: int) -> str:
         """Of all that the members of a group of so many have in common (SHA-256, hex)."""
         asked: list[Any] = [list(self.prompts), size, asdict(self.sampling)]
+        if self.columns:
+            asked.append(dict(self.columns))
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
     """What is asked for. Refused by name where it cannot be kept as it is asked for."""
+    columns: dict[str, Any] = {}
     if isinstance(request, ChatRequest):
         prompts: tuple[Prompt, ...] = ([message.plain() for message in request.messages],)
+        columns = columns_of(None, request.chat_template_kwargs)
     else:
         prompts = request.prompts
     store = bool(request.store) or said.store
@@ -86,6 +93,7 @@ def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
         prompts=prompts,
         n=request.choices,
         sampling=sampling,
+        columns=columns,
         logprobs=request.wants_logprobs,
         store=store,
         gather=gather,

@@ -218,7 +218,14 @@ class OpenAIService:
     ) -> Kept:
         with self._a_place(len(ask.prompts) * ask.n):
             orders = [
-                SampleOrder(next(self._draws), prompt, ask.n, _seeded(ask.sampling), trains=False)
+                SampleOrder(
+                    next(self._draws),
+                    prompt,
+                    ask.n,
+                    _seeded(ask.sampling),
+                    columns=ask.columns,
+                    trains=False,
+                )
                 for prompt in ask.prompts
             ]
             found = await self._sampled(ask, orders, ask.n, conductor, progress)
@@ -268,7 +275,7 @@ class OpenAIService:
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
         async with conductor.room.admitted((None,), wait, keeping.caller.key_id) as (draw,):
-            order = SampleOrder(draw, ask.prompts[0], size, ask.sampling)
+            order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
             (sampled,) = await self._sampled(ask, [order], ask.n, conductor, progress)
             choices = await self._written(ask, sampled.group.rollouts[: ask.n], conductor)
             kept = await self._ledger.do(

@@ -53,22 +53,33 @@ def left_out(value: Any, **way: Any) -> str:
         {"role": ["user"], "content": ["hi"]},
         [{**USER, "name": None}],
         [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
-        [USER, ASSISTANT],
-        [USER, ASSISTANT, ASSISTANT],
-        {"role": ["user", "assistant"], "content": ["hi", "hello"]},
+        '[{"role": "user", "content": "hi"}]',
+        [{"from": "human", "value": "hi"}],
+        [USER, {**ASSISTANT, "content": " "}],
     ],
 )  # fmt: skip
 def test_every_form_is_the_same_chat(given: Any) -> None:
-    assert prompt(given) == [USER]
+    assert prompt(given, format="chat") == [USER]
 
 
 def test_what_stays_as_it_is() -> None:
-    """Turns before the last question, text where it is to stay text, and the result of a tool as the last word."""
-    assert prompt([SYSTEM, USER, ASSISTANT, USER, ASSISTANT]) == [SYSTEM, USER, ASSISTANT, USER]
-    assert prompt("  Once\n<think>", format="text", strip_tags=TAGS) == "  Once\n<think>"
-    assert prompt([USER], format="text") == [USER]
+    """Text, turns before the last question, and the result of a tool as the last word."""
+    assert prompt("  Once\n<think>", strip_tags=TAGS) == "  Once\n<think>"
+    assert prompt([SYSTEM, USER, ASSISTANT, USER]) == [SYSTEM, USER, ASSISTANT, USER]
     called = [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}, TOOL]
     assert prompt(called) == called
+
+
+@pytest.mark.parametrize("given", [
+    [USER, ASSISTANT], {"role": ["user", "assistant"], "content": ["hi", "hello"]}, [USER, TOOL, ASSISTANT],
+])  # fmt: skip
+def test_what_the_assistant_says_at_the_end_is_gone_on_with_or_left_out(given: Any) -> None:
+    rows = prompts(given)
+    assert rows[0]["prompt"][-1] == ASSISTANT
+    assert "data.prefill" in next(iter(rows.account.changed))
+    dropped = prompts(given, [USER, ASSISTANT, ASSISTANT], prefill="drop")
+    assert [row["prompt"][-1]["role"] in ("user", "tool") for row in dropped] == [True, True]
+    assert list(dropped.account.changed.values()) == [2]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +92,8 @@ def test_what_stays_as_it_is() -> None:
         ([{"role": "user", "content": " "}], "the prompt is empty"),
         (3, "the prompt is no text and no messages"),
         (["hi"], "a message is no mapping of role and content"),
-        ([{"content": "hi"}], "a message has no role"),
-        ([{"from": "human", "value": "hi"}], "ShareGPT"),
+        ([{"content": "hi"}], "a message has no text under `role`"),
+        ([{"from": "bing", "value": "hi"}], "ShareGPT"),
         ([{"role": "human", "content": "hi"}], "the role 'human'"),
         ([{"role": "user"}], "a message has no text"),
         ([{"role": "user", "content": [{"type": "image"}]}], "a message holds more than text"),
@@ -90,7 +101,6 @@ def test_what_stays_as_it_is() -> None:
         ([SYSTEM], "no message is the user's"),
         ([ASSISTANT], "no message is the user's"),
         ([USER, SYSTEM], "do not end with the user"),
-        ([USER, SYSTEM, ASSISTANT], "do not end with the user"),
     ],
 )
 def test_rows_without_a_prompt_are_left_out_by_reason(given: Any, reason: str) -> None:
@@ -101,27 +111,26 @@ def test_rows_without_a_prompt_are_left_out_by_reason(given: Any, reason: str) -
 
 
 def test_system_prompt_is_put_before_those_that_have_none() -> None:
-    rows = prompts("hi", [USER], [SYSTEM, USER], system_prompt="Think.")
+    rows = prompts("hi", [USER], [SYSTEM, USER], system_prompt="Think.", format="chat")
     think = {"role": "system", "content": "Think."}
     assert [row["prompt"] for row in rows] == [[think, USER], [think, USER], [SYSTEM, USER]]
     assert list(rows.account.changed.values()) == [2]
     developer = {"role": "developer", "content": "x"}
     assert prompt([developer, USER], system_prompt="Think.") == [developer, USER]
+    with pytest.raises(TaskError, match=r"data\.prompt_format"):
+        prompt("hi", system_prompt="Think.", format="text")
 
 
-def test_blocks_are_taken_out_of_what_users_say_alone() -> None:
+def test_blocks_are_taken_out_of_turns_where_the_config_says_so() -> None:
     said = "<think>old\nthoughts</think> 2+2? <ANSWER>5</ANSWER>"
     chat = [{"role": "user", "content": said}, {**ASSISTANT, "content": said}, USER]
+    assert prompt(chat) == chat
     rows = prompts(chat, strip_tags=TAGS)
-    assert chat[0]["content"] == said, "rows are not changed in place"
-    assert rows[0]["prompt"] == [
-        {"role": "user", "content": "2+2?"},
-        {**ASSISTANT, "content": said},
-        USER,
-    ]
+    assert chat[1]["content"] == said, "rows are not changed in place"
+    assert rows[0]["prompt"] == [chat[0], {**ASSISTANT, "content": "2+2?"}, USER]
     assert list(rows.account.changed.values()) == [1]
-    assert prompt(said) == [{"role": "user", "content": said}]
-    assert "empty" in left_out("<think>all of it</think>", strip_tags=TAGS)
+    both = prompts(chat, strip_tags=TAGS, strip_roles=("user", "assistant"))
+    assert [each["content"] for each in both[0]["prompt"]] == ["2+2?", "2+2?", "hi"]
 
 
 def test_blocks_end_where_they_first_end_and_tags_are_no_patterns() -> None:
@@ -140,20 +149,20 @@ def test_columns_follow_the_last_question_as_lines() -> None:
     assert [m["content"] for m in asked([USER, ASSISTANT, USER])] == ["hi", "hello", said]
     called = asked([USER, {"role": "assistant", "tool_calls": [{}]}, TOOL])
     assert (called[0]["content"], called[-1]) == (said, TOOL)
-    assert asked("hi", format="text") == said
+    assert asked("hi") == said
 
 
 def test_duplicates_are_told_by_the_prompt_as_it_is_in_the_end() -> None:
     given = ("hi", [USER], "hello", [USER, ASSISTANT])
     assert len(prompts(*given)) == 4
-    rows = prompts(*given, drop_duplicates=True)
+    rows = prompts(*given, drop_duplicates=True, format="chat", prefill="drop")
     assert [row["prompt"][0]["content"] for row in rows] == ["hi", "hello"]
     assert list(rows.account.left_out.values()) == [2]
 
 
 @given(st.lists(st.sampled_from([SYSTEM, USER, ASSISTANT, TOOL]), max_size=6))
 def test_a_chat_ends_with_who_is_answered_or_is_left_out(messages: list[dict[str, Any]]) -> None:
-    rows = prompts(messages, [USER], system_prompt="Think.")
+    rows = prompts(messages, [USER], system_prompt="Think.", prefill="drop")
     assert len(rows) + sum(rows.account.left_out.values()) == 2
     for row in rows:
         assert row["prompt"][-1]["role"] in ("user", "tool")
@@ -174,7 +183,9 @@ def test_rows_of_a_teacher() -> None:
     row = {"messages": {"role": ["user", "assistant"], "content": ["hi", "hello"]}, "id": 3}
     found = taught(row, system_prompt="Be brief.")
     assert found == [{"messages": [SYSTEM, USER, ASSISTANT], "id": 3}]
-    found = taught({"prompt": "hi", "completion": "hello"}, system_prompt="Be brief.")
+    found = taught(
+        {"prompt": "hi", "completion": "hello"}, system_prompt="Be brief.", format="chat"
+    )
     assert found == [{"prompt": [SYSTEM, USER], "completion": "hello"}]
     rows = [{"text": "once"}, {"input_ids": [1, 2]}]
     assert taught(*rows) == rows

@@ -83,7 +83,7 @@ def test_entry_says_what_is_wrong_with_it(entry: dict[str, Any], said: str) -> N
         ({"dataset_mixture": [{"task": "math"}], "test_split_size": 0.1}, "no effect on tasks"),
         ({**ONE, "dataset_test_split": "test", "test_split_size": 0.1}, "and test_split_size"),
         ({**ONE, "prompt_column": "q", "columns": {"prompt": "r"}}, "and columns.prompt both"),
-        ({**ONE, "prompt_format": "text", "system_prompt": "x"}, "system_prompt has no effect"),
+        ({**ONE, "strip_roles": ["user"]}, "strip_roles has no effect without strip_tags"),
         ({"mixture": [{"source": "a"}]}, "here it is data.dataset_mixture"),
         ({"dataset_name": "a", "test_split_size": 1.5}, "below 1"),
     ],

@@ -60,12 +60,12 @@ def test_half_a_character_is_refused_by_its_row(row, place):
 @pytest.mark.parametrize(("rows", "parts"), [
     ([], ["empty dataset"]), (iter([]), ["empty dataset"]),
     ([{"question": "x", "answer": "y"}], ["row 0", "no column `prompt`", "question, answer"]),
-    ([{"prompt": "a"}, {"prompt": 3}], ["row 1", "`prompt` is of type int: 3"]),
+    ([{"prompt": "a"}, {"prompt": 3}], ["row 1", "type int: 3"]),
     ([{"prompt": ""}], ["row 0", "empty"]), ([{"prompt": []}], ["row 0", "empty"]),
-    ([{"prompt": None}], ["NoneType"]), ([{"prompt": ["hi"]}], ["row 0, message 0", "str"]),
-    ([{"prompt": [{"from": "human", "value": "x"}]}], ["`role`", "from, value"]),
-    ([{"prompt": [{"role": "user"}]}], ["`content`", "got none"]),
-    ([{"prompt": [*CHAT, {"role": "user", "content": 3}]}], ["message 1", "got int"]),
+    ([{"prompt": None}], ["NoneType"]), ([{"prompt": ["hi"]}], ["row 0, message 0"]),
+    ([{"prompt": [{"content": "x"}]}], ["`role`"]),
+    ([{"prompt": [{"role": "user"}]}], ["`content`"]),
+    ([{"prompt": [*CHAT, {"role": "user", "content": 3}]}], ["message 1", "`content`"]),
     (["a"], ["row 0 is str"]), ("text", ["returned str"]), (None, ["returned NoneType"]),
     (DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}), ["not one dataset"]),
 ])  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.data.chat import Unusable
 from groupwise.data.config import DatasetConfig
+from groupwise.data.messages import Unusable
 from groupwise.data.named import for_training
 from groupwise.data.pipelines import find_pipeline
 from groupwise.errors import TaskError
@@ -45,11 +45,15 @@ def data(**keys: Any) -> DatasetConfig:
 @pytest.mark.parametrize(
     ("name", "row", "made"),
     [
-        ("generic", {**PAIR, "x": 1}, {"prompt": "a", "x": 1, "reference": "b"}),
+        ("generic", {**PAIR, "x": 1}, {**PAIR, "x": 1, "reference": "b"}),
         ("generic", {**PAIR, "reference": "c"}, {**PAIR, "reference": "c"}),
-        ("generic", {**PAIR, "reference": None}, {"prompt": "a", "reference": "b"}),
+        ("generic", {**PAIR, "reference": None}, {**PAIR, "reference": "b"}),
         ("generic", {"prompt": "a"}, {"prompt": "a"}),
-        ("deepseek", {"prompt": CHAT, "answer": "2"}, {"prompt": CHAT, "reference": "2"}),
+        (
+            "deepseek",
+            {"prompt": CHAT, "answer": "2"},
+            {"prompt": CHAT, "answer": "2", "reference": "2"},
+        ),
         ("deepseek", {"prompt": "1+1?"}, {"prompt": CHAT}),
     ],
 )
@@ -61,7 +65,7 @@ def test_built_in_ones(name: str, row: dict[str, Any], made: dict[str, Any]) -> 
 
 def test_a_teachers_answer_is_the_completion() -> None:
     step = find_pipeline("generic", teacher=True)
-    assert step({"prompt": "a", "answer": "b"}) == {"prompt": "a", "completion": "b"}
+    assert step({"prompt": "a", "answer": "b"}) == {**PAIR, "completion": "b"}
     assert step({"messages": CHAT}) == {"messages": CHAT}, "rows of another kind stay"
     with pytest.raises(Unusable, match="no text"):
         find_pipeline("generic")({"prompt": CHAT})
@@ -69,7 +73,7 @@ def test_a_teachers_answer_is_the_completion() -> None:
 
 def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
     parts, account = for_training(
-        data(preprocessing_pipeline="own_pipelines.py:short", prompt_format="text"), teacher=False
+        data(preprocessing_pipeline="own_pipelines.py:short"), teacher=False
     )
     (part,) = parts
     assert [{k: row[k] for k in ("prompt", "kept")} for row in part.rows] == [

@@ -347,3 +347,19 @@ def test_it_bears_whatever_groups_hold(course, entropy):
     for step, groups in enumerate(course):
         signals.observe(groups, step, entropy)
     json.dumps(signals.state(), allow_nan=False)
+
+
+def asked_of(columns: dict[str, Any]) -> list[Group]:
+    return [Group(0, Example(0, "p", columns), (member(),))]
+
+
+def test_an_argument_that_has_got_nothing_is_a_signal_until_it_gets_something():
+    signals = Signals(SignalsConfig(), [("right", "answer"), ("right", "gold")])
+    ((warning,),) = [signals.observe(asked_of({"answer": "1"}), 0).warnings]
+    assert (warning.name, warning.kind, "`gold`" in warning.message) == ("unfilled", "begins", True)
+    again = Signals(SignalsConfig(), [("right", "answer"), ("right", "gold")])
+    again.load_state(json.loads(json.dumps(signals.state())))
+    for each in (signals, again):
+        assert each.observe(asked_of({"answer": None}), 1).warnings == ()
+        ((ended,),) = [each.observe(asked_of({"gold": "1"}), 2).warnings]
+        assert (ended.name, ended.kind) == ("unfilled", "ends")

@@ -162,7 +162,9 @@ def test_folder_has_a_file_for_each_split_or_several() -> None:
 def test_columns_get_our_names_and_the_others_stay() -> None:
     rows = [{"q": "1+1", "meta": {"gold": {"x": 2}}, "id": 7, "prompt": "old"}]
     found = read_source(jsonl(rows), columns={"prompt": "q", "answer": "meta.gold.x"})
-    assert found == [{"prompt": "1+1", "answer": 2, "meta": {"gold": {"x": 2}}, "id": 7}]
+    assert found == [
+        {"prompt": "1+1", "answer": 2, "q": "1+1", "meta": {"gold": {"x": 2}}, "id": 7}
+    ]
     found = read_source(jsonl([{"a": 1, "b": 2}, {"a": 3}]), columns={"a": "b", "b": "a"})
     assert found == [{"a": 2, "b": 1}, {"b": 3}], "they may change places, and a row may lack one"
 
@@ -170,6 +172,15 @@ def test_columns_get_our_names_and_the_others_stay() -> None:
 def test_missing_column_is_told_with_the_nearest() -> None:
     message = refused(jsonl(ROWS), columns={"prompt": "questoin"})
     assert "'question'? It has: question, answer." in message
+
+
+def test_what_the_library_datasets_saved_is_read() -> None:
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.save_to_disk("one")
+    datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk("splits")
+    assert read_source("one") == read_source("splits") == read_source("splits/train") == ROWS
+    assert read_source("splits", split="test") == [ROWS[1]]
+    assert "saved" in refused("one", split="test")
 
 
 # What cannot be read
@@ -226,7 +237,7 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_source(
         "openai/gsm8k", "main", "test[:4]", {"prompt": "question"}, 2, revision="e53f048"
     )
-    assert found == [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS[:2]]
+    assert found == [{"prompt": row["question"], **row} for row in ROWS[:2]]
     sampled = read_source("openai/gsm8k", "main", "test[:4]", limit=2, seed=0, revision="e53f048")
     assert sampled == read_source(jsonl(ROWS), limit=2, seed=0)
     assert asked.pop() == asked[0]

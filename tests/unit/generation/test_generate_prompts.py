@@ -38,12 +38,21 @@ def test_text_becomes_a_users_message_or_is_continued(rows: Any) -> None:
     assert read.items[1].prompt == [own, user("hi")]
 
 
-def test_the_answer_that_is_there_is_left_out(rows: Any) -> None:
-    answered = [user("hi"), {"role": "assistant", "content": "ho"}]
-    read = rows([{"messages": answered}], prompt_column="messages", system_prompt="s")
-    assert read.items[0].prompt == [{"role": "system", "content": "s"}, user("hi")]
-    assert read.answered_already == 1
-    assert rows([{"messages": answered[:1]}], prompt_column="messages").answered_already == 0
+def test_words_of_the_assistant_at_the_end_are_gone_on_with_or_left_out(rows: Any) -> None:
+    begun = [user("hi"), {"role": "assistant", "content": "ho"}]
+    read = rows([{"messages": begun}], prompt_column="messages", system_prompt="s")
+    assert read.items[0].prompt == [{"role": "system", "content": "s"}, *begun]
+    assert read.ending_with_assistant == 1
+    dropped = rows([{"messages": begun}], prompt_column="messages", prefill="drop")
+    assert dropped.items[0].prompt == begun[:1]
+    assert rows([{"messages": begun[:1]}], prompt_column="messages").ending_with_assistant == 0
+
+
+def test_what_the_template_receives_belongs_to_what_is_asked(rows: Any) -> None:
+    same, other = {"prompt": "hi", "chat_template_kwargs": {"a": 1}}, {"prompt": "hi", "tools": []}
+    keyed = [item.key for item in rows([{"prompt": "hi"}, same, other]).items]
+    assert len(set(keyed)) == 3
+    assert keyed[1] != rows([{"prompt": "hi"}]).items[0].key == keyed[0]
 
 
 def keys(read: Prompts) -> list[str]:

@@ -108,7 +108,7 @@ def shown(tokenizer: Any, row: Masked) -> str:
 
 def masked(family: str, messages, tools=None, turns=None, **keywords):
     tokenizer = chat_tokenizer(family)
-    chat = Chat(messages, tools, keywords)
+    chat = Chat(messages, tools or (), keywords)
     rows = mask_turns(tokenizer, chat, assistant_turns(chat) if turns is None else turns)
     return tokenizer, chat, rows
 
@@ -144,7 +144,7 @@ def test_a_template_without_an_end_token_is_told_from_one_with():
     [
         ("gemma", [SYSTEM, *TWO_TURNS], "roles system, user"),
         ("gemma", [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], "must alternate"),
-        ("chatml", TWO_TURNS[1:], "begins with the assistant"),
+        ("chatml", TWO_TURNS[1:2], "begins with the assistant"),
         ("mistral", [SYSTEM, *TWO_TURNS], r"goes on with 'be kind\\n\\n 1\+1\? \[/INST\]'"),
         ("deepseek_r1", TWO_TURNS, r"goes on with '<think>\\n', it writes ' 2\\n</s>'"),
     ],
@@ -194,6 +194,4 @@ def test_the_header_is_not_trained_where_the_template_does_not_ask():
     (row,) = mask_turns(tokenizer, Chat(letter), [1])
     assert shown(tokenizer, row).endswith("<|im_start|>assistant\n⟦a<|im_end|>⟧\n")
     rows = mask_turns(tokenizer, Chat([*TWO_TURNS[:1], {**TWO_TURNS[1], "name": "me"}]), [1])
-    assert "⟦<|im_start|>assistant" in shown(
-        tokenizer, rows[0]
-    )  # where the words begin is not sure
+    assert "assistant\n⟦" in shown(tokenizer, rows[0])

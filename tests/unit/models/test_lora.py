@@ -278,7 +278,6 @@ def test_loading_is_strict_and_lists_everything():
     ("change", "named"),
     [
         ({"use_dora": True}, "use_dora"),
-        ({"use_rslora": True}, "use_rslora"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),

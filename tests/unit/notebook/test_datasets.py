@@ -135,7 +135,9 @@ def test_files_keep_their_other_columns(tmp_path):
     answers = write(tmp_path / "answers.jsonl", given)
     train, test = prepare_datasets(TrainingConfig(dataset=str(answers)))
     found = sorted((*train, *test), key=lambda row: row["level"])
-    assert found[2] == {"question": "2 + 1?", "answer": "3", "level": 2, "prompt": asked}
+    assert found[2] == {
+        "problem": "2 + 1?", "question": "2 + 1?", "answer": "3", "level": 2, "prompt": asked,
+    }  # fmt: skip
     solved = [{"problem": f"{n} + 1?", "solution": f"Add. #### {n + 1}"} for n in range(2)]
     train, test = prepare_datasets(TrainingConfig(dataset=str(write(tmp_path / "a.jsonl", solved))))
     assert {row["question"]: row["answer"] for row in (*train, *test)} == {
@@ -151,7 +153,7 @@ def test_files_keep_their_other_columns(tmp_path):
     config = TrainingConfig(dataset=str(rubrics))
     train, _ = prepare_datasets(config)
     kept = {name: train[0][name] for name in train[0] if name != "question"}
-    assert kept == {**row, "reference": "c"}
+    assert kept == {**row, "reference": "c", "response": "c"}
     overlap = create_reward_functions(config, train)[1]
     columns = {name: [value] for name, value in kept.items() if name != "prompt"}
     assert overlap(prompts=["Say."], completions=["c"], **columns) == [5.0]
@@ -182,11 +184,10 @@ def test_chats_without_a_question_are_left_out(tmp_path):
     given = [{"prompt": each, "answer": 1} for each in (CHAT[:1], CHAT, [], [{"from": "human", "value": "x"}], "a?", "b?")]  # fmt: skip
     file = write(tmp_path / "a.jsonl", given)
     train, test = prepare_datasets(TrainingConfig(dataset=str(file)))
-    assert sorted(questions((*train, *test))) == ["What is 1?", "a?", "b?"]
+    assert sorted(questions((*train, *test))) == ["What is 1?", "a?", "b?", "x"]
     assert train.account.left_out == {
         "no message of its prompt is the user's": 1,
         "there is no question": 1,
-        "a message has `from` and `value` (ShareGPT), not `role` and `content`": 1,
     }
 
 
@@ -244,13 +245,13 @@ def test_openrubrics_takes_the_better_response_as_reference(monkeypatch):
     assert asked == [("OpenRubrics/OpenRubrics", 77, 42)]
     references = {row["question"]: row["reference"] for row in (*train, *test)}
     assert references == {"Why?": "y", "How?": "x"}
-    assert all(set(row) == {"prompt", "question", "rubric", "reference"} for row in train)
+    assert all(row.keys() >= {"prompt", "rubric", "winner", "response_a"} for row in train)
     assert train.account.left_out == {"the reference is missing": 1}
     found = [{"question": f"{n}?", "answer": f"so\n#### {n}", "id": n} for n in range(3)]
     asked = reading(monkeypatch, found)
     train, _ = prepare_datasets(TrainingConfig(dataset="gsm8k", dataset_max=3))
     assert asked == [("openai/gsm8k", "main", "train", 3, 42)]
-    assert all(set(row) == {"prompt", "question", "answer"} for row in train)
+    assert all(set(row) == {"prompt", "question", "answer", "id"} for row in train)
 
 
 def reading(monkeypatch, found):

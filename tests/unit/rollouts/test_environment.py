@@ -88,7 +88,7 @@ async def sampled(factory: Any, say: Any, prompt: Any = "guess:", **more: Any) -
     sampler = more.pop("sampler", None) or ScriptedSampler(tokenizer, say)
     tools = more.pop("tools", ())
     kind = EnvironmentRollouts(host, tokenizer, limits, tools)
-    ids = first_ids(tokenizer, prompt, tools)
+    ids = first_ids(tokenizer, prompt, tools, {})
     return await kind.sample(sampler, ask_for(tokenizer, prompt, ids, **more))
 
 

@@ -133,7 +133,7 @@ def completion(tokenizer: Any, text: str) -> Completion:
 @pytest.mark.parametrize("family", sorted(ENDS.keys() - ADDED.keys()))
 def test_a_dialogue_has_the_tokens_of_the_template(family):
     tokenizer = tokenizer_of(family)
-    dialogue = begin(tokenizer, TALK[:1], (), None)
+    dialogue = begin(tokenizer, TALK[:1], (), {}, None)
     assert dialogue.context == prompt_ids(tokenizer, TALK[:1])
     dialogue.say(completion(tokenizer, answer(family, "2.")), SamplingParams(9))
     assert dialogue.hear("sure?", 9999)
@@ -143,7 +143,7 @@ def test_a_dialogue_has_the_tokens_of_the_template(family):
 
 def test_a_dialogue_begins_a_new_row_where_the_template_drops_a_thought():
     tokenizer = tokenizer_of("qwen3")
-    dialogue = begin(tokenizer, TALK[:1], (), None)
+    dialogue = begin(tokenizer, TALK[:1], (), {}, None)
     thought = "<think>\none and one\n</think>\n\n2."
     dialogue.say(completion(tokenizer, f"{thought}<|im_end|>"), SamplingParams(9))
     assert dialogue.hear("sure?", 9999)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.data.messages import NumberedRow
 from groupwise.errors import TaskError
 from groupwise.rollouts.teacher import TeacherWay, read_lessons, teacher_group, teacher_row
 from tests.chat import chat_tokenizer
@@ -61,11 +62,41 @@ def trained(row: dict[str, Any], family: str = "chatml", **way: Any) -> list[str
         (PAIR, {"completion_only": False}, [f"bcd{END}"]),
         (TOKENS, {}, ["bd"]),
         ({"prompt": CHAT["messages"][:3], "completion": CHAT["messages"][3:]}, {}, [f"gh{END}"]),
+        ({"prompt": CHAT["messages"][:2], "completion": "ij"}, {}, [f"cdij{END}"]),
+        ({"messages": CHAT["messages"][1:]}, {}, [f"gh{END}"]),
+        (
+            {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]},
+            {},
+            [f"cd{END}"],
+        ),
     ],
 )
 def test_what_is_trained(row, way, wanted):
     """The first token of all is never: nothing stands before it that could predict it."""
     assert trained(row, **way) == wanted
+
+
+def test_a_row_that_the_template_does_not_take_is_left_out_and_counted():
+    greeting = {"messages": [{"role": "assistant", "content": "hi"}]}
+    found = read([CHAT, greeting, greeting, TEXT])
+    assert [lesson.example.index for lesson in found.lessons] == [0, 3]
+    ((reason, count),) = found.refused.items()
+    assert ("begins with the assistant" in reason, count) == (True, 2)
+    for rows, strict in (([greeting], False), ([CHAT, greeting], True)):
+        with pytest.raises(TaskError, match=r"^W: row \d.*begins with the assistant"):
+            read(rows, strict=strict)
+
+
+def test_a_message_has_the_number_that_its_row_has_in_the_data():
+    row = NumberedRow({"words": "a"}, 7)
+    with pytest.raises(TaskError, match=r"^W: row 7 "):
+        read([{**PAIR}, row])
+
+
+def test_tools_stand_in_the_system_message_where_the_template_has_no_place_for_them():
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    (lesson,) = read([{**CHAT, "tools": [tool]}]).lessons
+    assert "weather" in chat_tokenizer("chatml").decode(lesson.rows[0].ids)
 
 
 def test_a_template_that_rewrites_turns_gives_several_rows_which_are_members_of_a_group():
@@ -92,7 +123,6 @@ def test_a_collators_masks_are_used_as_they_are():
         ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "no token of it is trained"),
         ({"input_ids": [1, 2], "labels": [1, -100]}, {}, "no token of it is trained"),
         (TEXT, {"completion_only": True}, "data.completion_only_loss"),
-        ({"messages": [*CHAT["messages"][1:]]}, {}, "begins with the assistant"),
         ({"words": "a"}, {}, "has none of the forms"),
         (
             {"input_ids": [10, 260, 11], "labels": [-100, 260, 11]},

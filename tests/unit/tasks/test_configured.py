@@ -94,7 +94,8 @@ def test_rows_of_the_config_are_examples_of_chats() -> None:
         {"role": "system", "content": "Answer."},
         {"role": "user", "content": "0+0?"},
     ]
-    assert examples[0].columns == {"answer": "0", "dataset_name": "sums.jsonl"}
+    columns = {"question": "0+0?", "answer": "0", "solution": "0", "dataset_name": "sums.jsonl"}
+    assert examples[0].columns == columns
     require(task, "rl")
 
 
@@ -216,11 +217,11 @@ def test_teacher_of_the_config_has_prompts_and_completions() -> None:
     task = find_task(None, config)
     require(task, "sft")
     rows = task.sft_rows("get_sft_dataset", config, None)
-    assert rows[0] == {
-        "prompt": [{"role": "user", "content": "0+1?"}],
-        "completion": "1",
-        "dataset_name": "sums.jsonl",
-    }
+    assert (rows[0]["prompt"], rows[0]["completion"]) == ("0+1?", "1")
+    chats = sft_config_of({**NAMED, "prompt_format": "chat"})
+    rows = find_task(None, chats).sft_rows("get_sft_dataset", chats, None)
+    assert rows[1]["prompt"] == [{"role": "user", "content": "0+1?"}]
+    rows = task.sft_rows("get_sft_dataset", config, None)
     held_out = task.sft_rows("get_sft_eval_dataset", config, None)
     assert (len(rows), len(held_out)) == (15, 5)
     Path("a.jsonl").write_text("".join(json.dumps({"words": f"w{n}"}) + "\n" for n in range(8)))

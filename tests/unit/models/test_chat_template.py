@@ -1,0 +1,91 @@
+"""Conversations through the chat template: where the model goes on, and what the template receives beside the messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.models.chat_template import OF_THE_MODEL, Chat, Refused, prompt_text, render
+from tests.chat import SPECIAL, chat_tokenizer
+
+ASKED = [{"role": "user", "content": "1+1?"}]
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
+)
+
+
+def with_template(template: str) -> Any:
+    made = chat_tokenizer("chatml")
+    made.chat_template = template
+    return made
+
+
+def begun(words: str) -> list[dict[str, str]]:
+    return [*ASKED, {"role": "assistant", "content": words}]
+
+
+@pytest.mark.parametrize("words", ["Let me think.\n<think>", "<think>\n", " 2", "{"])
+@pytest.mark.parametrize("family", sorted(SPECIAL))
+def test_the_model_goes_on_with_words_that_the_assistant_has_begun(family, words):
+    tokenizer = chat_tokenizer(family)
+    text = prompt_text(tokenizer, Chat(begun(words)))
+    probe = render(tokenizer, Chat(begun("⟦words⟧")), ask=False).partition("⟦words⟧")[0]
+    assert text.endswith(words), "they are neither trimmed nor closed"
+    opened = "<think>\n" if family == "deepseek_r1" and "<think>" not in words else ""
+    assert text.removesuffix(words) == probe.removesuffix("<think>\n\n</think>\n\n") + opened
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments", "end"),
+    [
+        ("<think>\nWell", {}, "assistant\n<think>\nWell"),
+        ("Let me think.\n<think>", {}, "assistant\nLet me think.\n<think>"),
+        ("Well", {}, "assistant\n<think>\nWell"),
+        ("Two", {"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\nTwo"),
+        ("<think>", {"enable_thinking": False}, "assistant\n<think>"),
+    ],
+)
+def test_thoughts_are_opened_once(words, arguments, end):
+    text = prompt_text(with_template(THINKING), Chat(begun(words), (), arguments))
+    assert text.endswith(f"<|im_start|>{end}")
+    assert text.count("<|im_start|>") == 2
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": "x", "tool_calls": [{}]},
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused(last):
+    with pytest.raises(TaskError, match="no text or calls tools"):
+        prompt_text(chat_tokenizer("chatml"), Chat([*ASKED, last]))
+
+
+def test_a_template_that_does_not_show_where_the_answer_begins_cannot_go_on():
+    hidden = with_template("{% for m in messages | reverse %}{{ m.content }}\n{% endfor %}")
+    with pytest.raises(TaskError, match="add_generation_prompt"):
+        prompt_text(hidden, Chat(begun("x")))
+
+
+def test_a_row_goes_before_the_model_and_what_no_template_knows_is_an_error():
+    tokenizer = with_template(THINKING)
+    setattr(tokenizer, OF_THE_MODEL, {"enable_thinking": False})
+    assert prompt_text(tokenizer, Chat(ASKED)).endswith("</think>\n\n")
+    assert prompt_text(tokenizer, Chat(ASKED, (), {"enable_thinking": True})).endswith("<think>\n")
+    with pytest.raises(TaskError, match="'enable_thoughts'"):
+        prompt_text(tokenizer, Chat(ASKED, (), {"enable_thoughts": True}))
+
+
+def test_a_conversation_that_the_template_does_not_take_is_told_apart_from_other_mistakes():
+    with pytest.raises(Refused, match="roles user: no user"):
+        prompt_text(with_template("{{ raise_exception('no user') }}"), Chat(ASKED))
+    with pytest.raises(TaskError, match="no chat template") as missing:
+        prompt_text(with_template(""), Chat(ASKED))
+    assert not isinstance(missing.value, Refused)
