@@ -47,7 +47,7 @@ from groupwise.algorithms.sft import Sft
 from groupwise.callbacks.registry import unknown_callback
 from groupwise.data.config import DataConfig
 from groupwise.data.suspicions import SignalsConfig
-from groupwise.foreign_keys import FOREIGN_TO_RL
+from groupwise.foreign_keys import FOREIGN_TO_RL, FOREIGN_VALUES
 from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.ranks.config import SampledScaleConfig, scale_conflicts
@@ -354,6 +354,7 @@ class RunConfig(Strict):
     """One run, of training or evaluation."""
 
     foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_RL
+    foreign_values: ClassVar[Mapping[tuple[str, str], str]] = FOREIGN_VALUES
 
     model: ModelConfig
     lora: LoraConfig | None = setting(

@@ -36,10 +36,20 @@ def _named(key: str) -> str:
     return f"here it is {key}"
 
 
+FOREIGN_VALUES: dict[tuple[str, str], str] = {
+    ("max_steps", "-1"): "Where epochs say how long, write null, and training.num_train_epochs",
+    ("scale_rewards", "True"): "TRL's true is group here",
+    ("scale_rewards", "False"): "TRL's false is none here",
+    ("dtype", "'float16'"): "Half precision is bfloat16 here, which needs no loss scaling",
+    ("dtype", "'bf16'"): "Write bfloat16",
+}
+"""Values that people write elsewhere, by key and how Python writes them, and what they are here."""
+
 FOREIGN_TO_RL: dict[str, str] = {
     **dict.fromkeys(
         (
             "per_device_train_batch_size",
+            "per_device_batch_size",
             "per_device_eval_batch_size",
             "gradient_accumulation_steps",
             "generation_batch_size",
@@ -60,6 +70,19 @@ FOREIGN_TO_RL: dict[str, str] = {
     **dict.fromkeys(
         ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "max_tokens_per_gpu"),
         _named("training.max_tokens_per_microbatch"),
+    ),
+    "vllm_gpu_memory_utilization": _named("sampler.gpu_memory_utilization"),
+    "eval_on_start": _named("eval.before_and_after"),
+    "evaluation": "here it is the section eval",
+    "attn_implementation": "the attention that suits the machine is chosen by itself",
+    **dict.fromkeys(("init_adapter_repo", "init_adapter"), _named("model.adapter")),
+    **dict.fromkeys(("use_rslora", "rs_lora"), _named("lora.rslora")),
+    **dict.fromkeys(
+        ("use_dora", "modules_to_save", "lora_bias", "lora_modules_to_save", "bias"),
+        "only the low-rank factors of lora are trained; null for the section lora trains all weights",
+    ),
+    **dict.fromkeys(
+        ("task_type", "lora_task_type"), "it is always causal language modelling; leave it out"
     ),
     **dict.fromkeys(("vllm", "vllm_*", "use_vllm", "sglang", "fast_inference"), _ENGINE),
     **dict.fromkeys(

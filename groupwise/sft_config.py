@@ -23,7 +23,7 @@ from groupwise.config import (
     unknown_callbacks,
 )
 from groupwise.data.config import DatasetConfig
-from groupwise.foreign_keys import FOREIGN_TO_SFT
+from groupwise.foreign_keys import FOREIGN_TO_SFT, FOREIGN_VALUES
 from groupwise.learner.config import OptimisationConfig
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.ranks.config import ScaleConfig, scale_conflicts
@@ -147,6 +147,7 @@ class SftConfig(Strict):
     """One supervised run."""
 
     foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_SFT
+    foreign_values: ClassVar[Mapping[tuple[str, str], str]] = FOREIGN_VALUES
 
     model: ModelConfig
     lora: LoraConfig | None = setting(

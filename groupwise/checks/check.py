@@ -330,12 +330,12 @@ async def _on_known(
     tried = await try_cases(trial, chosen, gold)
     verdicts = [verdict for row in tried for verdict in row]
     findings.extend(judge_failures(verdicts))
-    findings.add(judge_spread(tried, with_gold=gold is not None))
+    findings.add(judge_spread(tried, gold))
     if gold is not None:
         findings.add(judge_order(tried, gold))
         findings.extend(judge_forms(tried))
         findings.extend(judge_cheap(tried))
-    findings.extend(judge_parts(verdicts, with_gold=gold is not None))
+    findings.extend(judge_parts(verdicts, with_gold=gold is not None and gold.is_read))
     group = config.training.num_generations
     findings.add(judge_latency(trial, config.rewards.time_limit, group))
     findings.extend(await _again(trial, rubric, chosen, tried))
@@ -396,10 +396,10 @@ async def _gold_of(
     if column == GOLD_COMPLETION:
         findings.add(Finding(f"gold answers{of}", "ok", f"column `{column}`, whole completions"))
         return Gold(column, None)
-    layout, means = await find_layout(trial, chosen, column)
+    layout, means, is_read = await find_layout(trial, chosen, column)
     others = sorted(means.items(), key=lambda pair: -pair[1])[:SHOWN_LAYOUTS]
     earned = "; ".join(f"{name} {mean:.4g}" for name, mean in others)
-    gold = Gold(column, layout)
+    gold = Gold(column, layout, is_read=is_read)
     findings.add(
         Finding(
             f"gold answers{of}",

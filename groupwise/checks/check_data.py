@@ -14,6 +14,7 @@ from groupwise.data.sft import teacher_example
 from groupwise.errors import TaskError
 from groupwise.models.tokens import rendered
 from groupwise.rollouts.dialogue import first_ids
+from groupwise.rollouts.prompts import odd_prompts, text_prompts
 from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, require
 from groupwise.tasks.tools import Schema
 from groupwise.types import Example, Prompt
@@ -106,8 +107,17 @@ def check_dataset(
             "problem",
             f"{long} of {len(lengths)} prompts are longer than the {room} tokens that the model leaves beside the completion",
             "training would refuse to start",
-            f"set data.max_prompt_length={room} to leave them out, or shorten sampler.max_completion_length",
+            "shorten sampler.max_completion_length"
+            + (f", or set data.max_prompt_length={room} to leave them out" if room > 0 else ""),
             {"too_long": long, "room": room},
+        )
+    for odd in (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples)):
+        yield Finding(
+            f"{name}: prompts",
+            "warning",
+            odd,
+            "the model may be asked otherwise than is meant",
+            "look at the first prompts, which --json shows as the model sees them",
         )
     yield from _repeated(name, examples, same)
     yield from _incomplete(name, examples)
@@ -129,18 +139,23 @@ def check_left_out(accounts: Mapping[str, Account]) -> Iterator[Finding]:
 
 
 def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) -> Iterator[Finding]:
-    """Size and columns of what a teacher wrote. Raises TaskError for a row that cannot be taken as it is."""
+    """Size and columns of what a teacher wrote, or what is wrong with it, which keeps nothing else from being looked at."""
     for hook, name in (
         ("get_sft_dataset", "sft data"),
         ("get_sft_eval_dataset", "sft held-out data"),
     ):
         if not task.has(hook):
             continue
-        found = task.sft_rows(hook, config, tokenizer, limit)
-        formatted = task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
-        if not formatted:
-            for index, row in enumerate(found):
+        try:
+            found = task.sft_rows(hook, config, tokenizer, limit)
+            formatted = task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
+            for index, row in enumerate(() if formatted else found):
                 teacher_example(index, row, text_field="text", where=f"{task.described}: {hook}")
+        except TaskError as error:
+            yield Finding(
+                name, "problem", str(error), "groupwise sft would refuse to start", "mend the hook"
+            )
+            continue
         columns = described_columns([Example(index, "", row) for index, row in enumerate(found)])
         shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
         yield Finding(
@@ -175,7 +190,9 @@ def first_prompts(
     """The first prompts as the model sees them; without a tokenizer, as they are written."""
     if tokenizer is None:
         return [written(example.prompt) for example in examples[:count]]
-    ids = [first_ids(tokenizer, example.prompt, tools) for example in examples[:count]]
+    ids = [
+        first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples[:count]
+    ]
     return [rendered(tokenizer, each) for each in ids]
 
 
@@ -193,7 +210,9 @@ def prompt_lengths(
     chosen = spread(examples, MEASURED)
     if tokenizer is None:
         return [len(written(example.prompt)) for example in chosen], "characters"
-    return [len(first_ids(tokenizer, example.prompt, tools)) for example in chosen], "tokens"
+    return [
+        len(first_ids(tokenizer, example.prompt, tools, example.columns)) for example in chosen
+    ], "tokens"
 
 
 def spread(found: Sequence[T], count: int) -> list[T]:

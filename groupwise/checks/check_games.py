@@ -150,7 +150,7 @@ async def play(
             ask = Ask(
                 draw=draw,
                 example=example,
-                prompt_ids=first_ids(tokenizer, example.prompt, tools),
+                prompt_ids=first_ids(tokenizer, example.prompt, tools, example.columns),
                 members=len(PLAYERS),
                 seed=lambda member, turn: max(turn, 0) * len(PLAYERS) + member,
                 params=params,

@@ -11,7 +11,7 @@ the rewards read is taken for the task's own, and the report says which it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from groupwise.checks.check_data import written
@@ -49,6 +49,8 @@ class Gold:
     column: str
     layout: str | None
     """A key of LAYOUTS; None where the column holds whole completions."""
+    is_read: bool = field(default=True, kw_only=True)
+    """Whether the rewards tell right from wrong in this layout."""
 
     def texts(self, example: Example) -> tuple[str, ...]:
         """The right completions of a row, one for each accepted form; empty where the row has no gold."""
@@ -79,7 +81,8 @@ class GoldByLabel(Gold):
         """`golds` has only the labels whose rows have gold."""
         columns = dict.fromkeys(gold.column for gold in golds.values())
         layouts = dict.fromkeys(gold.layout for gold in golds.values() if gold.layout)
-        return cls(", ".join(columns), ", ".join(layouts) or None, golds, label_of)
+        is_read = any(gold.is_read for gold in golds.values())
+        return cls(", ".join(columns), ", ".join(layouts) or None, golds, label_of, is_read=is_read)
 
     def texts(self, example: Example) -> tuple[str, ...]:
         """See `Gold.texts`."""

@@ -106,8 +106,8 @@ class Trial:
 
 async def find_layout(
     trial: Trial, examples: Sequence[Example], column: str
-) -> tuple[str, dict[str, float]]:
-    """The way of writing gold answers that the rewards read, and what each way earns on average.
+) -> tuple[str, dict[str, float], bool]:
+    """The way of writing gold answers that the rewards read, what each way earns on average, and whether any of them is read.
 
     It is read where a row's own answer earns something else than another row's, be it more or less: a reward that is the wrong way
     round must not hide behind a layout that it does not understand. Of ways that are read alike the one that earns most is taken.
@@ -128,7 +128,8 @@ async def find_layout(
                 margins[layout].append(abs(right.reward - wrong.reward))
     means = {layout: fmean(values) for layout, values in own.items() if values}
     read = {layout: round(fmean(values), 6) for layout, values in margins.items()}
-    return max(means, key=lambda way: (read[way], means[way]), default="plain"), means
+    best = max(means, key=lambda way: (read[way], means[way]), default="plain")
+    return best, means, any(read.values())
 
 
 def _other_answer(example: Example, examples: Sequence[Example], column: str) -> str:
@@ -191,8 +192,9 @@ def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
         )
 
 
-def judge_spread(tried: Sequence[Sequence[Verdict]], *, with_gold: bool) -> Finding:
+def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Finding:
     """Whether the reward tells completions apart at all. Without gold all that were tried are wrong, and may well earn the same."""
+    with_gold = gold is not None
     every = [rewards_of(verdicts) for verdicts in tried]
     every = [rewards for rewards in every if len(rewards) > 1]
     values = [value for rewards in every for value in rewards]
@@ -208,6 +210,15 @@ def judge_spread(tried: Sequence[Sequence[Verdict]], *, with_gold: bool) -> Find
             f"every completion earns {values[0]:.4g}, but none of them is meant to be right",
             "whether a right one earns more could not be checked",
             data=data,
+        )
+    if is_constant(values) and gold is not None and not gold.is_read:
+        return Finding(
+            "spread",
+            "warning",
+            f"every completion of every row earns {values[0]:.4g}, in whichever of {len(LAYOUTS)} ways the gold answer was written",
+            "either the reward never varies, or right completions look otherwise",
+            "add a column `gold_completion` with completions as they should be, which is used as it stands",
+            data,
         )
     if is_constant(values):
         return Finding(
@@ -239,6 +250,15 @@ def judge_order(tried: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
         if right is not None and wrong
     ]
     name = "gold earns most"
+    if not gold.is_read:
+        return Finding(
+            name,
+            "skipped",
+            f"the rewards read the gold answer in none of the {len(LAYOUTS)} ways in which it was written",
+            "whether a right completion earns most could not be checked",
+            "add a column `gold_completion` with completions as they should be",
+            {"column": gold.column},
+        )
     if not pairs:
         return Finding(name, "skipped", "no gold completion was scored")
     beaten = [(r, w) for r, w in pairs if _reward(w) > _reward(r) + SAME]

@@ -11,7 +11,8 @@ from typing import Any
 
 from groupwise.checks.findings import Finding
 from groupwise.errors import TaskError
-from groupwise.models.tokens import prompt_ids, unannounced
+from groupwise.models.chat_template import unannounced
+from groupwise.models.tokens import prompt_ids
 from groupwise.types import Message
 
 QUESTION = "What is two plus three?"

@@ -20,7 +20,7 @@ class Command(StrEnum):
 
 def init(
     task: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--task",
             "--task-module",
@@ -29,13 +29,30 @@ def init(
             help="The task: a Python file, package.module, module:attribute, or the name of a "
             "built-in or installed one.",
         ),
-    ],
+    ] = None,
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--model", "-m", metavar="M", help="A hub id, a folder, a .gguf file, or an alias."
         ),
-    ],
+    ] = None,
+    foreign: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="In place of a task and a model: the GRPO config of TRL, open-r1 or Unsloth, as YAML, as JSON, or in a Python file.",
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            "--processes",
+            metavar="N",
+            min=1,
+            help="With --from: on how many devices that config was run; default 1.",
+        ),
+    ] = None,
     overrides: Overrides = None,
     command: Annotated[
         Command | None,
@@ -54,21 +71,46 @@ def init(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a config for a task and a model on this machine."""
+    """Write a config: for a task and a model on this machine, or from one of TRL, open-r1 or Unsloth."""
     from groupwise.checks.init import init as run
+    from groupwise.checks.init_from import init_from
     from groupwise.cli import findings
     from groupwise.cli.output import write_json
+    from groupwise.errors import UsageError
 
-    report = run(
-        task,
-        model,
-        kind=None if command is None else command.value,
-        overrides=tuple(overrides or ()),
-        out=out,
-        force=force,
-        measure=not no_measure,
-        on_finding=None if as_json else findings.show_finding,
-    )
+    on_finding = None if as_json else findings.show_finding
+    if foreign is not None:
+        beside = {
+            "--task": task,
+            "--model": model,
+            "--for": command,
+            "key=value words": overrides,
+            "--no-measure": no_measure or None,
+        }
+        if idle := [name for name, value in beside.items() if value is not None]:
+            raise UsageError(
+                f"{', '.join(idle)} has no effect with --from, whose file says everything. Leave it out, and change what it wrote."
+            )
+        report = init_from(
+            foreign, processes=processes, out=out, force=force, on_finding=on_finding
+        )
+    elif task is None or model is None:
+        raise UsageError(
+            "Give --task and --model, or --from with a config of TRL, open-r1 or Unsloth."
+        )
+    elif processes is not None:
+        raise UsageError("--processes has no effect without --from. Leave it out.")
+    else:
+        report = run(
+            task,
+            model,
+            kind=None if command is None else command.value,
+            overrides=tuple(overrides or ()),
+            out=out,
+            force=force,
+            measure=not no_measure,
+            on_finding=on_finding,
+        )
     if as_json:
         write_json(report.summary)
         raise typer.Exit(report.exit_code)

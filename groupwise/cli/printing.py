@@ -6,11 +6,12 @@ What a model wrote may hold anything; it is shown as harmless plain text, in wha
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -35,6 +36,21 @@ def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
     if pairs:
         print_text(f"\n{one_line(title)}")
         print_pairs([(f"  {name}", value) for name, value in pairs])
+
+
+def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
+    """What the numbers of the last steps say, and what to do about it."""
+    print_section("advice", [(str(each["says"]), each["do"]) for each in advice])
+
+
+def next_commands(run: str) -> list[tuple[str, str]]:
+    """What one does with a run that has ended."""
+    name = shlex.quote(run)
+    return [
+        (f"groupwise runs show {name}", "its numbers, evaluations and warnings"),
+        (f"groupwise runs rollouts {name} --best", "what it earned most for"),
+        (f"groupwise runs export {name} --help", "the weights as a model for others to load"),
+    ]
 
 
 def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:

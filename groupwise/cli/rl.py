@@ -95,6 +95,7 @@ def rl(
 ) -> None:
     """Train a model on a task with reinforcement learning."""
     from groupwise.cli.output import write_json, write_result
+    from groupwise.cli.printing import next_commands, print_advice, print_section
     from groupwise.loops.rl_start import rl as train
 
     result = train(
@@ -107,5 +108,14 @@ def rl(
     if dry_run:
         write_json(result.summary)
     else:
-        write_result(result.summary, as_json=as_json)
+        told = (
+            result.summary
+            if as_json
+            else {k: v for k, v in result.summary.items() if k != "advice"}
+        )
+        write_result(told, as_json=as_json)
+        if not as_json:
+            print_advice(result.summary.get("advice", ()))
+        if not as_json and "run" in result.summary:
+            print_section("next", next_commands(result.summary["run"]))
     raise typer.Exit(result.exit_code)

@@ -23,6 +23,7 @@ from groupwise.cli.printing import (
     RunsDir,
     indented,
     moment,
+    print_advice,
     print_json,
     print_pairs,
     print_section,
@@ -38,6 +39,7 @@ from groupwise.display.plot import Point, sparkline, svg_curve, terminal_curve, 
 from groupwise.display.text import one_line, shorten
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.runs import checkpoints
+from groupwise.runs.advice import advice_on
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
@@ -249,6 +251,7 @@ def _facts(path: Path) -> dict[str, Any]:
             "evaluations": evaluations,
             "warnings": [asdict(warning) for warning in store.warnings()],
             "resumes": [asdict(resume) for resume in store.resumes()],
+            "advice": advice_on(store),
             "checkpoints": [checkpoint.step for checkpoint in found],
             "final_step": final_step(path) if (path / FINAL).is_dir() else None,
             "damaged_checkpoints": [str(skipped) for skipped in found.skipped],
@@ -287,6 +290,7 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             for w in facts["warnings"]
         ],
     )
+    print_advice(facts["advice"])
     for hook, reasons in facts["rows_left_out"].items():
         print_section(f"rows of {hook} left out", [(str(n), why) for why, n in reasons.items()])
     print_section("last step", [(k, rounded(v)) for k, v in facts["last_metrics"].items()])

@@ -46,6 +46,8 @@ class Strict(BaseModel):
     """Keys that one might look for in this section, and why it has none."""
     foreign: ClassVar[Mapping[str, str]] = {}
     """On the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by its beginning."""
+    foreign_values: ClassVar[Mapping[tuple[str, str], str]] = {}
+    """On the root: values that people write elsewhere, by key and how Python writes them, and what they are here."""
     type_from: ClassVar[tuple[str, ...]] = ("type",)
     """Where a section comes in several types: the keys that decide which it is."""
 

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -60,8 +61,20 @@ def validate(
         if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
             problems.append(f"{_where(tree, at + within)}: {conflict.message}")
     if problems or result is None:
+        foreign = [
+            path for path in map(_unknown_key, search.told) if path and _foreign_name(model, path)
+        ]
+        if len(foreign) >= MANY_FOREIGN and Path(tree.source).is_file():
+            problems.append(
+                f"Of these keys {len(foreign)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
+                f"{tree.source}` writes one of ours, with the origin of each value."
+            )
         raise ConfigError(_listed(problems, tree.source))
     return result
+
+
+def _unknown_key(detail: ErrorDetails) -> str | None:
+    return str(detail["loc"][-1]) if detail["type"] == "extra_forbidden" else None
 
 
 def _where(tree: Tree, path: KeyPath) -> str:
@@ -169,6 +182,11 @@ class _Search:
         self._replaced.add(path)
 
 
+MANY_FOREIGN = 3
+"""Keys of other frameworks from which on a config is taken for one of theirs."""
+MOST_NAMES = 3
+"""Keys that a message names where it is not sure which one is meant."""
+
 _SOME_TEXT = "…"
 """Stands for a required value: those of our own sections, which others are compared with, are all texts."""
 
@@ -226,7 +244,7 @@ def _explain(
     elif isinstance(several := detail.get("ctx", {}).get("error"), Problems):
         yield from (f"{_where(tree, path)}: {problem}" for problem in several.problems)
     else:
-        yield f"{tree.origin(path)}: {_explain_value(place, detail, tree, at)}"
+        yield f"{tree.origin(path)}: {_explain_value(model, place, detail, tree, at)}"
 
 
 def _explain_missing(place: Place, at: KeyPath) -> Iterator[str]:
@@ -259,7 +277,9 @@ def _explain_type(place: Place, tree: Tree, at: KeyPath) -> str:
     return f"{path}.type is {as_given(kind)}; it must be one of {', '.join(variants)}{hint}"
 
 
-def _explain_value(place: Place, detail: ErrorDetails, tree: Tree, at: KeyPath) -> str:
+def _explain_value(
+    model: type[BaseModel], place: Place, detail: ErrorDetails, tree: Tree, at: KeyPath
+) -> str:
     path = at + place.path
     dotted = ".".join(path) or tree.source
     if detail["type"] in ("value_error", "assertion_error"):
@@ -275,10 +295,15 @@ def _explain_value(place: Place, detail: ErrorDetails, tree: Tree, at: KeyPath) 
     if detail["type"] == "too_short":
         least = detail.get("ctx", {}).get("min_length", 1)
         return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."
-    return f"{dotted} is {shown}; it must be {allowed}.{_quotes_hint(given)}"
+    return f"{dotted} is {shown}; it must be {allowed}.{_hint(model, path, given, allowed)}"
 
 
-def _quotes_hint(given: Any) -> str:
+def _hint(model: type[BaseModel], path: KeyPath, given: Any, allowed: str) -> str:
+    key = (path[-1] if path else "", repr(given))
+    if issubclass(model, Strict) and (meant := model.foreign_values.get(key)):
+        return f" {meant}."
+    if given == -1 and "null" in allowed:
+        return " Write null for none."
     if isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null", given):
         return " Write it without quotes."
     return ""
@@ -309,14 +334,20 @@ def _explain_unknown(root: type[BaseModel], place: Place, at: KeyPath = ()) -> _
     if elsewhere := _explain_variant(place, at):
         return elsewhere
     if found := _paths_named(root, key):
-        names = " or ".join(".".join(path) for path in found)
+        names = " or ".join(".".join(path) for path in found[:MOST_NAMES])
         return _Unknown(f"{unknown}; did you mean {names}?", found)
     if late := _late_path(root, key):
         return _Unknown(f"{unknown}; {late} would be, but it is not in this version.")
     if near := _nearest(root, place):
         return _Unknown(f"{unknown}; did you mean {'.'.join(at + near)}?", (near,))
+    known = list(keys_of(place.section))
+    likest = difflib.get_close_matches(key, known, n=MOST_NAMES, cutoff=0.0)
     section = f"in {'.'.join(above)}" if above else "at the top"
-    return _Unknown(f"{unknown}; the keys {section} are: {', '.join(keys_of(place.section))}.")
+    if len(known) <= MOST_NAMES:
+        return _Unknown(f"{unknown}; the keys {section} are: {', '.join(known)}.")
+    return _Unknown(
+        f"{unknown}; of the {len(known)} keys {section} the nearest are {', '.join(likest)}."
+    )
 
 
 def _named_in(advice: str) -> tuple[KeyPath, ...]:

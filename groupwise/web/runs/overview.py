@@ -10,13 +10,13 @@ from typing import Any
 
 from groupwise.errors import GroupwiseError, StoreError
 from groupwise.runs import checkpoints
+from groupwise.runs.advice import advice_on
 from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
 from groupwise.runs.store import Store
 from groupwise.web.index import Listed
 from groupwise.web.pages import Page, Visit, live_of, shown
-from groupwise.web.runs.advice import advice_on
 from groupwise.web.runs.archive import files_of
 from groupwise.web.runs.curves import names_of, plots_of
 from groupwise.web.runs.evaluated import evaluations_of

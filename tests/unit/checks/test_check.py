@@ -49,9 +49,10 @@ def test_a_good_task_passes_everything():
     report = check(
         task(get_eval_dataset=lambda config: [{"prompt": "Say pink.", "answer": "pink"}]), PLAIN
     )
-    assert {
-        finding.name: finding.level for finding in report.findings if finding.level != "ok"
-    } == {}
+    told = {finding.name: finding.level for finding in report.findings if finding.level != "ok"}
+    assert told == {"training data: prompts": "warning", "held-out data: prompts": "warning"}, (
+        "they are text"
+    )
     assert report.exit_code == 0
     assert report.details["prompts"] == ["Say red.", "Say green."]
     assert {row["completion"]: row["reward"] for row in report.details["table"]} == {

@@ -29,7 +29,7 @@ def verdict(kind: str, reward: float | None, row: int = 0, **parts: float | None
 def test_a_reward_that_never_varies_is_a_problem():
     for gold in (0.3, 0.1 + 0.2):
         tried = [[verdict("gold", gold), verdict("empty", 0.3)]] * 3
-        assert judge_spread(tried, with_gold=True).level == "problem"
+        assert judge_spread(tried, GOLD).level == "problem"
 
 
 # Order

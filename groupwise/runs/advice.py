@@ -1,0 +1,111 @@
+"""What the numbers of a run's last steps say in words, and what one does about it.
+
+Each piece of advice is a condition over the mean of the last few steps. None of them proves anything: they say where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.runs.find import mean_of
+from groupwise.runs.store import Store
+
+RECENT = 10
+"""Steps whose mean is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """About one metric."""
+
+    metric: str
+    holds: Callable[[float], bool]
+    says: str
+    """With `{value}` where the number stands."""
+    do: str
+    form: str = "{:.0%}"
+
+
+ALL = (
+    Advice(
+        "frac_reward_zero_std",
+        lambda value: value > 0.7,
+        "In {value} of the groups all members earn the same, so that these teach nothing.",
+        "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations or sampler.temperature, or "
+        "give rewards that tell more than right from wrong.",
+    ),
+    Advice(
+        "completions/clipped_ratio",
+        lambda value: value > 0.3,
+        "{value} of the completions of the last steps are cut off by the length limit.",
+        "Read some of them: where the answer is missing, raise sampler.max_completion_length; where it came before, reward brevity or set "
+        "sampler.stop.",
+    ),
+    Advice(
+        "rollouts/unscored",
+        lambda value: value > 0.05,
+        "{value} of the rollouts could not be scored. They are left out, which is no harm for few of them.",
+        "Read the reasons below: a reward that raises, a sandbox or judge that takes too long (rewards.time_limit).",
+    ),
+    Advice(
+        "sampling/logprob_gap",
+        lambda value: value > 0.1,
+        "Learner and sampler differ by {value} nats a token: they do not compute the same policy.",
+        "Look for another base, revision or quantisation behind the sampler; in bfloat16 some hundredths are usual.",
+        "{:.2f}",
+    ),
+    Advice(
+        "entropy",
+        lambda value: value < 0.05,
+        "The entropy is {value} nats: the policy is nearly certain of each token, and members of a group become alike.",
+        "Raise sampler.temperature, lower training.learning_rate, or set algorithm.beta above 0 to stay nearer to the start.",
+        "{:.3f}",
+    ),
+    Advice(
+        "kl",
+        lambda value: value > 5,
+        "The policy is {value} nats a token away from where it began.",
+        "Raise algorithm.beta or lower training.learning_rate if the answers become strange; read the newest completions.",
+        "{:.1f}",
+    ),
+    Advice(
+        "clip_ratio/region_mean",
+        lambda value: value > 0.3,
+        "The clip keeps {value} of the tokens from teaching: updates are larger than what was sampled for allows.",
+        "Lower training.learning_rate, or the number of updates for each step.",
+    ),
+    Advice(
+        "updates/left_out",
+        lambda value: value > 0,
+        "Some updates were left out, because their loss or gradient was not finite.",
+        "Look into the folder non-finite of the run; lower training.learning_rate, or train in float32.",
+    ),
+)
+
+
+def advice_on(store: Store) -> list[dict[str, Any]]:
+    """All that holds now, with the numbers."""
+    last = store.last_step()
+    if last is None:
+        return []
+    means = _means(store, max(0, last + 1 - RECENT))
+    found: list[dict[str, Any]] = []
+    for each in ALL:
+        value = means.get(each.metric)
+        if value is not None and each.holds(value):
+            says = each.says.format(value=each.form.format(value))
+            found.append({"metric": each.metric, "value": value, "says": says, "do": each.do})
+    return found
+
+
+def _means(store: Store, since: int) -> Mapping[str, float]:
+    outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
+    curves = store.metrics([*(each.metric for each in ALL), *outcomes], since=since)
+    means = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
+    known = {name: value for name, value in means.items() if value is not None}
+    scored, *others = (known.get(name, 0.0) for name in outcomes)
+    if total := scored + sum(others):
+        known["rollouts/unscored"] = sum(others) / total
+    return known
