@@ -13,8 +13,27 @@ from groupwise.cli.output import Stopped, run_command
 from groupwise.cli.rl import JsonOption, Overrides, ways_to_start
 from groupwise.launch.train_grpo import DEFAULTS, PROGRAM
 
+ELSEWHERE = {
+    **dict.fromkeys(("model_name_or_path", "model_name", "model_id"), "--model"),
+    **dict.fromkeys(("dataset_name", "train_dataset", "dataset_path"), "--dataset"),
+    **dict.fromkeys(("reward_funcs", "reward_functions", "reward"), "--reward_function"),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_batch_size"), "--batch_size"),
+    **dict.fromkeys(("lr", "actor_lr"), "--learning_rate"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens"), "--max_completion_length"),
+}
+"""Flags of other launchers, and the one here."""
+
 
 class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            unknown = str(getattr(error, "option_name", "")).lstrip("-")
+            if unknown in ELSEWHERE:
+                error.possibilities = [ELSEWHERE[unknown]]  # type: ignore[attr-defined] — which the message names
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

@@ -71,7 +71,7 @@ def messages_of(value: Any) -> list[Message]:
         value = _parallel(cast("Mapping[str, Any]", value))
     if not isinstance(value, list | tuple) or not value:
         raise Unusable(
-            "the prompt is empty" if value in ([], ()) else "the prompt is no text and no messages"
+            "there are no messages" if value in ([], ()) else "it is no text and no messages"
         )
     messages: list[Message] = []
     for place, entry in enumerate(cast("Sequence[Any]", value)):

@@ -39,7 +39,7 @@ from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import Ask, RolloutKind
-from groupwise.rollouts.prompts import PromptSet, tokenise
+from groupwise.rollouts.prompts import PromptSet, as_seen, tokenise
 from groupwise.rollouts.score import score_group, transcript
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import Single
@@ -261,7 +261,7 @@ async def _sampled(asked: HeldOut, sampler: Sampler, tokenizer: Any, index: int)
         seed=partial(evaluation_seed, asked.seed, index),
         params=asked.params,
     )
-    return await rollouts.sample(sampler, ask)
+    return as_seen(tokenizer, await rollouts.sample(sampler, ask))
 
 
 def evaluate(

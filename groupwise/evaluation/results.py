@@ -57,6 +57,10 @@ def result_name(task: str, policy: str) -> str:
 
 def check_writable(folder: Path, name: str, output: Path | None) -> None:
     """Before long work: UsageError if the result could not be written at its end."""
+    if output is not None and output.is_dir():
+        raise UsageError(
+            f"--output {output} is a folder; give the name of a file, such as {output / f'{name}.json'}."
+        )
     if output is not None and output.exists():
         raise UsageError(
             f"{output} exists, and results are never overwritten. Give another --output."

@@ -12,8 +12,8 @@ from dataclasses import replace
 from groupwise.data.selection import Choice
 from groupwise.errors import PolicyMismatchError
 from groupwise.loops.run import Run, TaskRun
-from groupwise.models.tokens import rendered
 from groupwise.rollouts.asking import Ask
+from groupwise.rollouts.prompts import as_seen
 from groupwise.rollouts.score import score_group
 from groupwise.rollouts.seeds import member_seed
 from groupwise.types import Example, Group, Policy, Rollout
@@ -36,9 +36,7 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
     policy = run.serving
     group = replace(await run.rollouts.sample(run.sampler, ask), origin=choice.origin)
     check_served(policy, group)
-    if isinstance(group.example.prompt, str) or not group.rollouts:
-        return group
-    return replace(group, prompt_seen=rendered(run.tokenizer, group.rollouts[0].prompt_ids))
+    return as_seen(run.tokenizer, group)
 
 
 def recorded(run: Run, draw: int, again: int, example: Example) -> Group:

@@ -25,6 +25,18 @@ PROBE = "⟦words⟧"
 OF_THE_MODEL = "chat_template_kwargs"
 """The attribute of a tokenizer with the arguments of all its conversations."""
 
+GIVEN = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+    }
+)
+"""What no argument of a row may be called."""
+
 _THOUGHTS = re.compile(r"<(?P<name>[^<>/\s|]+)>\s*(?:</(?P=name)>\s*)?$")
 """Reasoning that a template opens, or opens and closes, before the assistant's words."""
 
@@ -104,6 +116,10 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
     """What the template receives beside messages and tools. Raises TaskError for what it does not know, and which would have no effect."""
     template = template_of(tokenizer, chat)
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
+    if own := sorted(GIVEN & arguments.keys()):
+        raise TaskError(
+            f"chat_template_kwargs has {', '.join(own)}, which every template receives anyway. Leave it out."
+        )
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise TaskError(

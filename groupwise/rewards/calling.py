@@ -27,7 +27,9 @@ from groupwise.rewards.scoring import ORIGIN, ScoreRequest
 
 RewardCallable = Callable[..., Any]
 
-OPTIONAL_ARGUMENTS = ("prompt_ids", "completion_ids", "trainer_state", "log_metric", "log_extra")
+OPTIONAL_ARGUMENTS = (
+    "prompts_seen", "prompt_ids", "completion_ids", "trainer_state", "log_metric", "log_extra",
+)  # fmt: skip
 """Given beside prompts, completions and columns."""
 
 LARGEST = 1e15
@@ -205,6 +207,7 @@ def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) 
         **{column: list(values) for column, values in request.columns.items()},
     }
     optional: dict[str, Any] = {
+        "prompts_seen": list(request.prompts_seen),
         "prompt_ids": [list(ids) for ids in request.prompt_ids],
         "completion_ids": [list(ids) for ids in request.completion_ids],
         "trainer_state": TrainerState(request.global_step, request.max_steps),

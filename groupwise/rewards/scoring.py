@@ -32,6 +32,8 @@ class ScoreRequest:
     max_steps: int
     prompt_ids: list[list[int]] = field(default_factory=list[list[int]])
     """Empty where nobody knows the tokens."""
+    prompts_seen: list[Prompt] = field(default_factory=list[Prompt])
+    """As the model saw them, with what the chat template put around them; empty where nobody knows that."""
 
 
 @dataclass(frozen=True, slots=True)

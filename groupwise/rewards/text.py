@@ -23,14 +23,18 @@ def completion_text(completion: CompletionText) -> str:
 def completion_texts(
     completions: Sequence[CompletionText], columns: Mapping[str, Any], *reasoning: Tag
 ) -> list[str]:
-    """The texts of completions as a reward gets them with its other `columns`, `prompts` among these.
+    """The texts of completions as a reward gets them with its other `columns`, `prompts` and `prompts_seen` among these.
 
-    Where a prompt ends with reasoning that it opens for the assistant (in a tag that models use, or one of `reasoning`), its end from
-    that tag on stands before the completion.
+    Where a prompt, or what the chat template puts behind it, ends with reasoning that it opens for the assistant (in a tag that models
+    use, or one of `reasoning`), its end from that tag on stands before the completion.
     """
     texts = [completion_text(each) for each in completions]
     prompts = columns.get("prompts") or [""] * len(texts)
-    return [opened_reasoning(p, *reasoning) + text for p, text in zip(prompts, texts, strict=True)]
+    seen = columns.get("prompts_seen") or prompts
+    return [
+        (opened_reasoning(prompt, *reasoning) or opened_reasoning(whole, *reasoning)) + text
+        for prompt, whole, text in zip(prompts, seen, texts, strict=True)
+    ]
 
 
 def _content_text(content: Any) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.data.messages import looks_like_messages
 from groupwise.errors import TaskError
 from groupwise.models.chat_masks import special_texts
+from groupwise.models.tokens import rendered
 from groupwise.rollouts.dialogue import first_ids
 from groupwise.tasks.tools import Schema
-from groupwise.types import Example
+from groupwise.types import Example, Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,13 @@ def _ids(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) 
         return first_ids(tokenizer, example.prompt, tools, example.columns)
     except TaskError as error:
         raise TaskError(f"{where}: row {example.index}: {error}") from error
+
+
+def as_seen(tokenizer: Any, group: Group) -> Group:
+    """The group with the prompt of a chat as the model saw it; of members that differ, that of the first."""
+    if isinstance(group.example.prompt, str) or not group.rollouts:
+        return group
+    return replace(group, prompt_seen=rendered(tokenizer, group.rollouts[0].prompt_ids))
 
 
 def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:

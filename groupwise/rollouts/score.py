@@ -45,6 +45,7 @@ def score_request(group: Group, global_step: int, max_steps: int) -> ScoreReques
         global_step=global_step,
         max_steps=max_steps,
         prompt_ids=[list(rollout.prompt_ids) for rollout in pending],
+        prompts_seen=[group.prompt_seen or prompt] * len(pending),
     )
 
 

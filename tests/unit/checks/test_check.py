@@ -61,6 +61,13 @@ def test_a_good_task_passes_everything():
     json.dumps(report.summary)
 
 
+def test_a_hook_for_supervised_training_that_fails_keeps_nothing_from_being_looked_at():
+    report = check(task(get_sft_dataset=lambda config: [{"messages": 3}]), PLAIN)
+    found = by_name(report)
+    assert found["sft data"].level == "problem"
+    assert found["gold earns most"].level == "ok"
+
+
 def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
     file = tmp_path / "task.py"
     file.write_text(

@@ -30,6 +30,8 @@ def test_prompts_that_do_not_fit_are_a_problem_with_the_key_to_set():
     assert said.level == "problem"
     assert "data.max_prompt_length=4" in said.remedy
     assert "data: length" not in findings(examples("ab", "abcd"), TOKENIZER, room=4)
+    none = findings(examples("ab"), TOKENIZER, room=0)["data: length"]
+    assert "max_prompt_length" not in none.remedy, "which the config would refuse"
 
 
 def test_duplicates_are_counted_by_prompt():

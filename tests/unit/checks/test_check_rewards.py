@@ -1,5 +1,7 @@
 """Judging rewards by what they gave to completions of known worth."""
 
+from dataclasses import replace
+
 from groupwise.checks.check_gold import Gold
 from groupwise.checks.check_rewards import (
     Verdict,
@@ -30,6 +32,9 @@ def test_a_reward_that_never_varies_is_a_problem():
     for gold in (0.3, 0.1 + 0.2):
         tried = [[verdict("gold", gold), verdict("empty", 0.3)]] * 3
         assert judge_spread(tried, GOLD).level == "problem"
+    unread = replace(GOLD, is_read=False)
+    assert judge_spread(tried, unread).level == "warning", "right ones may look otherwise"
+    assert judge_order(tried, unread).level == "skipped"
 
 
 # Order

@@ -88,9 +88,9 @@ def test_what_the_assistant_says_at_the_end_is_gone_on_with_or_left_out(given: A
         (None, "there is no prompt"),
         ("", "the prompt is empty"),
         (" \n", "the prompt is empty"),
-        ([], "the prompt is empty"),
+        ([], "there are no messages"),
         ([{"role": "user", "content": " "}], "the prompt is empty"),
-        (3, "the prompt is no text and no messages"),
+        (3, "it is no text and no messages"),
         (["hi"], "a message is no mapping of role and content"),
         ([{"content": "hi"}], "a message has no text under `role`"),
         ([{"from": "bing", "value": "hi"}], "ShareGPT"),
@@ -167,9 +167,6 @@ def test_a_chat_ends_with_who_is_answered_or_is_left_out(messages: list[dict[str
     for row in rows:
         assert row["prompt"][-1]["role"] in ("user", "tool")
         assert any(message["role"] == "system" for message in row["prompt"])
-
-
-# Accounts
 
 
 # A teacher's rows

@@ -50,6 +50,8 @@ def test_a_file_that_appeared_meanwhile_is_kept_and_so_is_the_work(tmp_path: Pat
     assert read_result(first)["policy"] == "base"
     with pytest.raises(UsageError, match="never overwritten"):
         check_writable(tmp_path, "x", output)
+    with pytest.raises(UsageError, match=r"is a folder; .*x\.json"):
+        check_writable(tmp_path, "x", tmp_path)
     assert not list(output.parent.glob(f"{durable.BUILDING}*"))
 
 

@@ -56,6 +56,11 @@ def test_the_defaults_are_those_that_are_published(taken: list[tuple[Any, ...]])
     assert taken[0][0] == Flags(model="m", dataset="d", reward_function=("r",), **published)
 
 
+def test_flags_of_other_launchers_are_told_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--model_name_or_path", "m"]) == 2
+    assert "Did you mean --model?" in capsys.readouterr().err
+
+
 def test_the_config_is_one_of_groupwise_rl() -> None:
     config = load_config(config_of(ODD)).config
     assert config.model.name == ODD.model

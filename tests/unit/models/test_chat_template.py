@@ -79,6 +79,8 @@ def test_a_row_goes_before_the_model_and_what_no_template_knows_is_an_error():
     setattr(tokenizer, OF_THE_MODEL, {"enable_thinking": False})
     assert prompt_text(tokenizer, Chat(ASKED)).endswith("</think>\n\n")
     assert prompt_text(tokenizer, Chat(ASKED, (), {"enable_thinking": True})).endswith("<think>\n")
+    with pytest.raises(TaskError, match="add_generation_prompt"):
+        prompt_text(tokenizer, Chat(ASKED, (), {"add_generation_prompt": False}))
     with pytest.raises(TaskError, match="'enable_thoughts'"):
         prompt_text(tokenizer, Chat(ASKED, (), {"enable_thoughts": True}))
 

@@ -31,4 +31,6 @@ def test_reasoning_that_a_prompt_begins_stands_before_the_completion():
     prefill = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "<think>"}]
     texts = completion_texts(["a", "b"], {"prompts": [prefill, "Why?"]})
     assert texts == ["<think>a", "b"]
+    seen = {"prompts": [prefill, "Why?"], "prompts_seen": ["…<think>", "…<|assistant|><think>\n"]}
+    assert completion_texts(["a", "b"], seen) == ["<think>a", "<think>\nb"]
     assert completion_texts(["a"], {}) == ["a"]
