@@ -63,8 +63,6 @@ def test_half_a_character_is_refused_by_its_row(row, place):
     ([{"prompt": "a"}, {"prompt": 3}], ["row 1", "type int: 3"]),
     ([{"prompt": ""}], ["row 0", "empty"]), ([{"prompt": []}], ["row 0", "empty"]),
     ([{"prompt": None}], ["NoneType"]), ([{"prompt": ["hi"]}], ["row 0, message 0"]),
-    ([{"prompt": [{"content": "x"}]}], ["`role`"]),
-    ([{"prompt": [{"role": "user"}]}], ["`content`"]),
     ([{"prompt": [*CHAT, {"role": "user", "content": 3}]}], ["message 1", "`content`"]),
     (["a"], ["row 0 is str"]), ("text", ["returned str"]), (None, ["returned NoneType"]),
     (DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}), ["not one dataset"]),
