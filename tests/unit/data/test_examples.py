@@ -61,7 +61,7 @@ def test_half_a_character_is_refused_by_its_row(row, place):
     ([], ["empty dataset"]), (iter([]), ["empty dataset"]),
     ([{"question": "x", "answer": "y"}], ["row 0", "no column `prompt`", "question, answer"]),
     ([{"prompt": "a"}, {"prompt": 3}], ["row 1", "type int: 3"]),
-    ([{"prompt": ""}], ["row 0", "empty"]), ([{"prompt": []}], ["row 0", "empty"]),
+    ([{"prompt": ""}], ["row 0", "empty"]), ([{"prompt": []}], ["row 0", "no messages"]),
     ([{"prompt": None}], ["NoneType"]), ([{"prompt": ["hi"]}], ["row 0, message 0"]),
     ([{"prompt": [*CHAT, {"role": "user", "content": 3}]}], ["message 1", "`content`"]),
     (["a"], ["row 0 is str"]), ("text", ["returned str"]), (None, ["returned NoneType"]),

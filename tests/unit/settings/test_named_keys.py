@@ -48,11 +48,8 @@ def wrong_keys(text: str, place: str) -> set[str]:
     return found
 
 
-def test_what_is_no_key_is_found():
-    assert wrong_keys("Set data.selection, or sampler.temperature.", "x") == {"data.selection"}
-
-
 def test_texts_of_the_package_and_its_pages():
+    assert wrong_keys("Set data.selection, or sampler.temperature.", "x") == {"data.selection"}
     wrong: dict[str, set[str]] = {}
     for file in (
         TOP / "README.md",
