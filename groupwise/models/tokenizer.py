@@ -64,11 +64,9 @@ def resolve(config: ModelConfig) -> ResolvedModel:
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and what that receives."""
-    from transformers import AutoTokenizer
-
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = _tokenizer_class(resolved).from_pretrained(
             resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
         )
     if config.chat_template is not None:
@@ -78,6 +76,19 @@ def load_tokenizer(config: ModelConfig) -> Any:
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     setattr(tokenizer, OF_THE_MODEL, config.chat_template_kwargs)
     return tokenizer
+
+
+def _tokenizer_class(resolved: ResolvedModel) -> Any:
+    """What loads it. `AutoTokenizer` imports torch only to find the plain class, where the files say that it is this one."""
+    facts = Path(resolved.location, "tokenizer_config.json")
+    told = json.loads(facts.read_text()) if resolved.local and facts.is_file() else {}
+    if told.get("tokenizer_class") == "TokenizersBackend":
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def import_class() -> None:
