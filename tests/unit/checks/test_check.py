@@ -62,7 +62,7 @@ def test_a_good_task_passes_everything():
 
 
 def test_a_hook_for_supervised_training_that_fails_keeps_nothing_from_being_looked_at():
-    report = check(task(get_sft_dataset=lambda config: [{"messages": 3}]), PLAIN)
+    report = check(task(get_sft_dataset=lambda config, tokenizer: [{"messages": 3}]), PLAIN)
     found = by_name(report)
     assert found["sft data"].level == "problem"
     assert found["gold earns most"].level == "ok"
