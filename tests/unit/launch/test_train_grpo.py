@@ -58,7 +58,7 @@ def test_the_defaults_are_those_that_are_published(taken: list[tuple[Any, ...]])
 
 def test_flags_of_other_launchers_are_told_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--model_name_or_path", "m"]) == 2
-    assert "Did you mean --model?" in capsys.readouterr().err
+    assert "(Possible options: --model)" in capsys.readouterr().err
 
 
 def test_the_config_is_one_of_groupwise_rl() -> None:
