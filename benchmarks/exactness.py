@@ -46,7 +46,7 @@ from groupwise.models.config import Dtype
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, ExactLoraLinear, new_lora_config
 from groupwise.models.tokenizer import load_tokenizer
-from groupwise.rollouts.dialogue import first_ids
+from groupwise.models.tokens import prompt_ids
 from groupwise.sampler.weights import ServedAdapter
 from groupwise.types import Row
 
@@ -136,7 +136,7 @@ def change(overrides: Sequence[str], adapter: Path, dtype: Dtype) -> Tensor:
     held_out = runpy.run_path(str(TASK))["get_eval_dataset"]({})[: config.eval.max_prompts]
     tokenizer = load_tokenizer(config.model)
     rows = [
-        _row(first_ids(tokenizer, each["prompt"], ()), tokenizer(each["answer"])["input_ids"])
+        _row(prompt_ids(tokenizer, each["prompt"]), tokenizer(each["answer"])["input_ids"])
         for each in held_out
     ]
     adapted = AdaptedModel(load_model(config.model, dtype, "cpu"), new_lora_config(config.lora))
