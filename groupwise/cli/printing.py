@@ -40,7 +40,11 @@ def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
 
 def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
     """What the numbers of the last steps say, and what to do about it."""
-    print_section("advice", [(str(each["says"]), each["do"]) for each in advice])
+    if advice:
+        print_text("\nadvice")
+    for each in advice:
+        for text, margin in ((each["says"], "  "), (each["do"], "    ")):
+            print_text("\n".join(margin + line for line in folded(str(text), len(margin))))
 
 
 def next_commands(run: str) -> list[tuple[str, str]]:

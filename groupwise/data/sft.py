@@ -24,7 +24,7 @@ from groupwise.data.messages import (
     named_messages,
     number_of,
 )
-from groupwise.data.template_columns import for_template
+from groupwise.data.template_columns import ARGUMENTS, for_template
 from groupwise.errors import TaskError
 from groupwise.types import Example, Message, Prompt
 
@@ -89,6 +89,10 @@ def teacher_example(
     here = f"{where}: row {number_of(row, index)}"
     row = named_messages(dict(row))
     content, used = _content(row, text_field, here)
+    if not isinstance(content, Conversation) and row.get(ARGUMENTS):
+        raise TaskError(
+            f"{here}: `{ARGUMENTS}` has no effect on a row that is no conversation, to which no chat template is applied. Leave it out."
+        )
     others = {name: value for name, value in row.items() if name not in used}
     return TeacherExample(Example(index, _asked(content), others), content)
 

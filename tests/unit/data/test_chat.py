@@ -45,8 +45,8 @@ def left_out(value: Any, **way: Any) -> str:
 
 
 def test_text_is_text_or_what_a_user_says() -> None:
-    for given in ("hi", [USER], [USER, {**ASSISTANT, "content": " "}]):
-        assert prompt(given, format="chat") == [USER]
+    for each in ("hi", [USER], [USER, {**ASSISTANT, "content": " "}]):
+        assert prompt(each, format="chat") == [USER]
     assert prompt("hi") == "hi"
 
 

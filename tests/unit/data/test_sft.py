@@ -8,15 +8,10 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from groupwise.data.sft import (
-    Completion,
-    Conversation,
-    PlainText,
-    Tokens,
-    teacher_example,
-)
+from groupwise.data.sft import Completion, Conversation, PlainText, Tokens, teacher_example
 from groupwise.data.sft_functions import collate, format_rows
 from groupwise.errors import TaskError
+from groupwise.types import Example
 
 ASK = {"role": "user", "content": "1+1?"}
 ANSWER = {"role": "assistant", "content": "2"}
@@ -58,8 +53,7 @@ def test_what_the_record_shows():
     found = teacher_example(
         3, {"messages": [ASK, ANSWER, ASK, ANSWER], "level": 2}, text_field="text", where="W"
     )
-    assert found.example.prompt == [ASK]
-    assert (found.example.index, found.example.columns) == (3, {"level": 2})
+    assert found.example == Example(3, [ASK], {"level": 2})
     taught = {"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]}
     later = teacher_example(0, taught, text_field="text", where="W")
     assert later.example.prompt == [ASK, ANSWER, ASK]
@@ -78,6 +72,7 @@ def test_what_the_record_shows():
         ({"messages": [ASK, {"role": "assistant"}]}, "message 1: .*under `content`"),
         ({"messages": [ASK, ANSWER], "tools": "f("}, "`tools` is text, but no JSON"),
         ({"text": 5}, "`text` is int"),
+        ({"text": "a", "chat_template_kwargs": {"b": 1}}, "`chat_template_kwargs` has no effect"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "label of token 0 is 2, the token 1"),
         ({"input_ids": [1, 2], "labels": [-100]}, "2 input_ids, but 1 labels"),
         ({"input_ids": ["a"]}, "`input_ids` is .*whole numbers"),

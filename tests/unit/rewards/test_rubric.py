@@ -85,7 +85,7 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
         "one": ["a", "b"],
         "ids": [[0, 9], [1, 9]],
         "steps": (3, 10),
-        "rest": {"prompts", "prompt_ids", "answer", "other", "log_metric", "log_extra"},
+        "rest": set("prompts prompt_ids prompts_seen answer other log_metric log_extra".split()),
     }
 
 
