@@ -12,6 +12,7 @@ import ast
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,7 +82,9 @@ def _flat(found: Mapping[str, Any]) -> dict[str, Any]:
         ):
             flat |= _flat(cast("Mapping[str, Any]", value))
         else:
-            flat[ALIASES.get(name, name)] = value
+            usual = ALIASES.get(name, name)
+            if not (isinstance(value, NotPlain) and usual in flat):
+                flat[usual] = value
     return flat
 
 
@@ -100,9 +103,25 @@ def _of_python(file: Path) -> dict[str, Any]:
         if isinstance(node, ast.Call) and _name(node.func) in CALLS:
             for keyword in node.keywords:
                 if keyword.arg is not None:
-                    with suppress(_NotPlain):
+                    try:
                         found[keyword.arg] = _plain(keyword.value, constants)
+                    except _NotPlain:
+                        found.setdefault(keyword.arg, _not_plain(keyword))
     return found
+
+
+def _not_plain(keyword: ast.keyword) -> Any:
+    """One reward function alone by its name; any other value as it is written."""
+    if keyword.arg == "reward_funcs" and isinstance(keyword.value, ast.Name):
+        return keyword.value.id
+    return NotPlain(ast.unparse(keyword.value))
+
+
+@dataclass(frozen=True, slots=True)
+class NotPlain:
+    """A value that only running the file would tell, as it is written there."""
+
+    written: str
 
 
 class _NotPlain(Exception):
@@ -127,11 +146,12 @@ def _plain(node: ast.expr, constants: Mapping[str, Any]) -> Any:
             one, other = _plain(left, constants), _plain(right, constants)
             known: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
                 ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.FloorDiv: lambda a, b: a // b,
+                ast.Div: lambda a, b: a / b, ast.Pow: lambda a, b: a**b if abs(b) <= 64 else None,
             }  # fmt: skip
-            if type(operator) in known and all(
-                isinstance(each, int | float) for each in (one, other)
-            ):
-                return known[type(operator)](one, other)
+            numbers = all(isinstance(each, int | float) for each in (one, other))
+            if numbers and type(operator) in known:
+                with suppress(ArithmeticError):
+                    return known[type(operator)](one, other)
         case _:
             pass
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.checks.findings import Finding, Findings, OnFinding, Report
-from groupwise.checks.foreign_config import read_foreign
+from groupwise.checks.foreign_config import NotPlain, read_foreign
 from groupwise.checks.init_choices import Choice
 from groupwise.checks.init_file import rendered
 from groupwise.config import load_config, resolved
@@ -96,6 +96,8 @@ NO_EQUAL = {
 
 TRL_BATCH, TRL_GENERATIONS = 8, 8
 """TRL's defaults of per_device_train_batch_size and num_generations."""
+TRL_LEARNING_RATE = 1e-6
+"""The same of learning_rate."""
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
 """TRL's loss_type, and the algorithm here."""
 SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
@@ -184,9 +186,13 @@ SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sample
 
 def translate(file: str, given: Mapping[str, Any], processes: int) -> Translation:
     """Our choices for foreign keys, and what is to be said of the others."""
-    made = Translation(
-        file, {key: value for key, value in given.items() if value is not None}, processes
-    )
+    made = Translation(file, {}, processes)
+    for name, value in given.items():
+        if unfit := _unfit(name, value):
+            if name not in WITHOUT_EFFECT and name != "model_name_or_path":
+                made.say(name, unfit, lost=True)
+        elif value is not None:
+            made.given[name] = value
     for step in (_model, _lora, _batch, _length, _algorithm, _schedule, _rewards, _data, _run):
         step(made)
     for name, key in SAME.items():
@@ -196,6 +202,37 @@ def translate(file: str, given: Mapping[str, Any], processes: int) -> Translatio
         if name not in made.used and name not in SAME:
             _tell(made, name)
     return made
+
+
+_WHOLE = frozenset(
+    """
+    num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations
+    max_steps max_completion_length max_prompt_length max_seq_length lora_r warmup_steps save_steps logging_steps eval_steps
+    save_total_limit seed
+    """.split()
+)
+_NUMBERS = _WHOLE | frozenset(
+    """
+    num_train_epochs learning_rate beta epsilon epsilon_high delta temperature lora_alpha lora_dropout warmup_ratio weight_decay
+    adam_beta1 adam_beta2 adam_epsilon max_grad_norm vllm_importance_sampling_cap
+    """.split()
+)
+_MAY_BE_ZERO = frozenset({"warmup_steps", "seed", "max_steps"})
+
+
+def _unfit(name: str, value: Any) -> str | None:
+    """What is wrong with a value that cannot be taken over, if that is so."""
+    if isinstance(value, NotPlain):
+        return f"is not taken over: only running the file tells what `{value.written:.60}` is. Write its value there, or into the result"
+    if value is None or name not in _NUMBERS:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"is not taken over: {value!r:.40} is no number. Write the number into the result"
+    if name in _WHOLE and value != int(value):
+        return f"is not taken over: {value} is a share of the run there; here it is a whole number"
+    if name in _WHOLE and value == 0 and name not in _MAY_BE_ZERO:
+        return "is not taken over: 0 is no number of them"
+    return None
 
 
 def _from(made: Translation, name: str) -> str:
@@ -400,6 +437,8 @@ def _algorithm(made: Translation) -> None:
 
 
 def _schedule(made: Translation) -> None:
+    if "learning_rate" not in made.given:
+        made.choose("training.learning_rate", TRL_LEARNING_RATE, "TRL's default.")
     wanted = made.take("lr_scheduler_type")
     floor = made.take("lr_scheduler_kwargs")
     known = {
@@ -554,8 +593,3 @@ def _run(made: Translation) -> None:
     made.used.add("evaluation_strategy")
     if made.given.get("push_to_hub") is not True:
         made.used |= {"hub_model_id", "hub_model_revision", "hub_private_repo"}
-    if isinstance(made.given.get("save_steps"), float):
-        made.used.add("save_steps")
-        made.say(
-            "save_steps", "is a share of the run there; here it is a number of steps", lost=True
-        )

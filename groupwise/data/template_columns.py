@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,15 +29,18 @@ class ForTemplate:
 def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
     """What these columns give. Raises TaskError that starts with `where` for what no template takes, and for a name that is nearly one."""
     for name in columns:
-        if name != ARGUMENTS and (
-            name == "enable_thinking"
-            or difflib.SequenceMatcher(None, name.lower(), ARGUMENTS).ratio() >= ALIKE
-        ):
+        if name != ARGUMENTS and (name == "enable_thinking" or _nearly_arguments(name.lower())):
             raise TaskError(
                 f"{where}: the column `{name}` has no effect: what the chat template receives stands in the column `{ARGUMENTS}`, such as "
                 '{"enable_thinking": false}. Rename the column, or leave it out.'
             )
     return ForTemplate(_tools(columns.get(TOOLS), where), _arguments(columns.get(ARGUMENTS), where))
+
+
+def _nearly_arguments(name: str) -> bool:
+    """Such as `template_kwargs`; `chat_template` and `chat_template_id` say which template a row had."""
+    likeness = difflib.SequenceMatcher(None, name, ARGUMENTS).ratio()
+    return likeness >= ALIKE and any(part in name for part in ("kw", "arg", "param", "option"))
 
 
 def _tools(value: Any, where: str) -> tuple[Any, ...]:
@@ -63,9 +67,12 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
 
 
 def _parsed(value: Any, name: str, where: str) -> Any:
+    """What JSON text says; None for an empty cell, which tables write as "" or as no number."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(plain, str):
-        return plain
+        return None if isinstance(plain, float) and math.isnan(plain) else plain
+    if not plain.strip():
+        return None
     try:
         return json.loads(plain)
     except ValueError as error:

@@ -87,7 +87,8 @@ _ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _OPTION = re.compile(r"\(\s*([A-Za-z])\s*\)[.:]?|([A-Z])[.:)]?")
 _OPTION_WITH_TEXT = re.compile(
-    r"\(?\s*([A-Z])\s*[).:]\s*(?!(?:or|and|not|nor|but|if)\b|\\not|\\ne|\(?[A-Z]\)?\W*$)[^\s,;|&=<>].*",
+    r"\(?\s*([A-Z])\s*[).:]\s*(?!(?:or|and|not|nor|but|if)\b|\\not|\\ne|\(?[A-Z]\)?\W*$)"
+    r"(?!.*(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Z]\s*[).:])[^\s,;|&=<>].*",
     re.DOTALL,
 )
 
@@ -98,7 +99,7 @@ def bare(text: str) -> str:
     while True:
         before = text
         inner = boxed(text)
-        text = text if inner is None else inner
+        text = text if inner is None or _counts_beside(text, inner) else inner
         text = (
             re.sub(r"\*\*([^*]+)\*\*(?![\w(\\{*^])", r"\1", text, count=1)
             if text.startswith("**")
@@ -118,6 +119,12 @@ def bare(text: str) -> str:
             text = text[1:-1].strip()
         if text == before:
             return text
+
+
+def _counts_beside(text: str, inner: str) -> bool:
+    """Whether more than words stands around a box: then the box is not the answer alone."""
+    around = re.sub(r"\\[a-zA-Z]+", " ", text.replace(inner, " "))
+    return bool(re.search(r"\d", around)) and not re.search(r"[^\W\d_]{2,}", around)
 
 
 def _without_dollars(text: str) -> str:

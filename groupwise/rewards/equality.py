@@ -23,6 +23,8 @@ mpmath: Any = cast("Any", untyped)
 
 ROUNDING = Fraction(1, 1_000_000)
 """Share by which a decimal may differ from what it stands for: six digits."""
+ROUNDED = Fraction(1, 100)
+"""By how much at most, however large the number is."""
 
 _BITS = 40_000
 """Of an exact numerator or denominator."""
@@ -390,7 +392,7 @@ def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> 
         size = max(abs(left), abs(right))
         if difference > size * point.context.mpf(10) ** -9 and not rounded:
             return False
-        if rounded and difference <= size * float(ROUNDING):
+        if rounded and difference <= min(size * float(ROUNDING), float(ROUNDED)):
             return True
         differences.append(difference)
         if digits == _MORE_DIGITS:
@@ -414,7 +416,7 @@ def close(one: Value, other: Value) -> bool:
 
 def _near(one: Fraction, other: Fraction) -> bool:
     whole = one.denominator == 1 or other.denominator == 1
-    return not whole and abs(one - other) <= ROUNDING * max(abs(one), abs(other))
+    return not whole and abs(one - other) <= min(ROUNDING * max(abs(one), abs(other)), ROUNDED)
 
 
 def _vanishes(coarse: Any, fine: Any, size: Any, context: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import mpmath as untyped  # pyright: ignore[reportMissingTypeStubs]
@@ -29,6 +30,9 @@ from groupwise.rewards.formula_reader import Node, number_node
 from groupwise.rewards.units import same_unit
 
 mpmath: Any = cast("Any", untyped)
+
+_MANY = 30
+"""More intervals, members or conditions than this are not compared: what takes long to compare is no answer."""
 
 # Sets of numbers
 
@@ -53,6 +57,7 @@ def _infinite(node: Node) -> int:
     return 0
 
 
+@lru_cache(maxsize=1000)
 def _order(node: Node) -> Any:
     """By which bounds are sorted. Raises Undecided for letters and complex numbers."""
     if sign := _infinite(node):
@@ -119,6 +124,8 @@ def _merged(parts: Iterable[Part]) -> list[Part]:
         if _order(part[0]) < _order(part[2])
         or (part[1] and part[3] and _order(part[0]) == _order(part[2]))
     ]
+    if len(known) > _MANY:
+        raise Undecided("many intervals")
     for part in sorted(known, key=lambda part: (_order(part[0]), not part[1])):
         if found and _touch(found[-1], part):
             last = found[-1]
@@ -446,7 +453,8 @@ def _by_condition(gold: Node, answer: Node) -> Verdict:
 
 
 def _by_region(gold: Node, answer: Node) -> Verdict:
-    left, right = region_of(gold), region_of(answer)
+    left = region_of(gold)
+    right = region_of(answer) if left is not None else None
     return left is not None and right is not None and _same_region(left, right)
 
 
@@ -467,7 +475,7 @@ def _each(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
 
 def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     """Whether each has its like, and none twice."""
-    if len(golds) != len(answers) or len(golds) > 30:
+    if len(golds) != len(answers) or len(golds) > _MANY:
         return False
     left = list(answers)
     for gold in golds:
@@ -502,7 +510,8 @@ def _of_relations(node: Node) -> bool:
 
 
 def _same_relations(gold: Node, answer: Node) -> bool:
-    known, given = _region_of_relations(gold), _region_of_relations(answer)
+    known = _region_of_relations(gold)
+    given = _region_of_relations(answer) if known is not None else None
     if known is not None and given is not None:
         (one, left), (other, right) = known, given
         return (one == other or "" in (one, other)) and _same_region(left, right)
@@ -523,6 +532,8 @@ def _region_of_relations(node: Node) -> tuple[str, list[Part]] | None:
             return None if region is None else (node.parts[0].name, region)
         return _solved(node)
     if node.kind == "list" and node.parts and node.name in ("or", "and"):
+        if len(node.parts) > _MANY:
+            raise Undecided("many conditions")
         solved = [_region_of_relations(part) for part in node.parts]
         if any(part is None or part[0] != solved[0][0] for part in solved):  # type: ignore[index]
             return None

@@ -32,6 +32,9 @@ NO_UNIT = frozenset(
     sin cos tan cot sec csc log ln exp sqrt max min gcd lcm abc xyz
     or and not no nor but to than is isn are if maybe perhaps about approximately off more les negative wrong either
     between below above under base binary hex octal undefined infinity infinitely infinite none except without least most
+    quadrillion quintillion sextillion septillion googol double doubled triple tripled quadruple quadrupled halved twice thrice
+    dont cannot cant wont doesnt isnt impossible unknown unclear unsure uncertain guess undetermined indeterminate nothing
+    incorrect false true yes rounded truncated repeating recurring approx roughly around nearly almost exactly only
     """.split()
 )
 """Words behind a number that are no unit: they change it or take it back."""

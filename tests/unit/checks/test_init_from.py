@@ -116,12 +116,8 @@ def test_a_notebook_of_unsloth_as_a_python_file() -> None:
     assert config["model"] == {
         "name": "meta-llama/Llama-3.2-3B-Instruct", "backend": "unsloth", "load_in_4bit": True, "max_seq_length": 1024,
     }  # fmt: skip
-    assert config["lora"] == {
-        "r": 64,
-        "alpha": 64,
-        "target_modules": ["q_proj", "v_proj"],
-        "rslora": True,
-    }
+    modules = ["q_proj", "v_proj"]
+    assert config["lora"] == {"r": 64, "alpha": 64, "target_modules": modules, "rslora": True}
     assert config["training"]["prompts_per_step"] == 1
     assert config["training"]["seed"] == 3407
     assert config["sampler"]["max_completion_length"] == 768
@@ -140,6 +136,16 @@ def test_a_dump_of_grpo_config_says_nothing_of_what_stands_at_its_default() -> N
     assert config["algorithm"] == {"type": "grpo", "beta": 0.04, "scale_rewards": "none"}
     assert config["training"]["prompts_per_step"] == 2
     assert told(report, "warning") == {"model_name_or_path"}
+
+
+def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -> None:
+    numbers = "learning_rate=1/2**20, num_generations=n(), save_steps=0.1, max_steps='auto', beta=b"
+    config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs=f)")
+    assert config["training"]["learning_rate"] == 2**-20
+    assert config["training"]["num_generations"] == 8
+    assert config["rewards"]["reward_funcs"] == ["a.py:f"]
+    lost = "model_name_or_path num_generations save_steps max_steps beta"
+    assert told(report, "warning") == set(lost.split())
 
 
 @pytest.mark.parametrize(("line", "expected"), [

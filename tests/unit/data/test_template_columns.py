@@ -10,9 +10,9 @@ from groupwise.errors import TaskError
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-@pytest.mark.parametrize("tools", ["[]", [], None])
+@pytest.mark.parametrize("tools", ["[]", [], None, "", float("nan")])
 def test_a_row_without_them_gives_nothing(tools):
-    given = for_template({"tools": tools, "answer": "x"}, "row 0")
+    given = for_template({"tools": tools, "chat_template": "x"}, "row 0")
     assert (given.tools, given.arguments) == ((), {})
     assert for_request({"tools": tools}) == {}
 
