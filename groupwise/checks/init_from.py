@@ -20,7 +20,7 @@ from groupwise.checks.init_file import rendered
 from groupwise.config import load_config, resolved
 from groupwise.errors import UsageError
 from groupwise.foreign_keys import FOREIGN_TO_RL
-from groupwise.rewards.other_names import meant_by
+from groupwise.rewards.other_names import Meant, meant_by
 from groupwise.rewards.registry import registered
 
 CODE = "init_failed"
@@ -96,8 +96,8 @@ NO_EQUAL = {
 
 TRL_BATCH, TRL_GENERATIONS = 8, 8
 """TRL's defaults of per_device_train_batch_size and num_generations."""
-TRL_LEARNING_RATE = 1e-6
-"""The same of learning_rate."""
+TRL_LEARNING_RATE, TRL_LENGTH = 1e-6, 256
+"""The same of learning_rate and max_completion_length."""
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
 """TRL's loss_type, and the algorithm here."""
 SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
@@ -495,8 +495,10 @@ def _rewards(made: Translation) -> None:
         meant = meant_by(name, known)
         if name in known or ":" in name:
             ours.append(name)
+        elif "." in name:
+            ours.append(":".join(name.rsplit(".", 1)))
         elif meant is not None and meant.rewards:
-            ours.append(_with_parameters(made, meant.rewards[0]))
+            ours.append(_with_parameters(made, meant))
             made.say(
                 "reward_funcs", f"`{name}` is `{meant.rewards[0]}` here: {meant.remark}", lost=False
             )
@@ -519,16 +521,19 @@ _PARAMETERS = {
         "cosine_min_value_correct": "right_long", "cosine_max_value_correct": "right_short",
     },
     "repetition": {"repetition_n_grams": "n", "repetition_max_penalty": "max_penalty"},
+    "overlong": {"max_completion_len": "max_length", "soft_punish_cache": "cache"},
 }  # fmt: skip
 """open-r1's keys of its rewards, and ours."""
 
 
-def _with_parameters(made: Translation, reward: str) -> Any:
-    given = {
-        ours: made.take(theirs)
-        for theirs, ours in _PARAMETERS.get(reward, {}).items()
-        if theirs in made.given
-    }
+def _with_parameters(made: Translation, meant: Meant) -> Any:
+    reward = meant.rewards[0]
+    given: dict[str, Any] = dict(meant.parameters)
+    for theirs, ours in _PARAMETERS.get(reward, {}).items():
+        if theirs in made.given:
+            given[ours] = made.take(theirs)
+    if reward == "overlong":
+        given.setdefault("max_length", made.given.get("max_completion_length", TRL_LENGTH))
     return {"name": reward, **given} if given else reward
 
 

@@ -93,16 +93,12 @@ def test_open_r1() -> None:
     assert (training["max_steps"], training["num_train_epochs"]) == (None, 1)
     assert training["lr_scheduler_type"] == "cosine"
     assert config["algorithm"] == {"preset": "trl_default"}
-    assert config["data"]["prompt_column"] == "problem"
-    assert config["data"]["max_prompt_length"] == 512
-    rewards = config["rewards"]["reward_funcs"]
-    assert rewards == [
-        "math_answer",
-        "strict_format",
-        {"name": "length", "max_length": 2000},
-        "xml_count",
+    data, think = config["data"], {"reasoning_tag": "think"}
+    assert (data["prompt_column"], data["max_prompt_length"]) == ("problem", 512)
+    assert config["rewards"]["reward_funcs"] == [
+        "math_answer", {"name": "strict_format", **think}, {"name": "length", "max_length": 2000}, {"name": "xml_count", **think},
         "my_rewards.py:polite",
-    ]
+    ]  # fmt: skip
     assert config["rewards"]["reward_weights"] == [1.0, 1.0, 0.5, 1.0, 0.2]
     assert (config["run"]["dir"], config["run"]["name"]) == ("data", "Qwen2.5-1.5B-Open-R1-GRPO")
     assert told(report, "warning") == {"top_p", "lr_scheduler_kwargs", "mystery"}
@@ -140,10 +136,14 @@ def test_a_dump_of_grpo_config_says_nothing_of_what_stands_at_its_default() -> N
 
 def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -> None:
     numbers = "learning_rate=1/2**20, num_generations=n(), save_steps=0.1, max_steps='auto', beta=b"
-    config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs=f)")
-    assert config["training"]["learning_rate"] == 2**-20
-    assert config["training"]["num_generations"] == 8
-    assert config["rewards"]["reward_funcs"] == ["a.py:f"]
+    config, report = made(
+        "a.py",
+        f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs=['a.b.f', 'get_soft_overlong_punishment'])",
+    )
+    training = config["training"]
+    assert (training["learning_rate"], training["num_generations"]) == (2**-20, 8)
+    own, long = config["rewards"]["reward_funcs"]
+    assert (own, long) == ("a.b:f", {"name": "overlong", "max_length": 256})
     lost = "model_name_or_path num_generations save_steps max_steps beta"
     assert told(report, "warning") == set(lost.split())
 
