@@ -61,8 +61,8 @@ def test_a_task_of_others_trains_and_pays_for_what_is_right(
     task, given = load_task(str(file)), view(load_config(config).config)
     example = task.rl_examples(given)[0]
     bad = [{"role": "assistant", "content": "no"}] if name == "trl_tools" else "no"
-    good = GOOD[name]
-    said = [t if isinstance(t, list) else as_completion(example.prompt, t) for t in (good, bad)]
+    both = (GOOD[name], bad)
+    said: list[Any] = [t if isinstance(t, list) else as_completion(example.prompt, t) for t in both]
     columns = {column: [value] * 2 for column, value in example.columns.items()}
     request = ScoreRequest(0, [example.prompt] * 2, said, [[1], [2]], columns, 0, 1)
     members = asyncio.run(task.rubric(given, None).score(request)).members
