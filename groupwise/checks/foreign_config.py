@@ -124,6 +124,10 @@ class NotPlain:
     written: str
 
 
+_LARGEST_EXPONENT = 64
+"""A larger power would fill the memory rather than be the value of a config."""
+
+
 class _NotPlain(Exception):
     """A value that only running the file would tell."""
 
@@ -146,10 +150,11 @@ def _plain(node: ast.expr, constants: Mapping[str, Any]) -> Any:
             one, other = _plain(left, constants), _plain(right, constants)
             known: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
                 ast.Add: lambda a, b: a + b, ast.Sub: lambda a, b: a - b, ast.Mult: lambda a, b: a * b, ast.FloorDiv: lambda a, b: a // b,
-                ast.Div: lambda a, b: a / b, ast.Pow: lambda a, b: a**b if abs(b) <= 64 else None,
+                ast.Div: lambda a, b: a / b, ast.Pow: lambda a, b: a**b,
             }  # fmt: skip
             numbers = all(isinstance(each, int | float) for each in (one, other))
-            if numbers and type(operator) in known:
+            huge = isinstance(operator, ast.Pow) and numbers and abs(other) > _LARGEST_EXPONENT
+            if numbers and not huge and type(operator) in known:
                 with suppress(ArithmeticError):
                     return known[type(operator)](one, other)
         case _:

@@ -33,7 +33,7 @@ SAME = {
     "temperature": "sampler.temperature", "max_completion_length": "sampler.max_completion_length",
     "beta": "algorithm.beta", "epsilon": "algorithm.epsilon", "epsilon_high": "algorithm.epsilon_high", "delta": "algorithm.delta",
     "mask_truncated_completions": "algorithm.mask_truncated_completions",
-    "max_steps": "training.max_steps", "num_train_epochs": "training.num_train_epochs", "learning_rate": "training.learning_rate",
+    "max_steps": "training.max_steps", "num_train_epochs": "training.num_train_epochs",
     "warmup_steps": "training.warmup_steps", "warmup_ratio": "training.warmup_ratio", "weight_decay": "training.weight_decay",
     "adam_beta1": "training.adam_beta1", "adam_beta2": "training.adam_beta2", "adam_epsilon": "training.adam_epsilon",
     "max_grad_norm": "training.max_grad_norm", "seed": "training.seed", "gradient_checkpointing": "training.gradient_checkpointing",
@@ -239,6 +239,14 @@ def _from(made: Translation, name: str) -> str:
     return f"From {name} of {made.file}."
 
 
+def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> Any:
+    """Write the value of a foreign key under ours, or TRL's default where the file has none; the value."""
+    reason = _from(made, name) if name in made.given else "TRL's default."
+    value = made.take(name, default)
+    made.choose(key, value, reason)
+    return value
+
+
 def _says_nothing(value: Any) -> bool:
     return value in ("", [], {})
 
@@ -300,16 +308,8 @@ def _lora(made: Translation) -> None:
         )
         made.used |= {"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"}
         return
-    made.choose(
-        "lora.r",
-        made.take("lora_r", 16),
-        _from(made, "lora_r") if "lora_r" in made.given else "TRL's default.",
-    )
-    made.choose(
-        "lora.alpha",
-        made.take("lora_alpha", 32),
-        _from(made, "lora_alpha") if "lora_alpha" in made.given else "TRL's default.",
-    )
+    _choose_or_default(made, "lora.r", "lora_r", 16)
+    _choose_or_default(made, "lora.alpha", "lora_alpha", 32)
     modules = made.take("lora_target_modules")
     if modules and modules not in ("all-linear", ["all-linear"]):
         made.choose(
@@ -326,11 +326,8 @@ def _lora(made: Translation) -> None:
 
 def _batch(made: Translation) -> None:
     """A step of TRL is per_device_train_batch_size × gradient_accumulation_steps × processes completions."""
-    generations = made.take("num_generations", TRL_GENERATIONS)
-    made.choose(
-        "training.num_generations",
-        generations,
-        _from(made, "num_generations") if "num_generations" in made.given else "TRL's default.",
+    generations = _choose_or_default(
+        made, "training.num_generations", "num_generations", TRL_GENERATIONS
     )
     device, accumulated = (
         made.take("per_device_train_batch_size", TRL_BATCH),
@@ -367,13 +364,13 @@ def _batch(made: Translation) -> None:
 
 
 def _length(made: Translation) -> None:
-    steps, epochs = made.take("max_steps", -1), made.take("num_train_epochs")
-    if steps and steps > 0:
+    steps = made.take("max_steps", -1)
+    made.used.add("num_train_epochs")
+    if steps > 0:
         made.choose("training.max_steps", steps, _from(made, "max_steps"))
     else:
         made.choose("training.max_steps", None, "Epochs say how long.")
-        reason = _from(made, "num_train_epochs") if epochs else "TRL's default."
-        made.choose("training.num_train_epochs", epochs or 3, reason)
+        _choose_or_default(made, "training.num_train_epochs", "num_train_epochs", 3)
 
 
 def _algorithm(made: Translation) -> None:
@@ -432,13 +429,10 @@ def _algorithm(made: Translation) -> None:
             )
     if made.given.get("mask_truncated_completions") is False:
         made.used.add("mask_truncated_completions")
-    if made.given.get("epsilon_high") is None:
-        made.used.add("epsilon_high")
 
 
 def _schedule(made: Translation) -> None:
-    if "learning_rate" not in made.given:
-        made.choose("training.learning_rate", TRL_LEARNING_RATE, "TRL's default.")
+    _choose_or_default(made, "training.learning_rate", "learning_rate", TRL_LEARNING_RATE)
     wanted = made.take("lr_scheduler_type")
     floor = made.take("lr_scheduler_kwargs")
     known = {

@@ -19,7 +19,7 @@ ALIKE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class ForTemplate:
-    """What a row's columns give to its template."""
+    """The tools and arguments that a row hands to its chat template."""
 
     tools: tuple[Any, ...] = ()
     """Schemas."""
@@ -27,7 +27,7 @@ class ForTemplate:
 
 
 def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
-    """What these columns give. Raises TaskError that starts with `where` for what no template takes, and for a name that is nearly one."""
+    """Read both columns. Raises TaskError, which starts with `where`, for values of the wrong type and for misspelt column names."""
     for name in columns:
         if name != ARGUMENTS and (name == "enable_thinking" or _nearly_arguments(name.lower())):
             raise TaskError(

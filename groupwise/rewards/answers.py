@@ -99,7 +99,7 @@ def bare(text: str) -> str:
     while True:
         before = text
         inner = boxed(text)
-        text = text if inner is None or _counts_beside(text, inner) else inner
+        text = text if inner is None or _numbers_around_box(text, inner) else inner
         text = (
             re.sub(r"\*\*([^*]+)\*\*(?![\w(\\{*^])", r"\1", text, count=1)
             if text.startswith("**")
@@ -121,8 +121,8 @@ def bare(text: str) -> str:
             return text
 
 
-def _counts_beside(text: str, inner: str) -> bool:
-    """Whether more than words stands around a box: then the box is not the answer alone."""
+def _numbers_around_box(text: str, inner: str) -> bool:
+    """Whether numbers without words stand around a box: then the box alone is not the answer."""
     around = re.sub(r"\\[a-zA-Z]+", " ", text.replace(inner, " "))
     return bool(re.search(r"\d", around)) and not re.search(r"[^\W\d_]{2,}", around)
 

@@ -76,6 +76,13 @@ _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
 }
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_SAME_COMMANDS = {
+    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\le": "leq leqslant", r"\ge": "geq geqslant", r"\ne": "neq",
+    "<": "lt", ">": "gt", r"\emptyset": "varnothing O", r"\ldots": "dots cdots dotsc dotsb dotso",
+    "|": "lvert rvert vert lVert rVert Vert", r"\{": "lbrace", r"\}": "rbrace", "[": "lbrack", "]": "rbrack",
+    " and ": "land wedge", " or ": "lor vee",
+}  # fmt: skip
+"""LaTeX's other commands for the same sign."""
 _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=\d)\s*m([²³])(?=\s*\.?\s*$)", r"\\text{ m}\1"),
     (r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ", lambda found: f"^{{{found.group().translate(_RAISED)}}}"),
@@ -86,22 +93,11 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         r"\\(?:left|right|middle|displaystyle|textstyle|limits|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|Biggl?|Biggr)(?![a-zA-Z])\.?",
         "",
     ),
-    (r"\\(?:dfrac|tfrac|cfrac)(?![a-zA-Z])", r"\\frac"),
-    (r"\\dbinom(?![a-zA-Z])|\\tbinom(?![a-zA-Z])", r"\\binom"),
-    (r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le"),
-    (r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge"),
-    (r"\\neq(?![a-zA-Z])", r"\\ne"),
-    (r"\\lt(?![a-zA-Z])", "<"),
-    (r"\\gt(?![a-zA-Z])", ">"),
-    (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset"),
-    (r"\\(?:dots|cdots|dotsc|dotsb|dotso)(?![a-zA-Z])|\.\.\.", r"\\ldots"),
-    (r"\\(?:lvert|rvert|vert|lVert|rVert|Vert)(?![a-zA-Z])", "|"),
-    (r"\\(?:lbrace)(?![a-zA-Z])", r"\\{"),
-    (r"\\(?:rbrace)(?![a-zA-Z])", r"\\}"),
-    (r"\\(?:lbrack)(?![a-zA-Z])", "["),
-    (r"\\(?:rbrack)(?![a-zA-Z])", "]"),
-    (r"\\(?:land|wedge)(?![a-zA-Z])", r" and "),
-    (r"\\(?:lor|vee)(?![a-zA-Z])", r" or "),
+    *(
+        (rf"\\(?:{'|'.join(names.split())})(?![a-zA-Z])", command.replace("\\", r"\\"))
+        for command, names in _SAME_COMMANDS.items()
+    ),
+    (r"\.\.\.", r"\\ldots"),
     (r"\\var(epsilon|phi|theta|rho|sigma)(?![a-zA-Z])", r"\\\1"),
     (
         r"\\textdegree(?![a-zA-Z])|\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])",
@@ -367,7 +363,7 @@ class _Reader:
         return " ".join(pieces), scale, False
 
     def _number_words(self) -> int:
-        """`million` and its like, multiplied."""
+        """Multiply a number by the word behind it, such as `million`."""
         scale = 1
         while (token := self._peek()).kind in ("word", "styled"):
             word = token.text.strip().casefold()

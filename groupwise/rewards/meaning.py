@@ -162,7 +162,7 @@ def _common(left: Sequence[Part], right: Sequence[Part]) -> list[Part]:
 
 
 def _solved(node: Node) -> tuple[str, list[Part]] | None:
-    """An inequality or a chain of them that bounds one letter: the letter and its values."""
+    """The letter that an inequality (or a chain of them) bounds, and its intervals; None if it bounds none or several."""
     if node.kind != "relation" or not set(node.name) <= set("<>≤≥≠"):
         return None
     if len(node.name) == 1 and (without := _without_bars(node)) is not None:
@@ -210,8 +210,8 @@ def _without_bars(node: Node) -> tuple[str, list[Part]] | None:
         left, right, sign = right, left, _turned(sign)
     if left.name != "abs" or left.parts[0].kind != "name" or names_in(right) or sign == "≠":
         return None
-    lower, closed = Node("*", (number_node(-1), right)), sign in "≤≥"
-    inside = _merged([(lower, closed == (sign in "<≤"), right, closed == (sign in "<≤"))])
+    lower, ends = Node("*", (number_node(-1), right)), sign in "≤>"
+    inside = _merged([(lower, ends, right, ends)])
     return left.parts[0].name, inside if sign in "<≤" else _complement(inside)
 
 

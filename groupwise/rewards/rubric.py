@@ -134,7 +134,7 @@ class Rubric:
         return [(name, each) for name, function in named for each in column_arguments(function)]
 
     def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
-        """Those that get nothing but None from these rows, because their column is empty or not there at all."""
+        """The parameters that are None for all of these rows, because their column is empty or missing."""
         empty = (
             each for each in self.columns_meant if all(row.get(each[1]) is None for row in rows)
         )

@@ -268,7 +268,7 @@ def _prepared(program: dict[str, Any]) -> Callable[[], None]:
 
 
 def known_names() -> dict[str, Any]:
-    """What model-written code may use without importing it: Python's own names, and those of typing, whose import answers often lack."""
+    """The names that a solution may use without an import: the builtins, and those of typing, which models often forget to import."""
     return {**{name: getattr(typing, name) for name in vars(typing)["__all__"]}, **vars(builtins)}
 
 

@@ -41,7 +41,7 @@ NO_UNIT = frozenset(
 
 
 def is_unit(words: str, upright: bool) -> bool:
-    """Whether words can be a unit; `upright`: they are marked as text, so that single letters may be one."""
+    r"""Whether these words can be a unit. `upright` says that they stand in `\text{}`, where a single letter can be one too."""
     found = re.findall(r"[a-zA-Z$€£¥°]+", words)
     return bool(found) and all(_is_word_of_unit(word, upright) for word in found)
 

@@ -1,4 +1,4 @@
-"""Task files of users of other frameworks, with two lines of ours at their end at most, run and are scored as they mean it."""
+"""Task files written for other frameworks run here with at most two lines added at their end, and give the rewards they gave there."""
 
 from __future__ import annotations
 

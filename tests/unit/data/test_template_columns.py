@@ -1,4 +1,4 @@
-"""What a row's columns give to its chat template."""
+"""The tools and arguments that a row hands to its chat template."""
 
 from __future__ import annotations
 
