@@ -75,6 +75,12 @@ GOLDS: dict[str, list[str]] = {
     r"\frac{1}{2^{60}}": ["2^{-60}", r"\left(\frac12\right)^{60}", "1/2^{60}"],
     r"2R+3r": ["3r+2R", "2R + 3r"],
     r"x_1+2x_2": ["2x_2+x_1", "x_{1}+2x_{2}"],
+    r"60\text{ mph}": ["60", r"60\text{ miles per hour}"],
+    r"AB=12": ["12", r"|AB|=12", "AB = 12"],
+    r"\text{(B)} 37": ["B", "37", r"\text{(B)}", "(B) 37"],
+    r"5:8": ["5 : 8", r"\frac{5}{8}", "5/8"],
+    r"7x^2-4x+9": ["9+7x^2-4x", r"7x^{2}-4x+9"],
+    r"\frac{14\sqrt{3}}{9}": [r"\frac{14}{9}\sqrt{3}", r"\frac{14}{3\sqrt{3}}", r"{14\sqrt{3} \over 9}"],
 }  # fmt: skip
 """Answers as MATH, GSM8K and their like have them, and other ways to write each."""
 

@@ -17,6 +17,7 @@ from functools import lru_cache
 from groupwise.rewards.equality import number_of
 from groupwise.rewards.formula_reader import LONGEST, Node, Unread, plain_signs, read
 from groupwise.rewards.meaning import same
+from groupwise.rewards.units import words_of
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{]))")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})[\s$,;]*)?")
@@ -77,7 +78,9 @@ _IN_TEXT = re.compile(
 
 # What surrounds an answer
 
-_STYLE = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|boxed|fbox)\s*\{")
+_STYLED = r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|boxed|fbox)\s*\{"
+_STYLE = re.compile(_STYLED)
+_UPRIGHT = re.compile(_STYLED + r"([^{}]*)\}")
 _SAID_FIRST = re.compile(
     r"(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer|solution|result|value|option|choice)"
     r"(?:\s+is|\s*=|\s*:|\s+is\s*:)\s*:?\s*|=\s*|####\s*",
@@ -88,9 +91,11 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", r
 _OPTION = re.compile(r"\(\s*([A-Za-z])\s*\)[.:]?|([A-Z])[.:)]?")
 _OPTION_WITH_TEXT = re.compile(
     r"\(?\s*([A-Z])\s*[).:]\s*(?!(?:or|and|not|nor|but|if)\b|\\not|\\ne|\(?[A-Z]\)?\W*$)"
-    r"(?!.*(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Z]\s*[).:])[^\s,;|&=<>].*",
+    r"(?!.*(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Z]\s*[).:])([^\s,;|&=<>].*)",
     re.DOTALL,
 )
+_LISTED = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
+"""Of a gold answer: `E. coli` is none."""
 
 
 def bare(text: str) -> str:
@@ -105,7 +110,9 @@ def bare(text: str) -> str:
             if text.startswith("**")
             else text
         )
-        text = _without_dollars(text).strip()
+        text = re.sub(
+            r"\\text\s*\{[\s.,;]*\}$|(?<!\\)\\$", "", _without_dollars(text).strip()
+        ).strip()
         text = _SAID_FIRST.sub("", text, count=1) if _SAID_FIRST.match(text) else text
         text = (
             text.strip().removesuffix(".").strip()
@@ -142,8 +149,7 @@ def _without_dollars(text: str) -> str:
 
 def in_letters(text: str) -> str | None:
     """Words as they are compared, without case and styles; None for what has digits or signs of mathematics."""
-    unstyled = re.sub(r"\\(?:text|mathrm|textrm|textbf|textit|mbox)\s*\{([^{}]*)\}", r"\1", text)
-    plain = re.sub(r"\s+", " ", unstyled).strip().strip("().").strip()
+    plain = re.sub(r"\s+", " ", _UPRIGHT.sub(r"\1", text)).strip().strip("().").strip()
     return plain.casefold() if re.fullmatch(r"[^\W\d_]{2,}(?:[ '’-][^\W\d_]+)*", plain) else None
 
 
@@ -154,10 +160,10 @@ def written(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def tree_of(text: str) -> Node | None:
-    """What a bare answer says as mathematics; None where that cannot be read whole."""
+def tree_of(text: str, known: frozenset[str]) -> Node | None:
+    """What a bare answer says as mathematics, with `known` words as units; None where that cannot be read whole."""
     try:
-        return read(text)
+        return read(text, known)
     except Unread:
         return None
 
@@ -174,14 +180,20 @@ def agrees(gold: str, answer: str) -> bool:
     words = in_letters(expected), in_letters(given)
     if words[0] is not None and words[1] is not None:
         return words[0] == words[1]
-    options = _option(expected), _option(given, with_text=True)
-    if options[0] is not None and options[1] is not None:
-        return options[0] == options[1]
+    choice, chosen = _option(expected), _option(given)
+    if choice and choice[1] and not _LISTED.match(_UPRIGHT.sub(r"\1", expected)):
+        choice = None
+    if choice and chosen:
+        texts = choice[1], chosen[1]
+        return choice[0] == chosen[0] and (not all(texts) or agrees(*texts))
+    if choice and choice[1]:
+        return agrees(choice[1], given)
     clocks = _clock(expected), _clock(given)
     if clocks[0] is not None and clocks[1] is not None:
         return clocks[0] == clocks[1]
     try:
-        one, other = tree_of(expected), tree_of(given)
+        known = words_of(expected)
+        one, other = tree_of(expected, known), tree_of(given, known)
         return one is not None and other is not None and same(one, other)
     except RecursionError:  # a product of hundreds of factors
         return False
@@ -191,15 +203,20 @@ def as_written(gold: str, answer: str) -> bool:
     """Whether an answer is the gold one without any working out: the same number in digits, or the same signs."""
     if len(answer) > LONGEST or not answer.strip():
         return False
-    expected, given = number(gold), number(answer)
+    expected, given = number(gold), number(answer, gold)
     if expected is not None or given is not None:
         return expected == given
     return written(bare(gold)).casefold() == written(bare(answer)).casefold()
 
 
-def number(text: str) -> Fraction | None:
-    """The number that a text writes in digits, of a quantity without its unit, of 50 % the 50; None for what must be worked out."""
-    tree = tree_of(bare(text)) if len(text) <= LONGEST else None
+def number(text: str, gold: str | None = None) -> Fraction | None:
+    """The number that a text writes in digits, of a quantity without its unit, of 50 % the 50; None for what must be worked out.
+
+    Words behind it are its unit if the `gold` answer has them, units and plurals always; without a gold answer all but those that
+    change a number.
+    """
+    known = words_of(text if gold is None else gold)
+    tree = tree_of(bare(text), known) if len(text) <= LONGEST else None
     return None if tree is None else number_of(tree)
 
 
@@ -225,19 +242,17 @@ def last_number(text: str) -> str | None:
     return found[-1] if found else None
 
 
-def _option(text: str, with_text: bool = False) -> str | None:
-    """The letter of a choice: `(c)`, `C`, `C.`; `with_text`: also `C. 12`, a letter with what it stands for."""
-    unstyled = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", text).strip()
-    found = _OPTION.fullmatch(unstyled)
-    if found is None and with_text:
-        found = _OPTION_WITH_TEXT.fullmatch(unstyled)
-    return next(letter for letter in found.groups() if letter).upper() if found else None
+def _option(text: str) -> tuple[str, str] | None:
+    """The letter of a choice, `(c)`, `C` or `C.`, and what it stands for, of `C. 12` the 12."""
+    unstyled = _UPRIGHT.sub(r"\1", text).strip()
+    if found := _OPTION.fullmatch(unstyled):
+        return (found[1] or found[2]).upper(), ""
+    found = _OPTION_WITH_TEXT.fullmatch(unstyled)
+    return (found[1], found[2]) if found else None
 
 
 def _clock(text: str) -> tuple[int, int, int, str] | None:
-    unstyled = re.sub(
-        r"\\(?:text|mathrm)\s*\{([^{}]*)\}", r"\1", text.replace("~", " ").replace("\\ ", " ")
-    )
+    unstyled = _UPRIGHT.sub(r"\1", text.replace("~", " ").replace("\\ ", " "))
     found = _CLOCK.fullmatch(unstyled.strip())
     if found is None:
         return None

@@ -390,7 +390,8 @@ def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> 
         left, right = _real(left, point), _real(right, point)
         difference = abs(left - right)
         size = max(abs(left), abs(right))
-        if difference > size * point.context.mpf(10) ** -9 and not rounded:
+        beside_zero = left == 0 or right == 0
+        if difference > (1 if beside_zero else size) * point.context.mpf(10) ** -9 and not rounded:
             return False
         if rounded and difference <= min(size * float(ROUNDING), float(ROUNDED)):
             return True

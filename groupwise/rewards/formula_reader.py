@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from groupwise.rewards.units import is_joined_unit, is_rate, is_unit, unit_of
+from groupwise.rewards.units import counts, is_joined_unit, is_rate, is_unit, unit_of
 
 LONGEST = 2_000
 """Characters of a text that is read."""
@@ -222,22 +222,33 @@ _NUMBER_WORDS = {
 }  # fmt: skip
 
 
-def read(text: str) -> Node:
-    """The tree of a text. Raises Unread where any of it is not in the grammar."""
+def read(text: str, known: frozenset[str] = frozenset()) -> Node:
+    """The tree of a text. Raises Unread where any of it is not in the grammar.
+
+    `known` are words that can stand behind a number as its unit, beside units and plurals (`groupwise.rewards.units.words_of`).
+    """
     if len(text) > LONGEST:
         raise Unread("longer than an answer is")
-    reader = _Reader(tokens_of(plain_signs(text)))
+    reader = _Reader(tokens_of(plain_signs(text)), known)
     try:
         return reader.whole()
     except RecursionError:
         raise Unread("nested too deep") from None
 
 
+def _at_most_one(node: Node) -> bool:
+    """Whether it is a number of which one says `1 apple` or `1/2 apple`."""
+    numbers = [part.value for part in (node, *node.parts) if part.kind == "number"]
+    of = numbers[0] / numbers[1] if node.kind == "/" and len(numbers) == 2 else None
+    return 0 < (numbers[0] if node.kind == "number" else of or 2) <= 1
+
+
 class _Reader:
     """Recursive descent over the tokens."""
 
-    def __init__(self, tokens: list[Token]) -> None:
+    def __init__(self, tokens: list[Token], known: frozenset[str]) -> None:
         self._tokens = tokens
+        self._known = known
         self._place = 0
         self._depth = 0
         self._bars = 0
@@ -304,7 +315,7 @@ class _Reader:
         return Node("list", tuple(elements), name=kinds.pop() if kinds else ",")
 
     def _relation(self) -> Node:
-        sides = [self._quantity()]
+        sides = [self._worded_name() or self._quantity()]
         signs: list[str] = []
         while True:
             token = self._peek()
@@ -325,6 +336,15 @@ class _Reader:
             raise Unread("`:` beside a relation")
         return Node("relation", tuple(sides), name="".join(signs))
 
+    def _worded_name(self) -> Node | None:
+        """The name in `Area = 5`."""
+        token = self._peek()
+        long = token.kind == "styled" or (token.kind == "word" and len(token.text) > 3)
+        if not long or self._peek(1).text != "=" or not is_unit(token.text, upright=False):
+            return None
+        self._place += 1
+        return Node("name", name=token.text.strip())
+
     def _quantity(self) -> Node:
         """A sum, with a unit before or behind it."""
         negative = False
@@ -339,6 +359,8 @@ class _Reader:
         if negative:
             found = Node("*", (number_node(-1), found))
         unit, scale, percent = self._unit()
+        if unit and not counts(unit, self._known, scale == 1 and _at_most_one(found)):
+            raise Unread(f"{unit!r} is no unit")
         if scale != 1:
             found = Node("*", (found, number_node(scale)))
         if percent:
@@ -351,6 +373,7 @@ class _Reader:
         """What stands behind a number: its unit, a number word's factor, and whether it is a percentage."""
         scale = self._number_words()
         if self._take("%") or self._take_word("percent", "per cent"):
+            self._of_what()
             return "", scale, True
         pieces: list[str] = []
         while (piece := self._piece_of_unit(bool(pieces))) is not None:
@@ -361,6 +384,14 @@ class _Reader:
             else:
                 pieces.append(piece)
         return " ".join(pieces), scale, False
+
+    def _of_what(self) -> None:
+        """Behind a percentage: `of the students`."""
+        token = self._peek()
+        if token.kind in ("word", "styled") and token.text.strip().startswith("of"):
+            while self._peek().kind in ("word", "styled"):
+                token = self._next()
+                self._word_of_unit(token.text.strip(), token.kind == "styled", later=True)
 
     def _number_words(self) -> int:
         """Multiply a number by the word behind it, such as `million`."""
@@ -388,6 +419,9 @@ class _Reader:
                 return None
             if later and self._take_word("per"):
                 return "/"
+            if later and (power := {"squared": "^2", "cubed": "^3"}.get(token.text.strip())):
+                self._place += 1
+                return power
             self._place += 1
             return self._word_of_unit(token.text.strip(), token.kind == "styled", later)
         if not later:
@@ -448,8 +482,13 @@ class _Reader:
                 terms = [Node(kind, (left, term))]
                 continue
             terms.append(term)
+        found = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
+        if self._take(r"\over"):  # it and `\choose` divide all of a group
+            found = Node("/", (found, self._sum()))
+        elif self._take(r"\choose"):
+            found = Node("call", (found, self._sum()), name="binom")
         self._depth -= 1
-        return terms[0] if len(terms) == 1 else Node("+", tuple(terms))
+        return found
 
     def _signed_product(self) -> Node:
         if self._take("-"):
@@ -573,10 +612,8 @@ class _Reader:
     _in_set = 0
 
     def _exponent(self) -> Node:
-        if self._take("{"):
-            found = self._sum()
-            self._expect("}")
-            return found
+        if self._is("{"):
+            return self._braced()
         if self._take("-"):
             return Node("*", (number_node(-1), self._exponent()))
         if self._take("+"):
@@ -624,10 +661,7 @@ class _Reader:
         if token.text in ("(", "[", "]"):
             return self._bracketed()
         if token.text == "{":
-            self._place += 1
-            inner = self._sum()
-            self._expect("}")
-            return inner
+            return self._braced()
         raise Unread(
             f"{token.text or 'the end'!r} where a number, a name or a bracket was expected"
         )
@@ -775,6 +809,7 @@ class _Reader:
             "langle": self._angled,
             "ldots": lambda: Node("dots"),
             "begin": self._matrix,
+            "angle": lambda: Node("name", name=f"∠{self._next().text}"),
         }
         if name not in commands:
             raise Unread(f"\\{name}")
@@ -792,10 +827,8 @@ class _Reader:
 
     def _argument(self) -> Node:
         r"""What a command is about: in braces, or the next sign; of a number its next digit, as in `\frac12`."""
-        if self._take("{"):
-            inner = self._sum()
-            self._expect("}")
-            return inner
+        if self._is("{"):
+            return self._braced()
         token = self._peek()
         if token.kind == "number":
             digits = re.match(r"\d", token.text)
@@ -888,6 +921,12 @@ class _Reader:
         return found
 
     # Brackets
+
+    def _braced(self) -> Node:
+        self._expect("{")
+        inner = self._sum()
+        self._expect("}")
+        return inner
 
     def _bracketed(self) -> Node:
         self._deeper()

@@ -261,12 +261,8 @@ def _meant(node: Node) -> Node:
     """Without brackets that say nothing, with both values of `±`, and with `or` as a union of what is solved."""
     if node.kind == "group":
         return _meant(node.parts[0])
-    if (
-        node.kind == "relation"
-        and "=" in node.name
-        and set(node.name) == {"="}
-        and len(node.parts) > 2
-    ):
+    numbers = all(map(_is_scalar, node.parts)) and not names_in(node)
+    if node.kind == "relation" and set(node.name) == {"="} and (numbers or len(node.parts) > 2):
         return _chain(node)
     if node.kind == "relation" and "≈" in node.name:
         return _approximate(node)
@@ -342,6 +338,8 @@ def _named(node: Node) -> tuple[str, Node] | None:
     for one, other in ((left, right), (right, left)):
         if one.kind == "name" and one.name not in names_in(other):
             return one.name, other
+        if _is_measure(one) and not names_in(other):
+            return "·".join(sorted(names_in(one))), other
         if (
             one.kind == "tuple"
             and all(part.kind == "name" for part in one.parts)
@@ -356,6 +354,15 @@ def _named(node: Node) -> tuple[str, Node] | None:
         if node.name == "∈":
             break
     return None
+
+
+def _is_measure(node: Node) -> bool:
+    """`AB`, `|AB|` and `m∠A`: capital letters side by side that name a length, an angle or an area."""
+    if node.kind == "call" and node.name == "abs":
+        return _is_measure(node.parts[0])
+    if node.kind == "*":
+        return all(part.name == "m" or _is_measure(part) for part in node.parts)
+    return node.kind == "name" and node.name[0] in "∠ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 # Rules: each knows some kinds of answers, and says nothing (None) of others
@@ -380,9 +387,27 @@ def _by_relation(gold: Node, answer: Node) -> Verdict:
 def _by_unit(gold: Node, answer: Node) -> Verdict:
     if "quantity" not in (gold.kind, answer.kind):
         return None
+    if "percent" in (gold.kind, answer.kind):
+        return False
     units = [node.name if node.kind == "quantity" else "" for node in (gold, answer)]
     inner = [node.parts[0] if node.kind == "quantity" else node for node in (gold, answer)]
     return same_unit(*units) and _same(*inner)
+
+
+def _by_angle(gold: Node, answer: Node) -> Verdict:
+    """Degrees beside multiples of π, which are radians."""
+    for degrees, radians in ((gold, answer), (answer, gold)):
+        if degrees.kind == "quantity" and degrees.name == "°" and _has_pi(radians):
+            if radians.kind == "quantity" or not _is_scalar(degrees.parts[0]):
+                return None
+            return _is_scalar(radians) and equal(
+                Node("call", degrees.parts, name="degrees"), radians
+            )
+    return None
+
+
+def _has_pi(node: Node) -> bool:
+    return node == Node("constant", name="π") or any(map(_has_pi, node.parts))
 
 
 def _by_percent(gold: Node, answer: Node) -> Verdict:
@@ -412,6 +437,16 @@ def _same_value(gold: Node, answer: Node) -> bool:
         return _infinite(gold) == _infinite(answer)
     rounded = _has_decimal(gold) != _has_decimal(answer) and not names_in(gold) | names_in(answer)
     return equal(gold, answer, rounded)
+
+
+def _by_ratio(gold: Node, answer: Node) -> Verdict:
+    """`3:4` beside the fraction 3/4."""
+    one, other = (
+        Node("/", node.parts) if node.kind == "ratio" and len(node.parts) == 2 else node
+        for node in (gold, answer)
+    )
+    beside = gold.kind != answer.kind and "ratio" in (gold.kind, answer.kind)
+    return _by_value(one, other) if beside else None
 
 
 def _by_place(gold: Node, answer: Node) -> Verdict:
@@ -459,7 +494,8 @@ def _by_region(gold: Node, answer: Node) -> Verdict:
 
 
 _RULES = (
-    _by_condition, _by_name, _by_relation, _by_unit, _by_percent, _by_value, _by_place, _by_base, _by_members, _by_region,
+    _by_condition, _by_name, _by_relation, _by_angle, _by_unit, _by_percent, _by_value, _by_ratio, _by_place, _by_base, _by_members,
+    _by_region,
 )  # fmt: skip
 
 
@@ -479,7 +515,11 @@ def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
         return False
     left = list(answers)
     for gold in golds:
-        found = next((place for place, each in enumerate(left) if _same(gold, each)), None)
+        same_kind = ((gold.kind == "set") == (each.kind == "set") for each in left)
+        found = next(
+            (place for place, kind in enumerate(same_kind) if kind and _same(gold, left[place])),
+            None,
+        )
         if found is None:
             return False
         del left[found]
@@ -557,12 +597,14 @@ def _same_systems(gold: Node, answer: Node) -> bool:
             return False
         return _in_any_order(_as_relations(one), _as_relations(other))
     known = names or given
-    if len(known) == 1:
+    if (
+        len({name.partition("_")[0] for name in known}) == 1
+    ):  # `x = 1, x = 2` and `x_1 = 1, x_2 = 2`
         return _in_any_order([node for _, node in one], [node for _, node in other])
     pair = answer if names else gold
     by_name = dict(one if names else other)
     if (
-        pair.kind != "tuple"
+        pair.kind not in ("tuple", "list")
         or tuple(known) != tuple(sorted(_ORDERED[: len(known)]))
         or len(by_name) != len(pair.parts)
     ):

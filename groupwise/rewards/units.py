@@ -9,10 +9,11 @@ _KNOWN: dict[str, str] = {}
 for _line in """
     km kilometer kilometre | m meter metre | cm centimeter centimetre | mm millimeter millimetre | dm decimeter | nm nanometer | mi mile
     yd yard | ft foot feet | in inch inches | kg kilogram | g gram | mg milligram | lb lbs pound | oz ounce | t ton tonne
-    l liter litre | ml milliliter millilitre | dl | cl | pt pint | qt quart | gal gallon | s sec second | min minute | h hr hour
-    d day | wk week | mo month | yr year | ms millisecond | ns | n newton | j joule | w watt | kw kilowatt | v volt | a ampere amp
-    k kelvin | °c celsius | °f fahrenheit | ° deg degree | rad radian | pa pascal | hz hertz | mph | mol mole | kj | kb | mb | gb | tb
-    cent ¢ | dollar $ usd buck | euro € eur | £ | ¥ yen | hp | db | ha hectare | sq square | cu cubic | unit units
+    l liter litre | ml milliliter millilitre | dl | cl | pt pint | qt quart | gal gallon | s sec second | min minute | h hr hour | d day
+    wk week | mo month | yr year | ms millisecond | ns | n newton | j joule | w watt | kw kilowatt | v volt | a ampere amp | k kelvin
+    °c celsius | °f fahrenheit | ° deg degree | rad radian | pa pascal | hz hertz | mi/h mph | km/h kmh kph | mole | kj | kb | mb | gb
+    tb | ev | kev | mev | khz | ghz | rpm | kwh | wh | kpa | kcal | cal | mol | gbp | cny | inr | chf | jpy | cent ¢ | dollar $ usd buck
+    euro € eur | £ | ¥ yen | hp | db | ha hectare | sq square | cu cubic | unit units
 """.replace("\n", "|").split("|"):
     _spellings = _line.split()
     _KNOWN.update(dict.fromkeys(_spellings, _spellings[0] if _spellings else ""))
@@ -20,7 +21,7 @@ for _line in """
 _OF_ONE_LETTER = frozenset("mshglLNJWVAK")
 """Letters that are a unit where they are written upright."""
 
-_SMALL = frozenset("of by at on am pm per a an the".split())
+_SMALL = frozenset("of by at on am pm per a an the us uk".split())
 """Short words that can stand within a unit."""
 
 NO_UNIT = frozenset(
@@ -35,13 +36,40 @@ NO_UNIT = frozenset(
     quadrillion quintillion sextillion septillion googol double doubled triple tripled quadruple quadrupled halved twice thrice
     dont cannot cant wont doesnt isnt impossible unknown unclear unsure uncertain guess undetermined indeterminate nothing
     incorrect false true yes rounded truncated repeating recurring approx roughly around nearly almost exactly only
+    basis gross versus always sometimes besides thus this has does was las
     """.split()
 )
 """Words behind a number that are no unit: they change it or take it back."""
 
 
+_PLURALS = frozenset(
+    """
+    people men women children feet teeth mice geese sheep fish deer dice oxen cattle police data media series species pence
+    """.split()
+)
+"""Of nouns, those without an s at their end."""
+
+_AFTER_NOUN = re.compile(r"\s(?:of|per|in|at|on|by|for|from|with)\s|/|\^")
+"""What stands between a noun and what says more about it."""
+
+
+def words_of(text: str) -> frozenset[str]:
+    """The words of a text that has a unit, as units are compared."""
+    return frozenset(map(singular, re.findall(r"[a-zA-Z]{2,}", text)))
+
+
+def counts(phrase: str, known: frozenset[str], one: bool) -> bool:
+    """Whether a phrase behind a number names what is counted: with a known unit, a plural, or (of `one` or less) any noun.
+
+    `known` are the words that the gold answer has beside its number. Other words could change the number: `5 short`, `5 octal`.
+    """
+    noun = (re.findall(r"[a-zA-Z$€£¥°¢]+", _AFTER_NOUN.split(phrase.strip())[0]) or [""])[-1]
+    bare = singular(noun)
+    return one or bare in _KNOWN or bare in known or bare in _PLURALS or bare != noun.casefold()
+
+
 def is_unit(words: str, upright: bool) -> bool:
-    r"""Whether these words can be a unit. `upright` says that they stand in `\text{}`, where a single letter can be one too."""
+    r"""Whether each of these words can be part of a unit; in `\text{}`, where they stand `upright`, a single letter can."""
     found = re.findall(r"[a-zA-Z$€£¥°]+", words)
     return bool(found) and all(_is_word_of_unit(word, upright) for word in found)
 
@@ -67,9 +95,13 @@ def is_joined_unit(word: str) -> bool:
     return bool(re.fullmatch("km|cm|mm|kg|lbs?|oz|mph", word))
 
 
+_MILLIONS = frozenset("Mm Mg Ms MW MJ MV MN MA Ml ML MPa MHz".split())
+"""Of a million: with a small m they are a thousandth."""
+
+
 def singular(word: str) -> str:
     """A word in small letters and without its plural."""
-    small = word.casefold()
+    small = word if word in _MILLIONS else word.casefold()
     return small if len(small) < 3 or small in _KNOWN else small.removesuffix("s")
 
 

@@ -38,7 +38,7 @@ def test_the_answer_is_in_the_last_tag_or_box_or_in_the_last_line(text, answer):
 
 @pytest.mark.parametrize(("text", "gold", "right"), [
     (tagged("#### 72"), "72", 1), (tagged("Answer: 42"), "42", 1), (tagged("The answer is 6."), "6", 1), (tagged("D. 12"), "D", 1),
-    (tagged("D. 12"), "C", 0), ("Answer: 42", "42", 1), ("Answer: 42", "43", 0),
+    (tagged("D. 12"), "C", 0), (tagged("12"), "(B) 12", 1), ("Answer: 42", "42", 1), ("Answer: 42", "43", 0),
 ])  # fmt: skip
 def test_forms_that_answers_are_announced_in(text, gold, right):
     assert value(MathAnswer(), text, gold) == right
