@@ -17,7 +17,7 @@ from functools import lru_cache
 from groupwise.rewards.equality import number_of
 from groupwise.rewards.formula_reader import LONGEST, Node, Unread, plain_signs, read
 from groupwise.rewards.meaning import same
-from groupwise.rewards.units import words_of
+from groupwise.rewards.units import is_unit, words_of
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{]))")
 _BETWEEN = re.compile(r"[\s$,;.]*(?:(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})[\s$,;]*)?")
@@ -83,9 +83,12 @@ _STYLE = re.compile(_STYLED)
 _UPRIGHT = re.compile(_STYLED + r"([^{}]*)\}")
 _SAID_FIRST = re.compile(
     r"(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer|solution|result|value|option|choice)"
-    r"(?:\s+is|\s*=|\s*:|\s+is\s*:)\s*:?\s*|=\s*|####\s*",
+    r"(?:\s+is|\s*=|\s*:|\s+is\s*:)\s*:?\s*|=\s*|####\s*"
+    r"|(?:(?:so|thus|hence|therefore|then),?\s+)?the(?P<what>(?:\s+[a-z]{3,}){1,3})\s+(?:is|are|was|were|equals)\s+(?=[$\\\d-])",
     re.IGNORECASE,
 )
+_WRAPPED = re.compile(r"([\"'`*_])(?!\1)([^\"'`*_]+)\1")
+_HEADING = re.compile(r"\W*(?:final\s+)?answer\W*", re.IGNORECASE)
 _ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$", re.IGNORECASE)
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 _OPTION = re.compile(r"\(\s*([A-Za-z])\s*\)[.:]?|([A-Z])[.:)]?")
@@ -113,7 +116,10 @@ def bare(text: str) -> str:
         text = re.sub(
             r"\\text\s*\{[\s.,;]*\}$|(?<!\\)\\$", "", _without_dollars(text).strip()
         ).strip()
-        text = _SAID_FIRST.sub("", text, count=1) if _SAID_FIRST.match(text) else text
+        text = wrapped[2] if (wrapped := _WRAPPED.fullmatch(text)) else text
+        said = _SAID_FIRST.match(text)
+        if said and (said["what"] is None or is_unit(said["what"], upright=False)):
+            text = text[said.end() :]
         text = (
             text.strip().removesuffix(".").strip()
             if not text.endswith((".m.", "..."))
@@ -230,10 +236,13 @@ def one_spelling(answer: str) -> str | None:
 
 
 def announced(text: str) -> str | None:
-    """What the last line of a text calls its answer: `#### 72`, `Answer: 72`, `So the answer is 72.`; None where it does not."""
-    lines = text.strip().splitlines()
+    """What the last line of a text calls its answer, `#### 72`, `Answer: 72`, `So the answer is 72.`, or what stands in it below the
+    heading `Answer`; None where nothing is called so."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
+        return lines[-1].strip("* ")
     found = _ANNOUNCED.search(lines[-1]) if lines else None
-    return found[1].strip("* ") or None if found else None
+    return found[1].removesuffix(" I hope it is correct.").strip("* ") or None if found else None
 
 
 def last_number(text: str) -> str | None:

@@ -358,24 +358,22 @@ class _Reader:
         found = self._sum()
         if negative:
             found = Node("*", (number_node(-1), found))
-        unit, scale, percent = self._unit()
+        unit, scale, percent = self._unit(currency)
         if unit and not counts(unit, self._known, scale == 1 and _at_most_one(found)):
             raise Unread(f"{unit!r} is no unit")
         if scale != 1:
             found = Node("*", (found, number_node(scale)))
         if percent:
             return Node("percent", (found,))
-        if currency:
-            unit = unit or currency
         return Node("quantity", (found,), name=unit_of(unit)) if unit else found
 
-    def _unit(self) -> tuple[str, int, bool]:
-        """What stands behind a number: its unit, a number word's factor, and whether it is a percentage."""
+    def _unit(self, currency: str) -> tuple[str, int, bool]:
+        """What stands around a number: its unit, a number word's factor, and whether it is a percentage."""
         scale = self._number_words()
         if self._take("%") or self._take_word("percent", "per cent"):
             self._of_what()
             return "", scale, True
-        pieces: list[str] = []
+        pieces = [currency] if currency else []
         while (piece := self._piece_of_unit(bool(pieces))) is not None:
             if piece.startswith("^"):
                 if pieces[-1] in ("degree", "celsius", "fahrenheit"):
@@ -445,7 +443,7 @@ class _Reader:
         inner = plain_signs(words).strip()
         bare = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
         of_rate = not upright and len(words) == 1 and (later or self._is("/"))
-        if not is_unit(bare, upright or of_rate):
+        if not is_unit(bare, upright or of_rate, later):
             raise Unread(f"{words!r} is no unit")
         return inner
 
@@ -505,7 +503,7 @@ class _Reader:
         while True:
             if self._take(r"\cdot", r"\times", "*"):
                 found = Node("*", (found, self._signed_factor()))
-            elif self._take("/", r"\div"):
+            elif not self._is_rate() and self._take("/", r"\div"):
                 found = Node("/", (found, self._signed_factor()))
             elif self._is_times_letter():
                 self._place += 1
@@ -520,6 +518,14 @@ class _Reader:
             return Node("*", (number_node(-1), self._factor()))
         self._take("+")
         return self._factor()
+
+    def _is_rate(self) -> bool:
+        """`$5/year`: a line and the word of a unit."""
+        word = self._peek(1)
+        long = (
+            word.kind == "word" and len(word.text) > 3 and word.text not in FUNCTIONS | _GREEK_NAMES
+        )
+        return long and self._is("/") and is_unit(word.text, upright=False)
 
     def _is_times_letter(self) -> bool:
         """`2 x 10^3`: the letter between two numbers."""

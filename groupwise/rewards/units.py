@@ -31,9 +31,9 @@ NO_UNIT = frozenset(
     half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth millionth
     plus minus time over divided multiplied squared cubed mod modulo remainder factorial root power pi phi prime choose
     sin cos tan cot sec csc log ln exp sqrt max min gcd lcm abc xyz
-    or and not no nor but to than is isn are if maybe perhaps about approximately off more les negative wrong either
-    between below above under base binary hex octal undefined infinity infinitely infinite none except without least most
-    quadrillion quintillion sextillion septillion googol double doubled triple tripled quadruple quadrupled halved twice thrice
+    or and not no nor but to than is isn are if maybe perhaps about approximately off negative wrong either
+    between below above under base binary ternary hex hexadecimal octal undefined infinity infinite none except without least most
+    infinitely quadrillion quintillion sextillion septillion googol double doubled triple tripled quadruple quadrupled halved twice thrice
     dont cannot cant wont doesnt isnt impossible unknown unclear unsure uncertain guess undetermined indeterminate nothing
     incorrect false true yes rounded truncated repeating recurring approx roughly around nearly almost exactly only
     basis gross versus always sometimes besides thus this has does was las
@@ -44,13 +44,10 @@ NO_UNIT = frozenset(
 
 _PLURALS = frozenset(
     """
-    people men women children feet teeth mice geese sheep fish deer dice oxen cattle police data media series species pence
+    people men women children feet teeth mice geese sheep fish deer dice oxen cattle police data media series species pence more fewer les
     """.split()
 )
-"""Of nouns, those without an s at their end."""
-
-_AFTER_NOUN = re.compile(r"\s(?:of|per|in|at|on|by|for|from|with)\s|/|\^")
-"""What stands between a noun and what says more about it."""
+"""Of nouns, those without an s at their end; and what is said of numbers of them: `5 more`."""
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -59,27 +56,38 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def counts(phrase: str, known: frozenset[str], one: bool) -> bool:
-    """Whether a phrase behind a number names what is counted: with a known unit, a plural, or (of `one` or less) any noun.
+    """Whether a phrase behind a number names what is counted: a word of it is a known unit, a plural, or `known`; of `one` any word.
 
-    `known` are the words that the gold answer has beside its number. Other words could change the number: `5 short`, `5 octal`.
+    `known` are the words that the gold answer has beside its number. Without such a word a phrase could change the number: `5 short`.
     """
-    noun = (re.findall(r"[a-zA-Z$€£¥°¢]+", _AFTER_NOUN.split(phrase.strip())[0]) or [""])[-1]
-    bare = singular(noun)
-    return one or bare in _KNOWN or bare in known or bare in _PLURALS or bare != noun.casefold()
+    words = re.findall(r"[a-zA-Z$€£¥°¢]+", phrase)
+    return one or any(
+        (single := singular(word)) != word.casefold()
+        or single in known
+        or single in _PLURALS
+        or single in _KNOWN
+        for word in words
+        if word != "in" or len(words) == 1
+    )
 
 
-def is_unit(words: str, upright: bool) -> bool:
-    r"""Whether each of these words can be part of a unit; in `\text{}`, where they stand `upright`, a single letter can."""
+def is_unit(words: str, upright: bool, later: bool = False) -> bool:
+    r"""Whether each of these words can be part of a unit, of whose words they are `later` ones or the first.
+
+    A single letter can where it stands `upright` in `\text{}`.
+    """
     found = re.findall(r"[a-zA-Z$€£¥°]+", words)
-    return bool(found) and all(_is_word_of_unit(word, upright) for word in found)
+    return bool(found) and all(
+        _is_word_of_unit(word, upright, later or place > 0) for place, word in enumerate(found)
+    )
 
 
-def _is_word_of_unit(word: str, upright: bool) -> bool:
+def _is_word_of_unit(word: str, upright: bool, later: bool) -> bool:
     single = singular(word)
     if single in NO_UNIT or word.casefold() in NO_UNIT:
         return False
     if len(word) == 1:
-        return word in "$€£¥°" or (upright and word in _OF_ONE_LETTER)
+        return word in "$€£¥°" or (upright and word in _OF_ONE_LETTER) or (later and word == "a")
     if len(word) == 2:
         return word.casefold() in _KNOWN or word.casefold() in _SMALL
     return True

@@ -30,7 +30,8 @@ def value(reward, text, gold):
     (tagged("3"), "3"), (tagged("4") + tagged(" 3 "), "3"), (tagged("4") + r"\boxed{3}", "4"),
     (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (tagged("") + r"\boxed{3}", None),
     (r"\boxed{ }", None), ("So the answer is 3.", "3."), ("2 + 2 = 4\n#### 72", "72"), ("**Answer:** 42\n", "42"), ("Answer: ", None),
-    (r"Answer: 4, or \boxed{5}", "5"), ("Answer: 4\nOr 5?", None), ("I guess 3", None), ("<think>Answer: 3", None),
+    (r"Answer: 4, or \boxed{5}", "5"), ("Answer: 4\nOr 5?", None), ("I guess 3", None), ("# Answer\n\n5", "5"),
+    ("Final Answer: The final answer is $5$. I hope it is correct.", "The final answer is $5$."), ("<think>Answer: 3", None),
 ])  # fmt: skip
 def test_the_answer_is_in_the_last_tag_or_box_or_in_the_last_line(text, answer):
     assert answer_of(text, "answer") == answer
