@@ -360,6 +360,13 @@ class RunConfig(Strict):
     lora: LoraConfig | None = setting(
         LoraConfig(), "The adapter that is trained; null trains all weights of the model."
     )
+    warm_up: str | dict[str, Any] | None = setting(
+        None,
+        "A supervised run before this one, which begins with its weights: the file of a config of groupwise sft, seen from this file's "
+        "folder, or its sections. Where it does not say otherwise it has this config's model, lora, task, scale and run.dir. A run "
+        "of the same config, task and data is used again, and one that was cut off goes on.",
+        on_resume="free",
+    )
     sampler: SamplerConfig = SamplerConfig()
     algorithm: AnyAlgorithm = _SECTIONS[DEFAULT_ALGORITHM]()
     training: TrainingConfig = TrainingConfig()
@@ -599,8 +606,10 @@ def _take_label_from_environment(tree: Tree) -> None:
         tree.values["rewards"] = {**given, "default_task": label}
 
 
-def given_tree(source: Path | str | Mapping[str, Any] | BaseModel) -> Tree:
+def given_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:
     """What was given as a config, of whatever command, not yet validated."""
+    if isinstance(source, Tree):
+        return source
     if isinstance(source, BaseModel):
         return tree_of(source.model_dump(mode="json", exclude_unset=True))
     if isinstance(source, Mapping):

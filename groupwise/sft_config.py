@@ -187,7 +187,7 @@ class LoadedSftConfig(LoadedConfig):
 
 
 def load_sft_config(
-    source: Path | str | Mapping[str, Any] | SftConfig,
+    source: Path | str | Mapping[str, Any] | SftConfig | Tree,
     overrides: Sequence[str] = (),
     *,
     to_train: bool = False,

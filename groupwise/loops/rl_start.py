@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ from groupwise.loops.start import (
     watched,
 )
 from groupwise.loops.training import save_checkpoint
+from groupwise.loops.warm_up import begins_anew, warm_up
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs.folder import RunFolder
@@ -100,7 +101,7 @@ def rl(
     Without a task, the config says where the rows are and what scores them. `resume` goes on with the newest unfinished run of the
     config's name, `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
-    run failed on its way.
+    run failed on its way. A config with `warm_up` has a supervised run made first, unless there is one or `init_from` is given.
     """
     ways = Ways(resume, resume_from, init_from)
     given = load_config(config, overrides, to_train=True)
@@ -111,7 +112,13 @@ def rl(
         with nullcontext() if dry_run else build.expected_ranks(given.config):
             return _rl(find_start(given, ways, KIND), task, dry_run=dry_run)
 
-    return kept_going(begin, ways, given)
+    if given.config.warm_up is None or not begins_anew(given, ways):
+        return kept_going(begin, ways, given)
+    warmed = warm_up(given, task, dry_run=dry_run)
+    if warmed.interrupted is not None:
+        return RlResult(warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code)
+    result = kept_going(begin, Ways(init_from=warmed.weights), given)
+    return replace(result, summary={"warm_up": warmed.summary, **result.summary})
 
 
 def _rl(start: Start[LoadedConfig], task: object, *, dry_run: bool) -> RlResult:

@@ -1,0 +1,123 @@
+"""The supervised run that a config of `groupwise rl` names in `warm_up`: found by what it is made of, gone on with, or made.
+
+    settle      the config of `groupwise sft`: the file or the sections that `warm_up` gives, over what the RL config says
+    find_made   a run of that config, task and data, whatever it is called
+    warm_up     its final weights, from which the RL run begins; made first where there are none
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.config import LoadedConfig, RunConfig, compare_for_resume, given_tree
+from groupwise.errors import StoreError
+from groupwise.loops.resume import FIXED_FACTS
+from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
+from groupwise.loops.sft_start import KIND, sft
+from groupwise.loops.start import TrainingResult, Ways
+from groupwise.runs import checkpoints, find
+from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
+from groupwise.runs.store import Store
+from groupwise.sft_config import LoadedSftConfig, load_sft_config
+
+logger = logging.getLogger(__name__)
+
+TAKEN_OVER = ("model", "lora", "task", "scale")
+"""Sections of the RL config that a warm-up has where it does not say otherwise."""
+TOLD = ("run", "policy", "steps", "loss_first", "loss_last", "seconds", "stopped_early", "stopped")
+"""What the summary of both has of the first one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    """What a warm-up came to."""
+
+    weights: str | None
+    """The run to begin from; None where it was interrupted, or only planned."""
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    """For people: the run, or its plan."""
+    interrupted: TrainingResult | None = None
+
+
+def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
+    """The run that a new run begins from: found, gone on with, or made. With `dry_run` it is found or planned.
+
+    Raises what `groupwise sft` raises.
+    """
+    given = settle(loaded)
+    prepared = prepare_sft(given, task)
+    made = find_made(prepared)
+    if made is not None and _is_finished(made):
+        logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
+        return WarmedUp(str(made), {**_told(read_summary(made) or {}), "found": True})
+    if dry_run:
+        return WarmedUp(None, plan_sft(prepared))
+    goes_on = made is not None and checkpoints.newest(made / CHECKPOINTS) is not None
+    result = sft(given.config, task, resume_from=str(made) if goes_on else None)
+    if result.exit_code:
+        return WarmedUp(None, interrupted=result)
+    return WarmedUp(str(result.folder), {**_told(result.summary), "found": False})
+
+
+def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
+    """Whether a run starts from the base model: a resume does where its first attempt was cut off in the warm-up."""
+    if not ways.resume:
+        return ways == Ways()
+    runs = Path(loaded.config.run.dir)
+    return not any(find.answers_to(path, loaded.run_name) for path in find.run_folders(runs))
+
+
+def settle(loaded: LoadedConfig) -> LoadedSftConfig:
+    """The config of the warm-up. Raises ConfigError for what `groupwise sft` refuses."""
+    config = cast("RunConfig", loaded.config)
+    asked = config.warm_up
+    assert asked is not None
+    if isinstance(asked, str):
+        beside = loaded.path.parent if loaded.path else Path()
+        tree = given_tree(beside / asked)
+    else:
+        tree = given_tree(asked)
+    values = tree.values
+    above = config.model_dump(mode="json", exclude_unset=True)
+    for section in TAKEN_OVER:
+        if section in above:
+            values.setdefault(section, above[section])
+    run = cast("dict[str, Any]", values.setdefault("run", {}))
+    run.setdefault("dir", config.run.dir)
+    run.setdefault("name", f"{loaded.run_name}-warm-up")
+    return load_sft_config(tree)
+
+
+def find_made(prepared: SftPrepared) -> Path | None:
+    """The newest run of the same config, task and data in the folder of runs, a finished one before others; None: there is none."""
+    runs = Path(prepared.config.run.dir)
+    found = [path for path in find.run_folders(runs) if _is_of(path, prepared)]
+    return max(found, key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0), default=None)
+
+
+def _is_of(path: Path, prepared: SftPrepared) -> bool:
+    """Whether a run was made from the same: its config but for `run`, and what the config only names."""
+    try:
+        facts, config = Store.facts(path / RECORD), read_config(path)
+    except (StoreError, OSError, ValueError):
+        return False
+    if facts.get("kind") != KIND or facts.get("init_from"):
+        return False
+    named = [*FIXED_FACTS.values(), "task_file"]
+    if any(facts.get(name) != prepared.facts.get(name) for name in named):
+        return False
+    found = compare_for_resume(config, prepared.config)
+    changed = [*found.free, *found.warned, *found.fixed]
+    return all(key.startswith("run.") for key in changed)
+
+
+def _is_finished(path: Path) -> bool:
+    return Store.facts(path / RECORD).get("state") == "finished"
+
+
+def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: summary[key] for key in TOLD if key in summary}
