@@ -67,8 +67,7 @@ def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
     """Whether a run starts from the base model: a resume does where its first attempt was cut off in the warm-up."""
     if not ways.resume:
         return ways == Ways()
-    runs = Path(loaded.config.run.dir)
-    return not any(find.answers_to(path, loaded.run_name) for path in find.run_folders(runs))
+    return not find.called(loaded.run_name, Path(loaded.config.run.dir))
 
 
 def settle(loaded: LoadedConfig) -> LoadedSftConfig:

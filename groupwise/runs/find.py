@@ -98,7 +98,7 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
 
     RunNotFoundError says whether all of them are finished, or there are none; StoreError why its record cannot be read.
     """
-    found = [(path, facts) for path, facts in _readable(runs_dir) if _answers_to(path, facts, name)]
+    found = called(name, runs_dir)
     if not found:
         own = _find_folder(name, runs_dir)
         if own is not None:
@@ -289,5 +289,7 @@ def _readable(runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     return found
 
 
-def _answers_to(path: Path, facts: dict[str, Any], name: str) -> bool:
-    return name in (path.name, facts.get("requested_name"))
+def called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The runs that were asked for as `name`, or are called so, with their facts."""
+    runs = _readable(runs_dir)
+    return [(path, facts) for path, facts in runs if name in (path.name, facts.get("requested_name"))]
