@@ -176,8 +176,8 @@ def nobody_tells(config: SignalsConfig, names: Collection[str]) -> str | None:
     if config.accuracy_part is not None or len(names) < 2 or part_of_success(names):
         return None
     return (
-        "by its name, no reward part says whether a task is solved, so that the signals accuracy and held_out cannot go by it. If "
-        f"one does, name it as signals.accuracy_part. There are: {', '.join(names)}"
+        "no reward part has a name that marks it as the accuracy part, so that the signal accuracy is off and held_out compares the "
+        f"reward. If one of these measures success, set signals.accuracy_part to it: {', '.join(names)}"
     )
 
 
@@ -262,7 +262,7 @@ def diversity(sight: Sight) -> Finding | None:
         "reward now": reward.now,
     }
     strength = min(strengths[name], _not_risen(sight, reward), _left_to_earn(sight, reward))
-    return Finding(strength, f"{DIVERSE[name]} without a gain: it has stopped to explore", values)
+    return Finding(strength, f"{DIVERSE[name]} without a rise in reward: the policy has stopped exploring", values)
 
 
 def sameness(sight: Sight) -> Finding | None:

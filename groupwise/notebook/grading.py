@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.rewards.answers import last_number, number
+from groupwise.rewards.answers import last_number, literal_number
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.mathematics import MathAnswer, answer_of, in_words
 from groupwise.rewards.overlap import words
@@ -52,13 +52,13 @@ def _at_the_end(said: str, forms: Sequence[str]) -> str | None:
     heard = words(said)
     for form in forms:
         end = words(form)
-        if end and number(form) is None and in_words(form) and heard[-len(end) :] == end:
+        if end and literal_number(form) is None and in_words(form) and heard[-len(end) :] == end:
             return form
     return None
 
 
 def _has_number(forms: Sequence[str]) -> bool:
-    return any(number(form) is not None for form in forms)
+    return any(literal_number(form) is not None for form in forms)
 
 
 def _last_line(text: str) -> str:

@@ -1,29 +1,32 @@
-r"""Where an answer stands in a text, and whether it is right.
+r"""Where an answer stands in a text, and whether it matches the gold answer.
 
 An answer is what stands in the last answer tag, else in the last `\boxed{}`, else what the last line calls the answer; boxes with only
 commas and `and` between them are one answer. What stands in a completion's reasoning, before `</think>` or behind a
 `<think>` that is not closed, is never an answer.
 
-An answer is right if it is written as the gold one is, or if both are read as mathematics, whole, and say the same
-(see `formula_reader` and `meaning`).
+An answer matches if its text is that of the gold answer, if both are the same words, choice or time of day, or if both are parsed as
+mathematics, with nothing left over, and mean the same (see `math_parser` and `meaning`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
-from groupwise.rewards.equality import number_of
-from groupwise.rewards.formula_reader import LONGEST, Node, Unread, plain_signs, read
-from groupwise.rewards.meaning import same
+from groupwise.rewards.equality import numeric_value
+from groupwise.rewards.math_parser import LONGEST, Node, ParseError, parse, plain_signs
+from groupwise.rewards.meaning import trees_match
 from groupwise.rewards.units import is_unit, words_of
 
+# Where an answer stands
+
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{]))")
-_BETWEEN = re.compile(r"[\s$,;.]*(?:(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})[\s$,;]*)?")
+_BETWEEN_BOXES = re.compile(r"[\s$,;.]*(?:(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})[\s$,;]*)?")
 
 
-def boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     r"""What stands in the last `\boxed{}` or `\fbox{}` of a text; None where there is none, or it is not closed.
 
     Boxes that follow each other with only commas, `and` or `or` between them are a list.
@@ -42,7 +45,7 @@ def boxed(text: str) -> str | None:
         return None
     listed = [boxes[-1][2]]
     for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=False):
-        between = _BETWEEN.fullmatch(text, before[1], after[0])
+        between = _BETWEEN_BOXES.fullmatch(text, before[1], after[0])
         if between is None or "." in between.group() or not between.group().strip(" $"):
             break
         listed.insert(0, before[2])
@@ -50,22 +53,36 @@ def boxed(text: str) -> str | None:
 
 
 def _inside(text: str, found: re.Match[str]) -> tuple[int, str] | None:
-    r"""Where a box ends, and what is in it; of `\boxed 5` the next sign or command."""
+    r"""Where a box ends, and what is in it; of `\boxed 5` the next character or command."""
     if not found.group().endswith("{"):
-        sign = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
-        return None if sign is None else (sign.end(), sign.group())
+        next_one = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
+        return None if next_one is None else (next_one.end(), next_one.group())
     end = closing(text, found.end())
     return None if end is None else (end + 1, text[found.end() : end])
 
 
 def closing(text: str, start: int) -> int | None:
-    """Where the brace that was opened just before `start` closes."""
+    """Where the brace that was opened just before `start` closes; None: nowhere."""
     depth = 1
     for brace in re.compile(r"(?<!\\)[{}]").finditer(text, start):
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
             return brace.start()
     return None
+
+
+_HEADING = re.compile(r"\W*(?:final\s+)?answer\W*", re.IGNORECASE)
+_ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$", re.IGNORECASE)
+
+
+def final_line_answer(text: str) -> str | None:
+    """What the last line of a text calls its answer, `#### 72`, `Answer: 72`, `So the answer is 72.`, or what stands in it below the
+    heading `Answer`; None where nothing is called so."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
+        return lines[-1].strip("* ")
+    found = _ANNOUNCED.search(lines[-1]) if lines else None
+    return found[1].removesuffix(" I hope it is correct.").strip("* ") or None if found else None
 
 
 _AMOUNT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+"
@@ -76,62 +93,43 @@ _IN_TEXT = re.compile(
 )
 """A number among words: `-3`, `1,234.5`, `.5`, `1/2`, `1 1/2`, `1e6`, `2 × 10^3`, `50 %`."""
 
+
+def last_number(text: str) -> str | None:
+    """The last number that a text holds, as it is written there; None where it holds none."""
+    found = [match.group() for match in _IN_TEXT.finditer(text)]
+    return found[-1] if found else None
+
+
 # What surrounds an answer
 
 _STYLED = r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|boxed|fbox)\s*\{"
 _STYLE = re.compile(_STYLED)
 _UPRIGHT = re.compile(_STYLED + r"([^{}]*)\}")
+_SO = r"(?:(?:so|thus|hence|therefore|then),?\s+)?"
 _SAID_FIRST = re.compile(
-    r"(?:(?:so|thus|hence|therefore|then),?\s+)?(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer|solution|result|value|option|choice)"
-    r"(?:\s+is|\s*=|\s*:|\s+is\s*:)\s*:?\s*|=\s*|####\s*"
-    r"|(?:(?:so|thus|hence|therefore|then),?\s+)?the(?P<what>(?:\s+[a-z]{3,}){1,3})\s+(?:is|are|was|were|equals)\s+(?=[$\\\d-])",
+    rf"{_SO}(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer|solution|result|value|option|choice)(?:\s+is|\s*=|\s*:|\s+is\s*:)\s*:?\s*"
+    rf"|=\s*|####\s*|{_SO}the(?P<what>(?:\s+[a-z]{{3,}}){{1,3}})\s+(?:is|are|was|were|equals)\s+(?=[$\\\d-])",
     re.IGNORECASE,
 )
+"""`The answer is`, `=`, `####`, and `The total cost is` before a number."""
 _WRAPPED = re.compile(r"([\"'`*_])(?!\1)([^\"'`*_]+)\1")
-_HEADING = re.compile(r"\W*(?:final\s+)?answer\W*", re.IGNORECASE)
-_ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$", re.IGNORECASE)
-_CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
-_OPTION = re.compile(r"\(\s*([A-Za-z])\s*\)[.:]?|([A-Z])[.:)]?")
-_OPTION_WITH_TEXT = re.compile(
-    r"\(?\s*([A-Z])\s*[).:]\s*(?!(?:or|and|not|nor|but|if)\b|\\not|\\ne|\(?[A-Z]\)?\W*$)"
-    r"(?!.*(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Z]\s*[).:])([^\s,;|&=<>].*)",
-    re.DOTALL,
-)
-_LISTED = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
-"""Of a gold answer: `E. coli` is none."""
+_BOLD_FIRST = re.compile(r"\*\*([^*]+)\*\*(?![\w(\\{*^])")
 
 
-def bare(text: str) -> str:
-    """An answer without what surrounds it: Markdown, dollars, a box, `The answer is`, a full stop, a style around the whole."""
+def strip_wrapping(text: str) -> str:
+    """An answer without what surrounds it: a box, Markdown, dollars, quotes, `The answer is`, a full stop, a style around the whole."""
     text = text.strip()
-    while True:
+    before = None
+    while text != before:
         before = text
-        inner = boxed(text)
-        text = text if inner is None or _numbers_around_box(text, inner) else inner
-        text = (
-            re.sub(r"\*\*([^*]+)\*\*(?![\w(\\{*^])", r"\1", text, count=1)
-            if text.startswith("**")
-            else text
-        )
-        text = re.sub(
-            r"\\text\s*\{[\s.,;]*\}$|(?<!\\)\\$", "", _without_dollars(text).strip()
-        ).strip()
-        text = wrapped[2] if (wrapped := _WRAPPED.fullmatch(text)) else text
-        said = _SAID_FIRST.match(text)
-        if said and (said["what"] is None or is_unit(said["what"], upright=False)):
-            text = text[said.end() :]
-        text = (
-            text.strip().removesuffix(".").strip()
-            if not text.endswith((".m.", "..."))
-            else text.strip()
-        )
-        styled = _STYLE.match(text)
-        if styled and closing(text, styled.end()) == len(text) - 1:
-            text = text[styled.end() : -1].strip()
-        if text.startswith("{") and closing(text, 1) == len(text) - 1:
-            text = text[1:-1].strip()
-        if text == before:
-            return text
+        for step in _UNWRAPPING:
+            text = step(text).strip()
+    return text
+
+
+def _without_box(text: str) -> str:
+    inner = last_boxed(text)
+    return text if inner is None or _numbers_around_box(text, inner) else inner
 
 
 def _numbers_around_box(text: str, inner: str) -> bool:
@@ -140,129 +138,186 @@ def _numbers_around_box(text: str, inner: str) -> bool:
     return bool(re.search(r"\d", around)) and not re.search(r"[^\W\d_]{2,}", around)
 
 
+def _without_bold(text: str) -> str:
+    """`**72** apples`: bold alone at the beginning; `**3**2` stays."""
+    return _BOLD_FIRST.sub(r"\1", text, count=1) if text.startswith("**") else text
+
+
 def _without_dollars(text: str) -> str:
-    r"""Without the marks of mathematics; a dollar before a number that has no partner is money."""
-    text = (
-        re.sub(r"\\[()\[\]]", " ", text)
-        if re.search(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL)
-        else text
-    )
+    r"""Without the delimiters of mathematics, `$` and `\(`; a dollar before a number that has no partner is money."""
+    if re.search(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL):
+        text = re.sub(r"\\[()\[\]]", " ", text)
     hidden = text.replace(r"\$", "\0").replace("$$", "$")
     if hidden.count("$") % 2 == 0:
         hidden = hidden.replace("$", " ")
     return hidden.replace("\0", "$")
 
 
-def in_letters(text: str) -> str | None:
-    """Words as they are compared, without case and styles; None for what has digits or signs of mathematics."""
+def _without_empty_end(text: str) -> str:
+    r"""Without `\text{.}` or a lone backslash at the end."""
+    return re.sub(r"\\text\s*\{[\s.,;]*\}$|(?<!\\)\\$", "", text)
+
+
+def _without_quotes(text: str) -> str:
+    found = _WRAPPED.fullmatch(text)
+    return found[2] if found else text
+
+
+def _without_announcement(text: str) -> str:
+    said = _SAID_FIRST.match(text)
+    counts = said and (said["what"] is None or is_unit(said["what"], upright=False))
+    return text[said.end() :] if said and counts else text
+
+
+def _without_full_stop(text: str) -> str:
+    """But for `p.m.` and an ellipsis."""
+    return text if text.endswith((".m.", "...")) else text.removesuffix(".")
+
+
+def _without_style(text: str) -> str:
+    r"""`\text{…}` and braces around the whole."""
+    opened = _STYLE.match(text) or re.match(r"\{", text)
+    return (
+        text[opened.end() : -1] if opened and closing(text, opened.end()) == len(text) - 1 else text
+    )
+
+
+_UNWRAPPING: tuple[Callable[[str], str], ...] = (
+    _without_box, _without_bold, _without_dollars, _without_empty_end, _without_quotes, _without_announcement, _without_full_stop,
+    _without_style,
+)  # fmt: skip
+
+
+# Whether two answers match
+
+
+def answer_matches(gold: str, answer: str) -> bool:
+    """Whether an answer matches one gold answer: by the first rule below that knows answers of their kind."""
+    if len(answer) > LONGEST or not answer.strip():
+        return False
+    expected, given = strip_wrapping(gold), strip_wrapping(answer)
+    if not given:
+        return False
+    if normalized_text(expected) == normalized_text(given):
+        return True
+    for rule in (_words_match, _choices_match, _times_match):
+        if (verdict := rule(expected, given)) is not None:
+            return verdict
+    known = words_of(expected)
+    try:
+        one, other = parsed(expected, known), parsed(given, known)
+        return one is not None and other is not None and trees_match(one, other)
+    except RecursionError:  # a product of hundreds of factors
+        return False
+
+
+def _words_match(gold: str, answer: str) -> bool | None:
+    """None where one of them is not words alone."""
+    one, other = as_words(gold), as_words(answer)
+    return None if one is None or other is None else one == other
+
+
+def as_words(text: str) -> str | None:
+    """Words as they are compared, without case and styles; None for what has digits or symbols of mathematics."""
     plain = re.sub(r"\s+", " ", _UPRIGHT.sub(r"\1", text)).strip().strip("().").strip()
     return plain.casefold() if re.fullmatch(r"[^\W\d_]{2,}(?:[ '’-][^\W\d_]+)*", plain) else None
 
 
-def written(text: str) -> str:
-    """A text as it is compared by its signs alone: no spaces, no braces around single signs."""
+_LETTER = re.compile(r"\(\s*([A-Za-z])\s*\)[.:]?|([A-Z])[.:)]?")
+_LETTER_WITH_TEXT = re.compile(
+    r"\(?\s*([A-Z])\s*[).:]\s*(?!(?:or|and|not|nor|but|if)\b|\\not|\\ne|\(?[A-Z]\)?\W*$)"
+    r"(?!.*(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Z]\s*[).:])([^\s,;|&=<>].*)",
+    re.DOTALL,
+)
+_GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
+"""How a gold answer begins that is a choice with its text, `(B) 12`; names such as `E. coli` do not."""
+
+
+def _choices_match(gold: str, answer: str) -> bool | None:
+    """By their letters, and by their texts where both have one: `(B)`, `B` and `B. 12` match; None where the gold answer is no choice."""
+    expected, chosen = _choice(gold), _choice(answer)
+    if expected is None or (
+        expected[1] and not _GOLD_LETTER_WITH_TEXT.match(_UPRIGHT.sub(r"\1", gold))
+    ):
+        return None
+    if chosen is None:
+        return answer_matches(expected[1], answer) if expected[1] else None
+    texts = expected[1], chosen[1]
+    return expected[0] == chosen[0] and (not all(texts) or answer_matches(*texts))
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    """The letter of a choice, `(c)`, `C` or `C.`, and its text, of `C. 12` the 12."""
+    unstyled = _UPRIGHT.sub(r"\1", text).strip()
+    if found := _LETTER.fullmatch(unstyled):
+        return (found[1] or found[2]).upper(), ""
+    found = _LETTER_WITH_TEXT.fullmatch(unstyled)
+    return (found[1], found[2]) if found else None
+
+
+_TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
+
+
+def _times_match(gold: str, answer: str) -> bool | None:
+    """None where one of them is no time of day."""
+    one, other = _time_of_day(gold), _time_of_day(answer)
+    return None if one is None or other is None else one == other
+
+
+def _time_of_day(text: str) -> tuple[int, int, int, str] | None:
+    unstyled = _UPRIGHT.sub(r"\1", text.replace("~", " ").replace("\\ ", " "))
+    found = _TIME.fullmatch(unstyled.strip())
+    if found is None:
+        return None
+    return int(found[1]), int(found[2]), int(found[3] or 0), (found[4] or "").casefold()
+
+
+def normalized_text(text: str) -> str:
+    """A text as it is compared character by character: no spaces but between digits, no braces around single characters."""
     joined = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", plain_signs(text))
     return re.sub(r"\{([^{}\\])\}", r"\1", joined)
 
 
 @lru_cache(maxsize=4096)
-def tree_of(text: str, known: frozenset[str]) -> Node | None:
-    """What a bare answer says as mathematics, with `known` words as units; None where that cannot be read whole."""
+def parsed(text: str, known: frozenset[str]) -> Node | None:
+    """What an unwrapped answer means as mathematics, with `known` words as units; None where it cannot be parsed whole."""
     try:
-        return read(text, known)
-    except Unread:
+        return parse(text, known)
+    except ParseError:
         return None
 
 
-def agrees(gold: str, answer: str) -> bool:
-    """Whether an answer says what one gold answer says."""
-    if len(answer) > LONGEST or not answer.strip():
-        return False
-    expected, given = bare(gold), bare(answer)
-    if not given:
-        return False
-    if written(expected) == written(given):
-        return True
-    words = in_letters(expected), in_letters(given)
-    if words[0] is not None and words[1] is not None:
-        return words[0] == words[1]
-    choice, chosen = _option(expected), _option(given)
-    if choice and choice[1] and not _LISTED.match(_UPRIGHT.sub(r"\1", expected)):
-        choice = None
-    if choice and chosen:
-        texts = choice[1], chosen[1]
-        return choice[0] == chosen[0] and (not all(texts) or agrees(*texts))
-    if choice and choice[1]:
-        return agrees(choice[1], given)
-    clocks = _clock(expected), _clock(given)
-    if clocks[0] is not None and clocks[1] is not None:
-        return clocks[0] == clocks[1]
-    try:
-        known = words_of(expected)
-        one, other = tree_of(expected, known), tree_of(given, known)
-        return one is not None and other is not None and same(one, other)
-    except RecursionError:  # a product of hundreds of factors
-        return False
+# What is told without working anything out
 
 
-def as_written(gold: str, answer: str) -> bool:
-    """Whether an answer is the gold one without any working out: the same number in digits, or the same signs."""
+def matches_literally(gold: str, answer: str) -> bool:
+    """Whether an answer is the gold one without any working out: the same number in digits, or the same characters."""
     if len(answer) > LONGEST or not answer.strip():
         return False
-    expected, given = number(gold), number(answer, gold)
+    expected, given = literal_number(gold), literal_number(answer, gold)
     if expected is not None or given is not None:
         return expected == given
-    return written(bare(gold)).casefold() == written(bare(answer)).casefold()
+    texts = (normalized_text(strip_wrapping(each)).casefold() for each in (gold, answer))
+    return len(set(texts)) == 1
 
 
-def number(text: str, gold: str | None = None) -> Fraction | None:
+def literal_number(text: str, gold: str | None = None) -> Fraction | None:
     """The number that a text writes in digits, of a quantity without its unit, of 50 % the 50; None for what must be worked out.
 
     Words behind it are its unit if the `gold` answer has them, units and plurals always; without a gold answer all but those that
     change a number.
     """
     known = words_of(text if gold is None else gold)
-    tree = tree_of(bare(text), known) if len(text) <= LONGEST else None
-    return None if tree is None else number_of(tree)
+    tree = parsed(strip_wrapping(text), known) if len(text) <= LONGEST else None
+    return None if tree is None else numeric_value(tree)
 
 
-def one_spelling(answer: str) -> str | None:
-    """A text that is the same for answers that say the same, as far as that can be told of each alone; None where nothing is said."""
+def voting_key(answer: str) -> str | None:
+    """A text that is the same for answers that mean the same, as far as that can be told of each alone; None where nothing is said."""
     if len(answer) > LONGEST:
         return None
-    read_as = number(answer)
-    unnamed = re.sub(r"^[a-zA-Z](?:\([a-zA-Z]\))?=(?=[^=]+$)", "", written(bare(answer)))
-    return (in_letters(unnamed) or unnamed or None) if read_as is None else str(read_as)
-
-
-def announced(text: str) -> str | None:
-    """What the last line of a text calls its answer, `#### 72`, `Answer: 72`, `So the answer is 72.`, or what stands in it below the
-    heading `Answer`; None where nothing is called so."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
-        return lines[-1].strip("* ")
-    found = _ANNOUNCED.search(lines[-1]) if lines else None
-    return found[1].removesuffix(" I hope it is correct.").strip("* ") or None if found else None
-
-
-def last_number(text: str) -> str | None:
-    """The last number that a text holds, as it is written there; None where it holds none."""
-    found = [match.group() for match in _IN_TEXT.finditer(text)]
-    return found[-1] if found else None
-
-
-def _option(text: str) -> tuple[str, str] | None:
-    """The letter of a choice, `(c)`, `C` or `C.`, and what it stands for, of `C. 12` the 12."""
-    unstyled = _UPRIGHT.sub(r"\1", text).strip()
-    if found := _OPTION.fullmatch(unstyled):
-        return (found[1] or found[2]).upper(), ""
-    found = _OPTION_WITH_TEXT.fullmatch(unstyled)
-    return (found[1], found[2]) if found else None
-
-
-def _clock(text: str) -> tuple[int, int, int, str] | None:
-    unstyled = _UPRIGHT.sub(r"\1", text.replace("~", " ").replace("\\ ", " "))
-    found = _CLOCK.fullmatch(unstyled.strip())
-    if found is None:
-        return None
-    return int(found[1]), int(found[2]), int(found[3] or 0), (found[4] or "").casefold()
+    number = literal_number(answer)
+    unnamed = re.sub(
+        r"^[a-zA-Z](?:\([a-zA-Z]\))?=(?=[^=]+$)", "", normalized_text(strip_wrapping(answer))
+    )
+    return (as_words(unnamed) or unnamed or None) if number is None else str(number)

@@ -2,8 +2,8 @@
 
 They are if they have the same value at several points, where each letter is a number drawn from its name. Values are exact where the
 expression is rational; elsewhere they are computed to 200 and to 400 digits, and a difference counts as none if it vanishes with them
-(see `_vanishes`). So `2^{-99}` and `2^{-98}`, or 5 and 5 + e^{-200}, are told apart. Numbers are bounded before they are computed (`_BITS`,
-`_SIZE`), so that no tower of powers fills the memory: what is beyond is equal to nothing.
+(see `_vanishes`). So `2^{-99}` and `2^{-98}`, or 5 and 5 + e^{-200}, are told apart. Numbers are bounded before they are computed
+(`_MAX_BITS`, `_MAX_EXPONENT`), so that no tower of powers fills the memory: what is beyond equals nothing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from typing import Any, TypeAlias, cast
 
 import mpmath as untyped  # pyright: ignore[reportMissingTypeStubs]
 
-from groupwise.rewards.formula_reader import Node, number_node
+from groupwise.rewards.math_parser import Node, number_node
 
 mpmath: Any = cast("Any", untyped)
 
-ROUNDING = Fraction(1, 1_000_000)
-"""Share by which a decimal may differ from what it stands for: six digits."""
-ROUNDED = Fraction(1, 100)
-"""By how much at most, however large the number is."""
+ROUNDING_RELATIVE = Fraction(1, 1_000_000)
+"""By how much a decimal may differ from the exact value that it stands for, relative to it: six digits."""
+ROUNDING_ABSOLUTE = Fraction(1, 100)
+"""And at most, however large the number is."""
 
-_BITS = 40_000
-"""Of an exact numerator or denominator."""
+_MAX_BITS = 40_000
+"""Size of an exact numerator or denominator that is computed."""
 
-_SIZE = 1_000_000
-"""Of an exponent to the base of e, and of what a factorial is of."""
+_MAX_EXPONENT = 1_000_000
+"""Largest exponent (base e) that is computed."""
+_MAX_FACTORIAL_EXACT, _MAX_FACTORIAL = 3_000, 10_000
+"""Largest numbers of which a factorial or binomial is computed, exactly and by the gamma function."""
 
 DIGITS, _MORE_DIGITS = 200, 400
 POINTS = 3
@@ -129,7 +131,7 @@ def _both(how: Callable[[Any, Any], Any], one: Value, other: Value, point: Point
 
 def _bounded(value: Value) -> Value:
     if isinstance(value, Fraction):
-        if max(value.numerator.bit_length(), value.denominator.bit_length()) > _BITS:
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
             raise Undecided("too large a number")
     elif not mpmath.isfinite(value):
         raise Undecided("no finite number")
@@ -140,7 +142,7 @@ def _power(base: Value, exponent: Value, point: Point) -> Value:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-            if abs(base) != 1 and base != 0 and bits * abs(exponent) > _BITS:
+            if abs(base) != 1 and base != 0 and bits * abs(exponent) > _MAX_BITS:
                 raise Undecided("too large a power")
             if base == 0 and exponent <= 0:
                 raise Undecided("zero to such a power")
@@ -150,7 +152,7 @@ def _power(base: Value, exponent: Value, point: Point) -> Value:
     low, high = _real(base, point), _real(exponent, point)
     if low == 0:
         return Fraction(0)
-    if abs(high) * (abs(point.context.log(abs(low))) + 4) > _SIZE:
+    if abs(high) * (abs(point.context.log(abs(low))) + 4) > _MAX_EXPONENT:
         raise Undecided("too large a power")
     return point.context.power(low, high)
 
@@ -172,17 +174,19 @@ def _of_numbers(name: str, values: list[Value], point: Point) -> Value:
     match name, values:
         case "abs", [of]:
             return abs(of)
-        case (("floor" | "lfloor" | "ceil" | "lceil"), [Fraction() as of]):
+        case (("floor" | "ceil"), [Fraction() as of]):
             return Fraction(math.floor(of) if name == "floor" else math.ceil(of))
-        case "factorial", [Fraction() as of] if of.denominator == 1 and 0 <= of <= 3_000:
+        case "factorial", [Fraction() as of] if (
+            of.denominator == 1 and 0 <= of <= _MAX_FACTORIAL_EXACT
+        ):
             return Fraction(math.factorial(int(of)))
         case "binom", [Fraction() as n, Fraction() as k] if (
-            k.denominator == n.denominator == 1 and 0 <= k <= n <= 3_000
+            k.denominator == n.denominator == 1 and 0 <= k <= n <= _MAX_FACTORIAL_EXACT
         ):
             return Fraction(math.comb(int(n), int(k)))
-        case ("factorial", [of]) if abs(of) <= 10_000:
+        case ("factorial", [of]) if abs(of) <= _MAX_FACTORIAL:
             return context.factorial(_real(of, point))
-        case ("binom", [n, k]) if abs(n) <= 10_000 and abs(k) <= 10_000:
+        case ("binom", [n, k]) if max(abs(n), abs(k)) <= _MAX_FACTORIAL:
             return context.binomial(_real(n, point), _real(k, point))
         case (("max" | "min"), [_, *_]) if exact:
             return max(values) if name == "max" else min(values)
@@ -209,7 +213,7 @@ def _root(of: Value, degree: Value, point: Point) -> Value:
 
 
 def _whole_root(number: int, degree: int) -> int | None:
-    """Of a whole number, if that is whole."""
+    """The root of a whole number, if it is whole; else None."""
     if number < 0:
         root = _whole_root(-number, degree) if degree % 2 else None
         return None if root is None else -root
@@ -238,7 +242,7 @@ def _of_analysis(name: str, values: list[Value], context: Any, point: Point) -> 
             if name == "lg" or (name == "log" and point.log_base == "10")
             else found
         )
-    if name in ("exp", "sinh", "cosh", "tanh") and abs(of) > _SIZE:
+    if name in ("exp", "sinh", "cosh", "tanh") and abs(of) > _MAX_EXPONENT:
         raise Undecided("too large a power")
     if name in ("sin", "cos", "tan", "cot", "sec", "csc") and abs(of) > 10**30:
         raise Undecided("too large an angle")
@@ -308,7 +312,7 @@ SCALARS = frozenset({*_HOW, "±", "group"})
 _BASES = ("e", "10")
 
 
-def equal(one: Node, other: Node, rounded: bool = False) -> bool:
+def expressions_equal(one: Node, other: Node, rounded: bool = False) -> bool:
     """Whether two expressions have the same value at all points; `rounded`: one may be the other to six digits."""
     if one == other:
         return True
@@ -326,47 +330,36 @@ def names_in(node: Node) -> set[str]:
     return own.union(*map(names_in, node.parts))
 
 
-def number_of(node: Node) -> Fraction | None:
+def numeric_value(node: Node) -> Fraction | None:
     """The number that is written there in digits: whole, decimal, a fraction of such, with a power of ten; None for all else."""
-    match node.kind:
-        case "number":
+    match node.kind, node.parts:
+        case "number", ():
             return node.value
-        case "percent" | "quantity":
-            return number_of(node.parts[0])
-        case "relation" if node.name == "=" and node.parts[0].kind in ("name", "applied"):
-            return number_of(node.parts[1])
-        case "*" | "/" | "+":
-            left, right = (
-                (number_of(part) for part in node.parts) if len(node.parts) == 2 else (None, None)
-            )
-            if left is None or right is None:
-                return _power_of_ten(node)
-            signed = node.parts[0] == number_node(-1)
-            mixed = node.kind == "+" and node.parts[1].kind == "/" and left.denominator == 1
-            if node.kind == "/":
-                return left / right if right else None
+        case (("percent" | "quantity"), (of,)):
+            return numeric_value(of)
+        case "relation", (Node(kind="name" | "applied"), of) if node.name == "=":
+            return numeric_value(of)
+        case "*", (sign, of) if sign == number_node(-1):
+            found = numeric_value(of)
+            return None if found is None else -found
+        case "*", (of, Node(kind="^", parts=(ten, exponent))) if ten == number_node(10):
+            found, power = numeric_value(of), numeric_value(exponent)
+            small = power is not None and power.denominator == 1 and abs(power) < 1_000
             return (
-                left * right
-                if node.kind == "*" and signed
-                else left + right
-                if mixed
-                else _power_of_ten(node)
+                found * Fraction(10) ** int(power)
+                if found is not None and power is not None and small
+                else None
             )
+        case "/", (over, under):
+            top, bottom = numeric_value(over), numeric_value(under)
+            return top / bottom if top is not None and bottom else None
+        case "+", (Node(kind="number") as whole, Node(kind="/") as part) if (
+            whole.value.denominator == 1
+        ):  # a mixed number
+            found = numeric_value(part)
+            return None if found is None else whole.value + found
         case _:
             return None
-
-
-def _power_of_ten(node: Node) -> Fraction | None:
-    """`1.5 × 10^3`."""
-    if node.kind != "*" or node.parts[1].kind != "^" or node.parts[1].parts[0] != number_node(10):
-        return None
-    left, exponent = number_of(node.parts[0]), number_of(node.parts[1].parts[1])
-    small = exponent is not None and exponent.denominator == 1 and abs(exponent) < 1_000
-    return (
-        left * Fraction(10) ** int(exponent)
-        if left is not None and exponent is not None and small
-        else None
-    )
 
 
 def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
@@ -381,24 +374,26 @@ def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
 
 
 def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> bool:
-    differences: list[Value] = []
-    for digits in (DIGITS, _MORE_DIGITS):
-        point = Point(number, digits, base)
-        left, right = value_at(one, point), value_at(other, point)
-        if isinstance(left, Fraction) and isinstance(right, Fraction):
-            return left == right or (rounded and _near(left, right))
-        left, right = _real(left, point), _real(right, point)
-        difference = abs(left - right)
-        size = max(abs(left), abs(right))
-        beside_zero = left == 0 or right == 0
-        if difference > (1 if beside_zero else size) * point.context.mpf(10) ** -9 and not rounded:
-            return False
-        if rounded and difference <= min(size * float(ROUNDING), float(ROUNDED)):
-            return True
-        differences.append(difference)
-        if digits == _MORE_DIGITS:
-            return _vanishes(differences[0], differences[1], size, point.context)
-    raise AssertionError
+    """At one point. Values that are not exact are equal where their difference is only what rounding leaves: with twice the digits it
+    vanishes, where that of different numbers stays."""
+    points = [Point(number, digits, base) for digits in (DIGITS, _MORE_DIGITS)]
+    left, right = value_at(one, points[0]), value_at(other, points[0])
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left == right or (rounded and _within_rounding(left, right))
+    coarse, size = _difference(left, right, points[0])
+    if rounded and coarse <= min(size * float(ROUNDING_RELATIVE), float(ROUNDING_ABSOLUTE)):
+        return True
+    beside_zero = left == 0 or right == 0
+    if coarse > (1 if beside_zero else size) * points[0].context.mpf(10) ** -9:
+        return False
+    fine, _ = _difference(value_at(one, points[1]), value_at(other, points[1]), points[1])
+    return _vanishes(coarse, fine, size, points[1].context)
+
+
+def _difference(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
+    """How far two values are apart, and how large the larger one is."""
+    left, right = _real(left, point), _real(right, point)
+    return abs(left - right), max(abs(left), abs(right))
 
 
 def divided(over: Value, under: Value, point: Point) -> Value:
@@ -406,7 +401,7 @@ def divided(over: Value, under: Value, point: Point) -> Value:
     return _both(lambda left, right: left / right, over, under, point)
 
 
-def close(one: Value, other: Value) -> bool:
+def nearly_equal(one: Value, other: Value) -> bool:
     """Whether two values are equal, to half of `DIGITS` where they are not exact."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
@@ -415,9 +410,11 @@ def close(one: Value, other: Value) -> bool:
     return bool(abs(left - right) <= abs(left) * point.context.mpf(10) ** -(DIGITS // 2))
 
 
-def _near(one: Fraction, other: Fraction) -> bool:
+def _within_rounding(one: Fraction, other: Fraction) -> bool:
     whole = one.denominator == 1 or other.denominator == 1
-    return not whole and abs(one - other) <= min(ROUNDING * max(abs(one), abs(other)), ROUNDED)
+    return not whole and abs(one - other) <= min(
+        ROUNDING_RELATIVE * max(abs(one), abs(other)), ROUNDING_ABSOLUTE
+    )
 
 
 def _vanishes(coarse: Any, fine: Any, size: Any, context: Any) -> bool:

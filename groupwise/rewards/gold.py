@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from groupwise.rewards.answers import boxed
+from groupwise.rewards.answers import last_boxed
 from groupwise.rewards.calling import RESERVED
 from groupwise.rewards.tags import Tag, last_tagged
 
@@ -72,7 +72,7 @@ def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | 
     divided = at_mark(text)
     if divided is not None:
         return divided[1]
-    inner = boxed(text) if boxes else None
+    inner = last_boxed(text) if boxes else None
     return None if inner is None else inner.strip()
 
 

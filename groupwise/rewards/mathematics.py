@@ -1,7 +1,7 @@
 r"""Rewards for mathematical answers.
 
 An answer is what stands in the last answer tag; of a completion without one what stands in its last `\boxed{}`, or behind `####` or
-`Answer:` in its last line. It is right if it says what the gold answer says, read as mathematics and read whole; see `answers`.
+`Answer:` in its last line. It is right if it matches the gold answer; see `answers`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from groupwise.rewards.answers import agrees, announced, as_written, boxed, number, one_spelling
+from groupwise.rewards.answers import (
+    answer_matches,
+    final_line_answer,
+    last_boxed,
+    literal_number,
+    matches_literally,
+    voting_key,
+)
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import starts_with_both_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import THINK, Tag, Tags, after_reasoning, check_tag, last_tagged, marks
 from groupwise.rewards.text import CompletionText, completion_texts
-
-APART = 1e-3
-"""Share by which values differ that cannot be one number rounded."""
 
 _FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt min max gcd lcm mod".split()
@@ -39,7 +43,7 @@ class MathAnswer:
     tolerant: bool = False
     """Grade by how near the answer comes, for models that are seldom right."""
     exact: float = 3.0
-    """Tolerant: the tag holds a gold answer sign by sign."""
+    """Tolerant: the tag holds a gold answer character for character."""
     trimmed: float = 1.5
     """Tolerant: right, but with white space around it or written otherwise."""
     within_10_percent: float = 0.5
@@ -78,7 +82,7 @@ class MathAnswer:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         texts = completion_texts(completions, columns)
         answers = [answer_of(text, self.answer_tag, untagged=self.untagged) for text in texts]
-        record_answers(log_extra, (each and one_spelling(each) for each in answers))
+        record_answers(log_extra, (each and voting_key(each) for each in answers))
         return [
             self._value(text, answer, forms)
             for text, answer, forms in zip(texts, answers, golds, strict=True)
@@ -89,7 +93,7 @@ class MathAnswer:
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
     def _value(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
-        right = answer is not None and is_right(answer, forms)
+        right = answer is not None and matches_any(forms, answer)
         if not self.tolerant:
             return float(right)
         if answer is None or not right:
@@ -103,8 +107,8 @@ class MathAnswer:
         return re.search(pair, text, re.DOTALL | re.IGNORECASE) is not None
 
     def _distance(self, answer: str, forms: Sequence[str]) -> float:
-        given = number(answer)
-        golds = [gold for gold in map(number, forms) if gold is not None]
+        given = literal_number(answer)
+        golds = [gold for gold in map(literal_number, forms) if gold is not None]
         if given is None or not golds:
             return self.not_numeric
         off = min(_off(gold, given) for gold in golds)
@@ -119,9 +123,9 @@ _GRADES = (3.0, 1.5, 0.5, 0.25, -1.0, -0.5)
 @reward("pure_accuracy_math")
 @dataclass(frozen=True, slots=True)
 class PureAccuracyMath:
-    """1 if the completion starts with reasoning and answer in their tags and the answer agrees with the gold one, else 0.
+    """1 if the completion starts with reasoning and answer in their tags and the answer answer_matches with the gold one, else 0.
 
-    Nothing is worked out: the answer is the same number in digits, or the same signs.
+    Nothing is worked out: the answer is the same number in digits, or the same characters.
     """
 
     answer_column: str | None = None
@@ -143,7 +147,7 @@ class PureAccuracyMath:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         texts = completion_texts(completions, columns, self.reasoning_tag)
         tagged = (last_tagged(text, self.answer_tag) or "" for text in texts)
-        record_answers(log_extra, map(one_spelling, tagged))
+        record_answers(log_extra, map(voting_key, tagged))
         return [float(self._right(text, forms)) for text, forms in zip(texts, golds, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
@@ -156,7 +160,7 @@ class PureAccuracyMath:
         whole = text if text.startswith(opened) else opened + text
         answer = tags.last_answer(whole) or ""
         return starts_with_both_pairs(tags, whole) and any(
-            as_written(form, answer) for form in forms
+            matches_literally(form, answer) for form in forms
         )
 
 
@@ -168,17 +172,17 @@ def answer_of(text: str, tag: Tag, *, untagged: bool = True) -> str | None:
     found = last_tagged(text, tag)
     if found is None and untagged:
         said = after_reasoning(text)
-        found = announced(said) if (inner := boxed(said)) is None else inner
+        found = final_line_answer(said) if (inner := last_boxed(said)) is None else inner
     return (found or "").strip() or None
 
 
-def is_right(answer: str, forms: Sequence[str]) -> bool:
-    """Whether an answer is one of the accepted forms, written in whatever way."""
-    return any(agrees(form, answer) for form in forms)
+def matches_any(golds: Sequence[str], answer: str) -> bool:
+    """Whether an answer matches one of the accepted ones."""
+    return any(answer_matches(gold, answer) for gold in golds)
 
 
 def in_words(text: str) -> bool:
-    """Whether it is written in letters alone, or has a word among its signs."""
+    """Whether it is written in letters alone, or has a word among its symbols."""
     spelt = re.sub(r"\\text\{[^{}]*\}", " text ", text)
     plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)
     words = set(re.findall(r"[^\W\d_]{3,}", plain)) - _FUNCTIONS

@@ -20,14 +20,14 @@ from groupwise.rewards.equality import (
     Point,
     Undecided,
     Value,
-    close,
     divided,
-    equal,
+    expressions_equal,
     names_in,
+    nearly_equal,
     value_at,
 )
-from groupwise.rewards.formula_reader import Node, number_node
-from groupwise.rewards.units import same_unit
+from groupwise.rewards.math_parser import Node, number_node
+from groupwise.rewards.units import units_compatible
 
 mpmath: Any = cast("Any", untyped)
 
@@ -36,8 +36,6 @@ _MANY = 30
 
 # Sets of numbers
 
-End: TypeAlias = tuple[Node, bool]
-"""A bound and whether it belongs to the interval."""
 _LOW, _HIGH = Node("*", (number_node(-1), Node("constant", name="∞"))), Node("constant", name="∞")
 
 
@@ -73,11 +71,11 @@ def _order(node: Node) -> Any:
     return mpmath.mpf(value.real if hasattr(value, "real") else value)
 
 
-Part: TypeAlias = tuple[Node, bool, Node, bool]
+Interval: TypeAlias = tuple[Node, bool, Node, bool]
 """An interval: from, whether that belongs to it, to, whether that does."""
 
 
-def region_of(node: Node) -> list[Part] | None:
+def intervals_of(node: Node) -> list[Interval] | None:
     """The intervals of a set of numbers, apart and in order; None for what is no such set. Raises Undecided."""
     match node.kind:
         case "interval":
@@ -85,39 +83,39 @@ def region_of(node: Node) -> list[Part] | None:
         case "tuple" if len(node.parts) == 2 and all(_is_scalar(part) for part in node.parts):
             return _between(node, "()")
         case "set" if all(_is_scalar(part) for part in node.parts):
-            return _merged([(part, True, part, True) for part in node.parts])
+            return _union([(part, True, part, True) for part in node.parts])
         case "constant" if node.name == "∅":
             return []
         case "name" if node.name.translate({123: None, 125: None}) == r"\mathbbR":
             return [(_LOW, False, _HIGH, False)]
         case "∪" | "∩" | "∖":
-            return _joined(node)
+            return _set_operation(node)
         case _:
             return None
 
 
-def _between(node: Node, ends: str) -> list[Part]:
+def _between(node: Node, ends: str) -> list[Interval]:
     low, high = node.parts
     if _order(low) > _order(high) or (ends == "()" and _order(low) == _order(high)):
         raise Undecided("an interval from more to less, which may be a pair")
-    return _merged([(low, ends[0] == "[", high, ends[1] == "]")])
+    return _union([(low, ends[0] == "[", high, ends[1] == "]")])
 
 
-def _joined(node: Node) -> list[Part] | None:
-    left, right = map(region_of, node.parts)
+def _set_operation(node: Node) -> list[Interval] | None:
+    left, right = map(intervals_of, node.parts)
     if left is None or right is None:
         return None
     if node.kind == "∪":
-        return _merged(left + right)
-    return _common(left, right if node.kind == "∩" else _complement(right))
+        return _union(left + right)
+    return _intersection(left, right if node.kind == "∩" else _complement(right))
 
 
 def _is_scalar(node: Node) -> bool:
     return node.kind in SCALARS
 
 
-def _merged(parts: Iterable[Part]) -> list[Part]:
-    found: list[Part] = []
+def _union(parts: Iterable[Interval]) -> list[Interval]:
+    found: list[Interval] = []
     known = [
         part
         for part in parts
@@ -136,32 +134,32 @@ def _merged(parts: Iterable[Part]) -> list[Part]:
     return found
 
 
-def _touch(left: Part, right: Part) -> bool:
+def _touch(left: Interval, right: Interval) -> bool:
     end, start = _order(left[2]), _order(right[0])
     return bool(start < end or (start == end and (left[3] or right[1])))
 
 
-def _complement(parts: Sequence[Part]) -> list[Part]:
-    gaps: list[Part] = []
+def _complement(parts: Sequence[Interval]) -> list[Interval]:
+    gaps: list[Interval] = []
     start, closed = _LOW, False
     for low, low_closed, high, high_closed in parts:
         gaps.append((start, closed, low, not low_closed))
         start, closed = high, not high_closed
     gaps.append((start, closed, _HIGH, False))
-    return _merged(gaps)
+    return _union(gaps)
 
 
-def _common(left: Sequence[Part], right: Sequence[Part]) -> list[Part]:
-    found: list[Part] = []
+def _intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    found: list[Interval] = []
     for one in left:
         for other in right:
             low = max((one[:2], other[:2]), key=lambda end: (_order(end[0]), not end[1]))
             high = min((one[2:], other[2:]), key=lambda end: (_order(end[0]), end[1]))
             found.append((*low, *high))
-    return _merged(found)
+    return _union(found)
 
 
-def _solved(node: Node) -> tuple[str, list[Part]] | None:
+def _solved(node: Node) -> tuple[str, list[Interval]] | None:
     """The letter that an inequality (or a chain of them) bounds, and its intervals; None if it bounds none or several."""
     if node.kind != "relation" or not set(node.name) <= set("<>≤≥≠"):
         return None
@@ -172,7 +170,11 @@ def _solved(node: Node) -> tuple[str, list[Part]] | None:
     if len(places) != 1 or any(names_in(part) for part in others):
         return None
     name = node.parts[places[0]].name
-    regions: list[list[Part]] = []
+    if len(node.name) > 1 and (
+        len(node.name) != 2 or len({each in "<≤" for each in node.name}) != 1
+    ):
+        return None
+    regions: list[list[Interval]] = []
     for place, sign in enumerate(node.name):
         left, right = node.parts[place], node.parts[place + 1]
         if left.kind != "name" and right.kind != "name":
@@ -181,7 +183,7 @@ def _solved(node: Node) -> tuple[str, list[Part]] | None:
             left, right, sign = (
                 right,
                 left,
-                {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "≠": "≠"}[sign],
+                _flipped(sign),
             )
         regions.append(
             {
@@ -192,30 +194,26 @@ def _solved(node: Node) -> tuple[str, list[Part]] | None:
                 "≠": [(_LOW, False, right, False), (right, False, _HIGH, False)],
             }[sign]
         )
-    if len(node.name) > 1 and (
-        len(node.name) != 2 or len({each in "<≤" for each in node.name}) != 1
-    ):
-        return None
-    region = _merged(regions[0])
+    region = _union(regions[0])
     for other in regions[1:]:
-        region = _common(region, _merged(other))
+        region = _intersection(region, _union(other))
     return name, region
 
 
-def _without_bars(node: Node) -> tuple[str, list[Part]] | None:
+def _without_bars(node: Node) -> tuple[str, list[Interval]] | None:
     """`|x| < 3` and `|x| > 3`: the letter and its values; None for other inequalities."""
     left, right = node.parts
     sign = node.name
     if right.kind == "call":
-        left, right, sign = right, left, _turned(sign)
+        left, right, sign = right, left, _flipped(sign)
     if left.name != "abs" or left.parts[0].kind != "name" or names_in(right) or sign == "≠":
         return None
     lower, ends = Node("*", (number_node(-1), right)), sign in "≤>"
-    inside = _merged([(lower, ends, right, ends)])
+    inside = _union([(lower, ends, right, ends)])
     return left.parts[0].name, inside if sign in "<≤" else _complement(inside)
 
 
-def _same_region(one: Sequence[Part], other: Sequence[Part]) -> bool:
+def _same_intervals(one: Sequence[Interval], other: Sequence[Interval]) -> bool:
     return len(one) == len(other) and all(
         left[1] == right[1]
         and left[3] == right[3]
@@ -228,7 +226,7 @@ def _same_region(one: Sequence[Part], other: Sequence[Part]) -> bool:
 def _same_bound(one: Node, other: Node) -> bool:
     if _infinite(one) or _infinite(other):
         return _infinite(one) == _infinite(other)
-    return equal(one, other)
+    return expressions_equal(one, other)
 
 
 # What is said
@@ -237,8 +235,8 @@ _ORDERED = ("x", "y", "z", "w")
 """Letters whose values may be given as a pair or triple."""
 
 
-def same(gold: Node, answer: Node) -> bool:
-    """Whether an answer says what the gold one says. A name on the left, `x =`, may be missing on one side."""
+def trees_match(gold: Node, answer: Node) -> bool:
+    """Whether an answer means what the gold one means. A name on the left, `x =`, may be missing on one side."""
     try:
         expected, given = _meant(gold), _meant(answer)
         named = _named(expected), _named(given)
@@ -246,19 +244,20 @@ def same(gold: Node, answer: Node) -> bool:
             expected = _meant(named[0][1])
         elif named[1] and not named[0] and expected.kind != "relation":
             given = _meant(named[1][1])
-        return _same(expected, given)
+        return _matches(expected, given)
     except Undecided:
         return False
 
 
-def _same(gold: Node, answer: Node) -> bool:
-    """By the first rule that knows such answers. Raises Undecided."""
+def _matches(gold: Node, answer: Node) -> bool:
+    """By the first of `_RULES` that knows answers of their kinds. Raises Undecided."""
     verdicts = (rule(gold, answer) for rule in _RULES)
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
 def _meant(node: Node) -> Node:
-    """Without brackets that say nothing, with both values of `±`, and with `or` as a union of what is solved."""
+    """What there is to compare: without brackets that only group, chains as the one value that they come to, and `±` as the list of both
+    values. Raises Undecided for a chain of different values."""
     if node.kind == "group":
         return _meant(node.parts[0])
     numbers = all(map(_is_scalar, node.parts)) and not names_in(node)
@@ -306,7 +305,7 @@ def _chain(node: Node) -> Node:
     first, *rest = node.parts
     named = first.kind in ("name", "applied")
     values = rest if named else node.parts
-    if any(not equal(values[0], each) for each in values[1:]):
+    if any(not expressions_equal(values[0], each) for each in values[1:]):
         raise Undecided("a chain of different values")
     return Node("relation", (first, values[-1]), name="=") if named else values[-1]
 
@@ -376,7 +375,7 @@ def _by_name(gold: Node, answer: Node) -> Verdict:
         return None
     if named[0] != given[0]:
         return gold.name == answer.name == "=" and _same_equations(gold, answer)
-    return _same(_meant(named[1]), _meant(given[1]))
+    return _matches(_meant(named[1]), _meant(given[1]))
 
 
 def _by_relation(gold: Node, answer: Node) -> Verdict:
@@ -391,7 +390,7 @@ def _by_unit(gold: Node, answer: Node) -> Verdict:
         return False
     units = [node.name if node.kind == "quantity" else "" for node in (gold, answer)]
     inner = [node.parts[0] if node.kind == "quantity" else node for node in (gold, answer)]
-    return same_unit(*units) and _same(*inner)
+    return units_compatible(*units) and _matches(*inner)
 
 
 def _by_angle(gold: Node, answer: Node) -> Verdict:
@@ -400,7 +399,7 @@ def _by_angle(gold: Node, answer: Node) -> Verdict:
         if degrees.kind == "quantity" and degrees.name == "°" and _has_pi(radians):
             if radians.kind == "quantity" or not _is_scalar(degrees.parts[0]):
                 return None
-            return _is_scalar(radians) and equal(
+            return _is_scalar(radians) and expressions_equal(
                 Node("call", degrees.parts, name="degrees"), radians
             )
     return None
@@ -436,7 +435,7 @@ def _same_value(gold: Node, answer: Node) -> bool:
     if _infinite(gold) or _infinite(answer):
         return _infinite(gold) == _infinite(answer)
     rounded = _has_decimal(gold) != _has_decimal(answer) and not names_in(gold) | names_in(answer)
-    return equal(gold, answer, rounded)
+    return expressions_equal(gold, answer, rounded)
 
 
 def _by_ratio(gold: Node, answer: Node) -> Verdict:
@@ -488,9 +487,9 @@ def _by_condition(gold: Node, answer: Node) -> Verdict:
 
 
 def _by_region(gold: Node, answer: Node) -> Verdict:
-    left = region_of(gold)
-    right = region_of(answer) if left is not None else None
-    return left is not None and right is not None and _same_region(left, right)
+    left = intervals_of(gold)
+    right = intervals_of(answer) if left is not None else None
+    return left is not None and right is not None and _same_intervals(left, right)
 
 
 _RULES = (
@@ -505,7 +504,7 @@ def _items(node: Node) -> tuple[Node, ...]:
 
 def _each(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     return len(golds) == len(answers) and all(
-        _same(_meant(one), _meant(other)) for one, other in zip(golds, answers, strict=True)
+        _matches(_meant(one), _meant(other)) for one, other in zip(golds, answers, strict=True)
     )
 
 
@@ -517,7 +516,7 @@ def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     for gold in golds:
         same_kind = ((gold.kind == "set") == (each.kind == "set") for each in left)
         found = next(
-            (place for place, kind in enumerate(same_kind) if kind and _same(gold, left[place])),
+            (place for place, kind in enumerate(same_kind) if kind and _matches(gold, left[place])),
             None,
         )
         if found is None:
@@ -530,7 +529,7 @@ def _same_lists(gold: Node, answer: Node) -> bool:
     if any(part.kind == "dots" for part in (*_items(gold), *_items(answer))):
         one, other = _items(gold), _items(answer)
         return len(one) == len(other) and all(
-            left.kind == right.kind == "dots" or _same(left, right)
+            left.kind == right.kind == "dots" or _matches(left, right)
             for left, right in zip(one, other, strict=True)
         )
     if gold.kind not in ("list", "set") or answer.kind not in ("list", "set"):
@@ -554,7 +553,7 @@ def _same_relations(gold: Node, answer: Node) -> bool:
     given = _region_of_relations(answer) if known is not None else None
     if known is not None and given is not None:
         (one, left), (other, right) = known, given
-        return (one == other or "" in (one, other)) and _same_region(left, right)
+        return (one == other or "" in (one, other)) and _same_intervals(left, right)
     if _of_relations(gold) or _of_relations(answer):
         return _same_systems(gold, answer)
     if gold.kind != "relation" or answer.kind != "relation":
@@ -564,11 +563,11 @@ def _same_relations(gold: Node, answer: Node) -> bool:
     return _same_inequalities(gold, answer)
 
 
-def _region_of_relations(node: Node) -> tuple[str, list[Part]] | None:
+def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
     """The letter, if one is named, and its values."""
     if node.kind == "relation":
         if node.name == "∈" and node.parts[0].kind == "name":
-            region = region_of(node.parts[1])
+            region = intervals_of(node.parts[1])
             return None if region is None else (node.parts[0].name, region)
         return _solved(node)
     if node.kind == "list" and node.parts and node.name in ("or", "and"):
@@ -580,14 +579,14 @@ def _region_of_relations(node: Node) -> tuple[str, list[Part]] | None:
         regions = [part[1] for part in solved if part is not None]
         region = regions[0]
         for other in regions[1:]:
-            region = _merged(region + other) if node.name == "or" else _common(region, other)
+            region = _union(region + other) if node.name == "or" else _intersection(region, other)
         return solved[0][0], region  # type: ignore[index]
-    region = region_of(node)
+    region = intervals_of(node)
     return None if region is None else ("", region)
 
 
 def _same_systems(gold: Node, answer: Node) -> bool:
-    """Lists of equations: several values of one name, or one value for each of several."""
+    """Lists of equations: `x = 1, x = 2` beside `1, 2`, and `x = 1, y = 2` beside `(1, 2)`."""
     one, other = _assignments(gold), _assignments(answer)
     if one is None or other is None:
         return gold.kind == answer.kind == "list" and _in_any_order(gold.parts, answer.parts)
@@ -647,7 +646,7 @@ def _same_equations(gold: Node, answer: Node) -> bool:
 
 
 def _multiple(gold: Node, answer: Node) -> Value | None:
-    """By what the answer's difference of sides is larger than the gold one's, at all points; None where it varies."""
+    """The ratio of left minus right in the answer to that in the gold equation; None where it varies from point to point."""
     ratios: list[Value] = []
     for number in range(POINTS):
         one, other = (
@@ -656,7 +655,7 @@ def _multiple(gold: Node, answer: Node) -> Value | None:
         if one == 0 or other == 0:
             return None
         ratios.append(divided(other, one, Point(number, DIGITS, "e")))
-    return ratios[0] if all(close(ratios[0], ratio) for ratio in ratios[1:]) else None
+    return ratios[0] if all(nearly_equal(ratios[0], ratio) for ratio in ratios[1:]) else None
 
 
 def _same_inequalities(gold: Node, answer: Node) -> bool:
@@ -664,7 +663,9 @@ def _same_inequalities(gold: Node, answer: Node) -> bool:
     if len(gold.name) != len(answer.name):
         return False
     if len(gold.name) > 1:
-        turned = Node("relation", answer.parts[::-1], name="".join(map(_turned, answer.name[::-1])))
+        turned = Node(
+            "relation", answer.parts[::-1], name="".join(map(_flipped, answer.name[::-1]))
+        )
         return any(
             gold.name == each.name and _each(gold.parts, each.parts) for each in (answer, turned)
         )
@@ -673,8 +674,8 @@ def _same_inequalities(gold: Node, answer: Node) -> bool:
     factor = _multiple(gold, answer)
     if factor is None or not isinstance(factor, Fraction):
         return False
-    return answer.name == (gold.name if factor > 0 else _turned(gold.name))
+    return answer.name == (gold.name if factor > 0 else _flipped(gold.name))
 
 
-def _turned(sign: str) -> str:
+def _flipped(sign: str) -> str:
     return {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}.get(sign, sign)

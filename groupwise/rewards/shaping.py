@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.rewards.answers import one_spelling
+from groupwise.rewards.answers import voting_key
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers, gold_of_row
-from groupwise.rewards.mathematics import answer_of, is_right
+from groupwise.rewards.mathematics import answer_of, matches_any
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import Tag, check_tag
 from groupwise.rewards.text import CompletionText, completion_text, completion_texts
@@ -95,7 +95,7 @@ class Length:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         texts = completion_texts(completions, columns)
         answers = [answer_of(text, self.answer_tag) for text in texts]
-        record_answers(log_extra, (each and one_spelling(each) for each in answers))
+        record_answers(log_extra, (each and voting_key(each) for each in answers))
         rows = zip(answers, completion_ids, golds, strict=True)
         return [self._value(answer, len(ids), forms) for answer, ids, forms in rows]
 
@@ -104,7 +104,7 @@ class Length:
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
     def _value(self, answer: str | None, length: int, forms: Sequence[str]) -> float:
-        right = answer is not None and is_right(answer, forms)
+        right = answer is not None and matches_any(forms, answer)
         short, long = (
             (self.right_short, self.right_long) if right else (self.wrong_short, self.wrong_long)
         )

@@ -1,11 +1,16 @@
-"""Units behind a number: which words can be one, and when two say the same."""
+"""Units behind a number: which words can be one, and when two agree.
+
+A word behind a number could change it, so not every word is a unit. Taken as one: known units (`72 km/h`), what is counted (`72 apples`,
+`13 years old`, `5 people`), one of something (`1 apple`, `1/2 cup`), and words that the gold answer has. Not taken, so that the answer
+counts as no number: `5 short`, `5 octal`, `5 squared`, `5 basis points`, `5 more than 10`, `5 dozen and 3`.
+"""
 
 from __future__ import annotations
 
 import re
 
 _KNOWN: dict[str, str] = {}
-"""Every way of writing a unit, with the one it is compared by."""
+"""Every way of writing a unit, with the one that stands for it in comparisons."""
 for _line in """
     km kilometer kilometre | m meter metre | cm centimeter centimetre | mm millimeter millimetre | dm decimeter | nm nanometer | mi mile
     yd yard | ft foot feet | in inch inches | kg kilogram | g gram | mg milligram | lb lbs pound | oz ounce | t ton tonne
@@ -55,11 +60,9 @@ def words_of(text: str) -> frozenset[str]:
     return frozenset(map(singular, re.findall(r"[a-zA-Z]{2,}", text)))
 
 
-def counts(phrase: str, known: frozenset[str], one: bool) -> bool:
-    """Whether a phrase behind a number names what is counted: a word of it is a known unit, a plural, or `known`; of `one` any word.
-
-    `known` are the words that the gold answer has beside its number. Without such a word a phrase could change the number: `5 short`.
-    """
+def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
+    """Whether a phrase behind a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known`, the words
+    of the gold answer. Behind a number of at most one (`one`) any noun can be counted."""
     words = re.findall(r"[a-zA-Z$€£¥°¢]+", phrase)
     return one or any(
         (single := singular(word)) != word.casefold()
@@ -133,8 +136,8 @@ def unit_of(text: str) -> str:
     return "/".join(part for part in parts if part)
 
 
-def same_unit(one: str, other: str) -> bool:
-    """Whether two units do not contradict each other: one is missing, or says no more than `units`."""
+def units_compatible(one: str, other: str) -> bool:
+    """Whether two units do not contradict each other: they are equal, or one is missing, or says no more than `units`."""
     if not one or not other or one == other:
         return True
     return one.partition("^")[0] == "unit" or other.partition("^")[0] == "unit"

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from groupwise.rewards.formulas import is_small_formula
-from groupwise.rewards.mathematics import APART
 
 READ_AS_DATA = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 """Datasets whose graders evaluate the answer as Python, in the hope of a list."""
@@ -24,6 +23,8 @@ SIMPLIFIED = frozenset({"intermediate_integration", "simple_integration"})
 """Datasets whose graders read it as a formula, likewise, and simplify it, which may take for ever unless it is right."""
 READ_AS_FORMULA = SIMPLIFIED | {"polynomial_multiplication"}
 """All whose graders read it as a formula."""
+RELATIVE_TOLERANCE = 1e-3
+"""By how much values differ at most that are one number, rounded."""
 POINT = 1.37
 """Where a formula is compared before it is simplified: no special place of any function."""
 FUNCTIONS = frozenset(
@@ -53,7 +54,9 @@ def agrees_at_a_point(answer: str, metadata: Mapping[str, Any]) -> bool:
         complex(each.evalf(15, subs=dict.fromkeys(each.free_symbols, POINT)))
         for each in (sympy.parse_expr(metadata["integrand"], letters), slope)
     )
-    return cmath.isfinite(other) and abs(one - other) <= APART * max(abs(one), abs(other))
+    return cmath.isfinite(other) and abs(one - other) <= RELATIVE_TOLERANCE * max(
+        abs(one), abs(other)
+    )
 
 
 def _is_literal(answer: str) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rewards.answers import agrees, boxed, last_number, number
+from groupwise.rewards.answers import answer_matches, last_boxed, last_number, literal_number
 
 
 @pytest.mark.parametrize(("text", "value"), [
@@ -25,7 +25,7 @@ from groupwise.rewards.answers import agrees, boxed, last_number, number
     ("-1\u202f234\u202f567.5", "-2469135/2"),
 ])  # fmt: skip
 def test_numbers_in_every_spelling(text, value):
-    assert number(text) == (None if value is None else Fraction(value))
+    assert literal_number(text) == (None if value is None else Fraction(value))
 
 
 @pytest.mark.parametrize("text", [
@@ -35,7 +35,7 @@ def test_numbers_in_every_spelling(text, value):
     "**3**2", r"3\text{ no, 4}", r"3\text{ or four}",
 ])  # fmt: skip
 def test_what_is_no_number(text):
-    assert number(text) is None
+    assert literal_number(text) is None
 
 
 SAME = [
@@ -83,13 +83,13 @@ OTHER = [
 
 @pytest.mark.parametrize(("gold", "answer"), SAME)
 def test_what_says_the_same(gold, answer):
-    assert agrees(gold, answer)
-    assert agrees(answer, gold)
+    assert answer_matches(gold, answer)
+    assert answer_matches(answer, gold)
 
 
 @pytest.mark.parametrize(("gold", "answer"), OTHER)
 def test_what_does_not(gold, answer):
-    assert not agrees(gold, answer)
+    assert not answer_matches(gold, answer)
 
 
 @pytest.mark.parametrize(("text", "inside"), [
@@ -98,7 +98,7 @@ def test_what_does_not(gold, answer):
     (r"\boxed{1", None), ("3", None),
 ])  # fmt: skip
 def test_the_last_box(text, inside):
-    assert boxed(text) == inside
+    assert last_boxed(text) == inside
 
 
 NUMBERS = st.fractions(min_value=-1000, max_value=1000, max_denominator=50)
@@ -112,21 +112,21 @@ def test_numbers_compare_as_numbers(one, other):
         rf"\boxed{{{one}}}",
         f" ${one}$. ",
     ]
-    assert all(agrees(str(one), each) for each in written)
-    assert all(agrees(str(other), each) is (one == other) for each in written)
+    assert all(answer_matches(str(one), each) for each in written)
+    assert all(answer_matches(str(other), each) is (one == other) for each in written)
 
 
 @given(st.integers(-(10**12), 10**12))
 def test_grouped_and_with_a_point(whole):
-    assert agrees(str(whole), f"{whole:,}")
-    assert agrees(str(whole), f"{whole}.00")
-    assert not agrees(str(whole), str(whole + 1))
+    assert answer_matches(str(whole), f"{whole:,}")
+    assert answer_matches(str(whole), f"{whole}.00")
+    assert not answer_matches(str(whole), str(whole + 1))
 
 
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_text_is_read(one, other):
-    assert agrees(one, other) is agrees(other, one)
-    assert agrees(one, one) is (agrees(one, f" {one}\n"))
+    assert answer_matches(one, other) is answer_matches(other, one)
+    assert answer_matches(one, one) is (answer_matches(one, f" {one}\n"))
 
 
 @pytest.mark.parametrize(("text", "last"), [
@@ -139,4 +139,4 @@ def test_any_text_is_read(one, other):
 ])  # fmt: skip
 def test_the_last_number_of_a_text(text: str, last: str | None) -> None:
     assert last_number(text) == last
-    assert last is None or number(last) is not None
+    assert last is None or literal_number(last) is not None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.rewards.inprocess import InProcessScorer
-from groupwise.rewards.mathematics import MathAnswer, PureAccuracyMath, answer_of, is_right
+from groupwise.rewards.mathematics import MathAnswer, PureAccuracyMath, answer_of, matches_any
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import ScoreRequest
 
@@ -70,9 +70,9 @@ SLOW = [
 @pytest.mark.parametrize("answer", SLOW, ids=lambda answer: answer[:20])
 def test_what_takes_long_to_work_out_is_soon_told_to_be_wrong(answer):
     began = time.process_time()
-    assert not is_right(answer, ["x+7"])
-    assert not is_right("x+7", [answer])
-    assert is_right(f" {answer} ", [answer])
+    assert not matches_any(["x+7"], answer)
+    assert not matches_any([answer], "x+7")
+    assert matches_any([answer], f" {answer} ")
     assert time.process_time() - began < 2.0
 
 
@@ -90,7 +90,7 @@ async def test_it_scores_in_the_thread_of_the_run():
     score = await asyncio.wait_for(scorer.score(request), 30)
     await scorer.close()
     assert [member.reward for member in score.members] == [1.0, 0.0]
-    assert is_right("1+x", ["y", "x+1"]), "any accepted form is right"
+    assert matches_any(["y", "x+1"], "1+x"), "any accepted form is right"
 
 
 def test_long_repetitions_are_read_quickly():

@@ -1,13 +1,16 @@
-r"""Mathematical notation read whole: LaTeX, Unicode signs and plain text become one tree, or `Unread` is raised.
+r"""Mathematical notation parsed whole: LaTeX, Unicode symbols and plain text become one tree, or `ParseError` is raised.
 
-Nothing is skipped. What this grammar does not know (an integral, a word that is no unit, a bracket that is not closed) makes the whole
-text unread, so that no part of an answer is ever compared in place of all of it. Reading takes linear time in the length of a text.
+Nothing is skipped. Where this grammar does not know something (an integral, a word that is no unit, a bracket that is not closed), the
+whole text is refused, so that no part of an answer is ever compared in place of all of it. Parsing takes linear time in the length of a
+text.
 
     elements   relation (`,` `;` `or` `and` relation)*
-    relation   sum ((`=` `<` `≤` `∈` …) sum)*            a chain is one relation
+    relation   quantity ((`=` `<` `≤` `∈` …) quantity)*  a chain is one relation
+    quantity   currency? sum (`%` | unit)?
     sum        product ((`+` `-` `±` `∪` `∩` `∖`) product)*
     product    factor ((`·` `/` or nothing) factor)*      side by side is a product
-    factor     base (`^` exponent | `!` | `°` | `'` | `_` index)*
+    factor     base (`^` exponent | `!` | `°`)*
+    base       number (`_` base of digits)? | letter (`_` index)? `'`* | function factor | bracket elements bracket | …
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from groupwise.rewards.units import counts, is_joined_unit, is_rate, is_unit, unit_of
+from groupwise.rewards.units import can_follow_number, is_joined_unit, is_rate, is_unit, unit_of
 
 LONGEST = 2_000
 """Characters of a text that is read."""
@@ -26,7 +29,7 @@ DEEPEST = 40
 """Brackets within brackets."""
 
 
-class Unread(ValueError):
+class ParseError(ValueError):
     """The text, or a part of it, is not in the grammar."""
 
 
@@ -150,13 +153,13 @@ class Token:
 
 
 def tokens_of(text: str) -> list[Token]:
-    """All of a text. Raises Unread at a sign that is none of mathematics."""
+    """All of a text. Raises ParseError at a sign that is none of mathematics."""
     tokens: list[Token] = []
     place, spaced, depth = 0, False, 0
     while place < len(text):
         found = _TOKEN.match(text, place)
         if found is None:
-            raise Unread(f"{text[place]!r}")
+            raise ParseError(f"{text[place]!r}")
         place = found.end()
         kind = found.lastgroup or ""
         if found["space"] is not None:
@@ -222,18 +225,18 @@ _NUMBER_WORDS = {
 }  # fmt: skip
 
 
-def read(text: str, known: frozenset[str] = frozenset()) -> Node:
-    """The tree of a text. Raises Unread where any of it is not in the grammar.
+def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
+    """The tree of a text. Raises ParseError where any of it is not in the grammar.
 
     `known` are words that can stand behind a number as its unit, beside units and plurals (`groupwise.rewards.units.words_of`).
     """
     if len(text) > LONGEST:
-        raise Unread("longer than an answer is")
-    reader = _Reader(tokens_of(plain_signs(text)), known)
+        raise ParseError("longer than an answer is")
+    parser = _Parser(tokens_of(plain_signs(text)), known)
     try:
-        return reader.whole()
+        return parser.whole()
     except RecursionError:
-        raise Unread("nested too deep") from None
+        raise ParseError("nested too deep") from None
 
 
 def _at_most_one(node: Node) -> bool:
@@ -243,7 +246,7 @@ def _at_most_one(node: Node) -> bool:
     return 0 < (numbers[0] if node.kind == "number" else of or 2) <= 1
 
 
-class _Reader:
+class _Parser:
     """Recursive descent over the tokens."""
 
     def __init__(self, tokens: list[Token], known: frozenset[str]) -> None:
@@ -252,6 +255,11 @@ class _Reader:
         self._place = 0
         self._depth = 0
         self._bars = 0
+        """How many `|…` are open, where a bar closes the last one and opens no other."""
+        self._in_function = 0
+        """How many arguments of functions the place is in: only there are degrees numbers."""
+        self._in_set = 0
+        """How many sets the place is in: only there `:` means `such that`."""
 
     # Looking and moving on
 
@@ -276,7 +284,7 @@ class _Reader:
 
     def _expect(self, text: str) -> None:
         if not self._take(text):
-            raise Unread(f"{self._peek().text or 'the end'!r} where {text!r} was expected")
+            raise ParseError(f"{self._peek().text or 'the end'!r} where {text!r} was expected")
 
     # Lists and relations
 
@@ -284,7 +292,7 @@ class _Reader:
         """All tokens."""
         found = self._elements()
         if self._peek().kind != "end":
-            raise Unread(f"{self._peek().text!r} is left over")
+            raise ParseError(f"{self._peek().text!r} is left over")
         return found
 
     def _separator(self) -> str | None:
@@ -311,7 +319,7 @@ class _Reader:
             return elements[0]
         kinds = set(separators) - {","}
         if len(kinds) > 1:
-            raise Unread("`and` beside `or`")
+            raise ParseError("`and` beside `or`")
         return Node("list", tuple(elements), name=kinds.pop() if kinds else ",")
 
     def _relation(self) -> Node:
@@ -333,7 +341,7 @@ class _Reader:
                 "such", (sides[0], Node("relation", tuple(sides[1:]), name="".join(signs[1:])))
             )
         if ":" in signs:
-            raise Unread("`:` beside a relation")
+            raise ParseError("`:` beside a relation")
         return Node("relation", tuple(sides), name="".join(signs))
 
     def _worded_name(self) -> Node | None:
@@ -359,8 +367,8 @@ class _Reader:
         if negative:
             found = Node("*", (number_node(-1), found))
         unit, scale, percent = self._unit(currency)
-        if unit and not counts(unit, self._known, scale == 1 and _at_most_one(found)):
-            raise Unread(f"{unit!r} is no unit")
+        if unit and not can_follow_number(unit, self._known, scale == 1 and _at_most_one(found)):
+            raise ParseError(f"{unit!r} is no unit")
         if scale != 1:
             found = Node("*", (found, number_node(scale)))
         if percent:
@@ -377,7 +385,7 @@ class _Reader:
         while (piece := self._piece_of_unit(bool(pieces))) is not None:
             if piece.startswith("^"):
                 if pieces[-1] in ("degree", "celsius", "fahrenheit"):
-                    raise Unread("a power of degrees")
+                    raise ParseError("a power of degrees")
                 pieces[-1] += piece
             else:
                 pieces.append(piece)
@@ -426,7 +434,7 @@ class _Reader:
             return self._degrees() if self._take("°") else None
         if self._take("/"):
             if self._peek().kind not in ("word", "styled"):
-                raise Unread("a unit divided by what is none")
+                raise ParseError("a unit divided by what is none")
             return "/"
         if self._take("^"):
             return f"^{self._whole_exponent()}"
@@ -444,7 +452,7 @@ class _Reader:
         bare = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
         of_rate = not upright and len(words) == 1 and (later or self._is("/"))
         if not is_unit(bare, upright or of_rate, later):
-            raise Unread(f"{words!r} is no unit")
+            raise ParseError(f"{words!r} is no unit")
         return inner
 
     def _whole_exponent(self) -> str:
@@ -452,7 +460,7 @@ class _Reader:
         sign = "-" if self._take("-") else ""
         token = self._next()
         if token.kind != "number" or not token.text.isdigit():
-            raise Unread("a unit to no whole power")
+            raise ParseError("a unit to no whole power")
         if braced:
             self._expect("}")
         return sign + token.text
@@ -462,7 +470,7 @@ class _Reader:
     def _deeper(self) -> None:
         self._depth += 1
         if self._depth > DEEPEST:
-            raise Unread("nested too deep")
+            raise ParseError("nested too deep")
 
     def _sum(self) -> Node:
         self._deeper()
@@ -535,12 +543,14 @@ class _Reader:
         )
 
     def _begins_factor(self, left: Node) -> bool:
-        """Whether what follows is one more factor, with nothing between."""
+        """Whether what follows is one more factor, with nothing between. Raises ParseError for a number behind a letter or bracket."""
         token = self._peek()
         if token.kind == "bold":
             return True
         if token.kind == "number":
-            return left.name == "factorial" or (left.kind != "number" and self._raise(token))
+            if left.kind != "number" and left.name != "factorial":
+                raise ParseError(f"{token.text!r} directly behind another factor")
+            return left.name == "factorial"
         if token.kind == "word":
             return self._is_letters(token, True)
         if token.kind == "styled":
@@ -557,9 +567,6 @@ class _Reader:
         if token.text == "|":
             return not self._bars
         return token.text == "{"
-
-    def _raise(self, token: Token) -> bool:
-        raise Unread(f"{token.text!r} directly behind another factor")
 
     def _is_letters(self, token: Token, after: bool) -> bool:
         """Whether a run of letters stands for factors, not for a unit or another word."""
@@ -604,7 +611,7 @@ class _Reader:
                 base = Node("^", (base, self._exponent()))
             elif self._take("!"):
                 if self._is("!"):
-                    raise Unread("a double factorial")
+                    raise ParseError("a double factorial")
                 base = Node("call", (base,), name="factorial")
             elif (
                 self._is("°") and self._peek(1).text.strip() not in ("C", "F") and self._in_function
@@ -613,9 +620,6 @@ class _Reader:
                 base = Node("call", (base,), name="degrees")
             else:
                 return base
-
-    _in_function = 0
-    _in_set = 0
 
     def _exponent(self) -> Node:
         if self._is("{"):
@@ -668,7 +672,7 @@ class _Reader:
             return self._bracketed()
         if token.text == "{":
             return self._braced()
-        raise Unread(
+        raise ParseError(
             f"{token.text or 'the end'!r} where a number, a name or a bracket was expected"
         )
 
@@ -681,11 +685,11 @@ class _Reader:
             mantissa = f"{decimal_comma[1]}.{decimal_comma[2]}"
         mantissa = mantissa.replace("{,}", "").replace(",", "")
         if len(exponent) > 5 or (exponent and abs(int(exponent)) > 999):
-            raise Unread("an exponent beyond all numbers")
+            raise ParseError("an exponent beyond all numbers")
         value = Fraction(mantissa.removesuffix(".") or "0") * Fraction(10) ** int(exponent or 0)
         if repeated:
             if "." not in mantissa:
-                raise Unread("a line over a whole number")
+                raise ParseError("a line over a whole number")
             digits = re.findall(r"\d+", repeated)[0]
             places = len(mantissa.partition(".")[2])
             value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
@@ -695,7 +699,7 @@ class _Reader:
             self._place += 1
             base = self._base_of_digits()
             if found.decimal or base.kind != "number":
-                raise Unread("a number with an index")
+                raise ParseError("a number with an index")
             return Node("based", (base,), name=mantissa)
         return self._mixed(found)
 
@@ -722,17 +726,17 @@ class _Reader:
         ):
             self._place += 3
             if int(tokens[2].text) == 0:
-                raise Unread("a division by zero")
+                raise ParseError("a division by zero")
             return number_node(whole.value + Fraction(int(tokens[0].text), int(tokens[2].text)))
         if whole.value >= 1000 or whole.value == 0:
-            raise Unread("two numbers side by side")
+            raise ParseError("two numbers side by side")
         digits = str(whole.value)
         while re.fullmatch(r"\d{3}(?:\.\d+)?", self._peek().text) and self._peek().spaced:
             digits += self._next().text
             if "." in digits:
                 break
         if self._peek().kind == "number" or digits == str(whole.value):
-            raise Unread("two numbers side by side")
+            raise ParseError("two numbers side by side")
         return number_node(Fraction(digits), "." in digits)
 
     def _word(self) -> Node:
@@ -751,7 +755,7 @@ class _Reader:
             self._place += 1
             return self._subscripted(Node("name", name=word))
         if not self._is_letters(token, False):
-            raise Unread(f"the word {word!r}")
+            raise ParseError(f"the word {word!r}")
         return self._split_letter()
 
     def _styled(self) -> Node:
@@ -763,7 +767,7 @@ class _Reader:
             return Node("constant", name=_CONSTANTS[text])
         if len(text) == 1 and text.isalpha():
             return self._subscripted(Node("name", name=text))
-        raise Unread(f"the words {text!r}")
+        raise ParseError(f"the words {text!r}")
 
     def _name(self, letter: str) -> Node:
         if letter in _CONSTANTS and not self._is("_"):
@@ -792,7 +796,7 @@ class _Reader:
         while depth:
             token = self._next()
             if token.kind == "end":
-                raise Unread("an index without an end")
+                raise ParseError("an index without an end")
             depth += (token.text == "{") - (token.text == "}")
             pieces.append(token.text)
         return "".join(pieces[:-1])
@@ -818,7 +822,7 @@ class _Reader:
             "angle": lambda: Node("name", name=f"∠{self._next().text}"),
         }
         if name not in commands:
-            raise Unread(f"\\{name}")
+            raise ParseError(f"\\{name}")
         return commands[name]()
 
     def _rounded(self, how: str) -> Node:
@@ -839,7 +843,7 @@ class _Reader:
         if token.kind == "number":
             digits = re.match(r"\d", token.text)
             if digits is None:
-                raise Unread("a fraction of a point")
+                raise ParseError("a fraction of a point")
             rest = token.text[1:]
             self._tokens[self._place : self._place + 1] = [
                 Token("number", token.text[0], token.spaced),
@@ -868,7 +872,7 @@ class _Reader:
     def _plain_number(self) -> Node:
         token = self._next()
         if not re.fullmatch(r"\d+(?:\.\d+)?", token.text):
-            raise Unread("such a number here")
+            raise ParseError("such a number here")
         return number_node(Fraction(token.text), "." in token.text)
 
     def _call(self, name: str) -> Node:
@@ -878,11 +882,11 @@ class _Reader:
         if base is None and self._take("_"):
             base = self._exponent()
         if base is not None and name != "log":
-            raise Unread(f"{name} with an index")
+            raise ParseError(f"{name} with an index")
         arguments = self._arguments_of_call()
         if power == Node("*", (number_node(-1), number_node(1))):
             if name not in ("sin", "cos", "tan"):
-                raise Unread(f"the inverse of {name}")
+                raise ParseError(f"the inverse of {name}")
             return Node("call", arguments, name=f"arc{name}")
         if base is not None:
             arguments, name = (*arguments, base), "log_"
@@ -897,7 +901,7 @@ class _Reader:
             while self._take("°"):
                 arguments = (Node("call", arguments, name="degrees"),)
             if self._is("^"):
-                raise Unread("a power behind the bracket of a function")
+                raise ParseError("a power behind the bracket of a function")
         else:
             arguments = (self._product_of_call(),)
         self._in_function -= 1
@@ -943,10 +947,10 @@ class _Reader:
         closed = self._next().text
         self._depth -= 1
         if closed not in (")", "]", "["):
-            raise Unread(f"{closed or 'the end'!r} where a bracket should close")
+            raise ParseError(f"{closed or 'the end'!r} where a bracket should close")
         parts = inner.parts if inner.kind == "list" else (inner,)
         if inner.kind == "list" and inner.name != ",":
-            raise Unread("`or` within brackets")
+            raise ParseError("`or` within brackets")
         ends = {"(": "(", "[": "[", "]": "("}[opened] + {")": ")", "]": "]", "[": ")"}[closed]
         if opened == "(" and closed == ")":
             return (
@@ -959,7 +963,7 @@ class _Reader:
         if len(parts) != 2:
             if ends == "[]" and opened == "[" and len(parts) == 1:
                 return inner
-            raise Unread("no interval")
+            raise ParseError("no interval")
         return Node("interval", parts, name=ends)
 
     def _set(self) -> Node:
@@ -982,7 +986,7 @@ class _Reader:
     def _matrix(self) -> Node:
         kind = self._environment()
         if kind not in _MATRICES:
-            raise Unread(f"the environment {kind}")
+            raise ParseError(f"the environment {kind}")
         rows: list[Node] = []
         row = [self._sum()]
         while True:
@@ -998,7 +1002,7 @@ class _Reader:
                 break
         self._expect(r"\end")
         if self._environment() != kind:
-            raise Unread("another environment's end")
+            raise ParseError("another environment's end")
         found = Node("matrix", tuple(rows))
         return Node("call", (found,), name="determinant") if kind == "vmatrix" else found
 
