@@ -6,12 +6,14 @@ One strict schema for each command: a key that could not take effect is refused,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from groupwise.config import (
     CALLBACKS,
@@ -37,6 +39,28 @@ from groupwise.settings.validation import validate
 from groupwise.tunix.config import sft_conflicts
 from groupwise.unsloth import config as unsloth
 
+_BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
+
+
+def bounds_of(condition: str) -> list[tuple[str, str, float]]:
+    """The metrics, signs and values of `eval_loss < 0.5 and groups/with_signal >= 0.6`. Raises ValueError for another text."""
+    found = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
+    if not all(found):
+        raise ValueError(
+            f"{condition!r} is no condition. Expected a metric, one of >=, <=, > and <, and a number, as in "
+            "'groups/with_signal >= 0.6'; several are joined by ' and '."
+        )
+    return [(each[1], each[2], float(each[3])) for each in found if each]
+
+
+def holds(condition: str, metrics: Mapping[str, float]) -> bool:
+    """Whether all of its metrics are there and keep their bounds."""
+    return all(
+        name in metrics and _SIGNS[sign](metrics[name], value)
+        for name, sign, value in bounds_of(condition)
+    )
+
 
 class SftTrainingConfig(OptimisationConfig):
     """The steps of a supervised run. Each makes one update with `examples_per_step` examples."""
@@ -61,6 +85,19 @@ class SftTrainingConfig(OptimisationConfig):
         "Peak step size of AdamW; this default suits a LoRA adapter, all weights want a tenth.",
         gt=0,
     )
+    stop_when: list[str] = setting(
+        [],
+        "Conditions on the metrics of an evaluation; the run ends at the first evaluation where one of them holds: "
+        "`groups/with_signal >= 0.6`, `reward >= 0.3 and groups/distinct < 0.5`. eval.completions adds metrics of what the policy writes.",
+        on_resume="free",
+    )
+
+    @field_validator("stop_when")
+    @classmethod
+    def _are_conditions(cls, given: list[str]) -> list[str]:
+        for condition in given:
+            bounds_of(condition)
+        return given
 
     @model_validator(mode="before")
     @classmethod
@@ -110,6 +147,24 @@ class SftDataConfig(DatasetConfig):
             )
 
 
+class CompletionsConfig(Strict):
+    """Completions that the policy writes by itself at each evaluation, for the task's `get_eval_dataset`, scored by its rewards."""
+
+    rl: str | dict[str, Any] | None = setting(
+        None,
+        "The config of groupwise rl that they are drawn for, which says how (sampler, rollout, rewards): its file, seen from this file's "
+        "folder, or its sections; null: the defaults. A warm_up has that of its RL config.",
+        on_resume="free",
+    )
+    max_prompts: int = setting(32, "Prompts used, the first ones.", on_resume="free", ge=1)
+    num_generations: int = setting(
+        4,
+        "Completions of each prompt; their differences are what RL learns from.",
+        on_resume="free",
+        ge=2,
+    )
+
+
 class SftEvalConfig(Strict):
     """The loss on the rows of the task's `get_sft_eval_dataset`."""
 
@@ -139,6 +194,11 @@ class SftEvalConfig(Strict):
     load_best_model_at_end: bool = setting(
         False,
         "final/ holds the weights of the best evaluation instead of the last ones.",
+        on_resume="free",
+    )
+    completions: CompletionsConfig | None = setting(
+        None,
+        "Completions of the policy's own, which each evaluation draws and scores beside the loss; null: none.",
         on_resume="free",
     )
 

@@ -116,7 +116,9 @@ def rl(
         return kept_going(begin, ways, given)
     warmed = warm_up(given, task, dry_run=dry_run)
     if warmed.interrupted is not None:
-        return RlResult(warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code)
+        return RlResult(
+            warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
+        )
     result = kept_going(begin, Ways(init_from=warmed.weights), given)
     return replace(result, summary={"warm_up": warmed.summary, **result.summary})
 

@@ -26,15 +26,18 @@ from groupwise.data.order import Order
 from groupwise.learner.schedule import learning_rate
 from groupwise.loops.metrics import Timings, loss_metrics, timing_metrics
 from groupwise.loops.profiling import profiled
+from groupwise.loops.sft_completions import DISTINCT, WITH_SIGNAL, Completions
 from groupwise.loops.training import Training, count_non_finite, update, write_checkpoint
 from groupwise.rollouts.teacher import Lesson, LessonSet, teacher_group, teacher_row
 from groupwise.runs import checkpoints
 from groupwise.runs.records import EvaluationRecord, StepRecord
-from groupwise.sft_config import SftConfig
+from groupwise.sft_config import SftConfig, holds
 from groupwise.types import Row
 
 logger = logging.getLogger(__name__)
 
+TOLD = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
+"""The metrics of an evaluation that are said while the run goes on."""
 EVALUATED_AT_ONCE = 64
 """Held-out rows between two moments at which an evaluation can be interrupted."""
 
@@ -68,6 +71,10 @@ class SftRun(Training):
     """Evaluations in a row since then."""
     evaluated_step: int | None = None
     """After which step the last evaluation was."""
+    completions: Completions | None = None
+    """Draws what the policy writes by itself, where that is evaluated, too."""
+    reached: str | None = None
+    """The condition of `training.stop_when` that holds."""
 
     @property
     def gave_up(self) -> bool:
@@ -78,7 +85,7 @@ class SftRun(Training):
     @property
     def over(self) -> bool:
         """See `Training.over`."""
-        return super(SftRun, self).over or self.gave_up
+        return super(SftRun, self).over or self.gave_up or self.reached is not None
 
     def epoch(self) -> float:
         """See `Training.epoch`."""
@@ -93,6 +100,7 @@ class SftRun(Training):
             "to_beat": self.to_beat,
             "not_better": self.not_better,
             "evaluated_step": self.evaluated_step,
+            "reached": self.reached,
         }
 
     def take_position(self, position: Mapping[str, Any]) -> None:
@@ -108,6 +116,7 @@ class SftRun(Training):
         self.to_beat = position["to_beat"]
         self.not_better = position["not_better"]
         self.evaluated_step = position["evaluated_step"]
+        self.reached = position.get("reached")
 
 
 async def train(run: SftRun) -> None:
@@ -208,11 +217,12 @@ def _commit(
 async def evaluate_if_due(run: SftRun) -> None:
     """Before the first step, every `eval.eval_steps` steps, after the last one, and where a callback asks for it."""
     asked = run.callbacks.evaluation_was_asked
-    if asked and run.held_out is None:
+    nothing = run.held_out is None and run.completions is None
+    if asked and nothing:
         logger.warning(
             "a callback asked for an evaluation, but the task has no get_sft_eval_dataset: there are no held-out rows"
         )
-    if run.held_out is None or run.evaluated_step == run.step:
+    if nothing or run.evaluated_step == run.step:
         run.callbacks.give_up_evaluation()
         return
     if run.step == 0:
@@ -220,12 +230,48 @@ async def evaluate_if_due(run: SftRun) -> None:
     else:
         due = run.step % run.eval_steps == 0 or run.over
     if due or asked:
-        loss = await _evaluate(run, run.held_out)
-        await _judge(run, loss)
+        metrics = await _evaluate(run)
+        _notice_conditions(run, metrics)
+        await _judge(run, metrics.get("eval_loss"))
 
 
-async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
-    """Record loss and accuracy on the held-out rows; returns the loss, in nats per trained token."""
+async def _evaluate(run: SftRun) -> dict[str, float]:
+    """Record what there is to measure: the loss on the held-out rows, and what the policy writes by itself."""
+    metrics: dict[str, float] = {}
+    details: list[dict[str, Any]] = []
+    if run.held_out is not None:
+        metrics, details = await _loss_of(run, run.held_out)
+    if run.completions is not None:
+        drawn = run.completions.measure(
+            run.learner,
+            run.policy,
+            run.step,
+            run.max_steps,
+            lambda done, total: run.progress.phase("evaluating", done, total),
+        )
+        metrics |= await run.interruption.allow(drawn)
+    label = f"{run.folder.name}@{run.step}"
+    asked = run.folder.store.get_meta().get("held_out", "")
+    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, asked)
+    run.folder.store.add_evaluation(record)
+    await run.callbacks.evaluated(record)
+    told = ", ".join(f"{name} {metrics[name]:.4g}" for name in TOLD if name in metrics)
+    run.say(f"held-out after {run.step} steps: {told}")
+    return metrics
+
+
+def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
+    """The condition of `training.stop_when` that holds now, if one does."""
+    met = (each for each in run.config.training.stop_when if holds(each, metrics))
+    run.reached = next(met, None)
+    if run.reached is not None:
+        run.say(f"ended after {run.step} steps: {run.reached} (training.stop_when)")
+
+
+async def _loss_of(
+    run: SftRun, held_out: LessonSet
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Loss, in nats per trained token, and accuracy on the held-out rows, and each row's part."""
     losses: list[float] = []
     counts: list[int] = []
     right = 0
@@ -250,26 +296,17 @@ async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
         {"example": lesson.example.index, "loss": total / count, "tokens": count}
         for (lesson, _), total, count in zip(rows, losses, counts, strict=True)
     ]
-    label = f"{run.folder.name}@{run.step}"
-    asked = run.folder.store.get_meta().get("held_out", "")
-    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, asked)
-    run.folder.store.add_evaluation(record)
-    await run.callbacks.evaluated(record)
-    accuracy = metrics["eval_mean_token_accuracy"]
-    run.say(
-        f"held-out after {run.step} steps: eval_loss {loss:.4f}, {accuracy:.1%} of the tokens right"
-    )
-    return loss
+    return metrics, details
 
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # beyond it a float overflows
 
 
-async def _judge(run: SftRun, loss: float) -> None:
+async def _judge(run: SftRun, loss: float | None) -> None:
     """Note whether the evaluation is the best so far; a checkpoint keeps the best one. The start is no candidate."""
     run.evaluated_step = run.step
-    if run.step == 0:
+    if run.step == 0 or loss is None:
         return
     _count_patience(run, loss)
     if math.isfinite(loss) and (run.best is None or loss < run.best.loss):

@@ -30,6 +30,7 @@ from groupwise.loops.prepare import (
     task_facts,
 )
 from groupwise.loops.profiling import check_profiled_steps
+from groupwise.loops.sft_completions import Asked, ask
 from groupwise.machine_layout import Layout
 from groupwise.models.chat_masks import Masked
 from groupwise.models.identity import identity
@@ -56,6 +57,8 @@ class SftPrepared(Prepared):
     held_out: LessonSet | None
     max_draws: int | None
     """Examples drawn in all steps together, where epochs say so."""
+    asked: Asked | None = None
+    """What the policy writes by itself at evaluations, where it does."""
 
     @property
     def config(self) -> SftConfig:
@@ -85,7 +88,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     if found.has("get_sft_eval_dataset"):
         limit = config.eval.max_examples
         held_out = _read(config, found, tokenizer, "get_sft_eval_dataset", limit)
-    if held_out is None:
+    if held_out is None and config.eval.completions is None:
         _refuse_evaluation_of_nothing(config, found)
     facts = {
         **task_facts(found),
@@ -98,18 +101,20 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     order = order_of(found, "get_sft_dataset", rows, config)
     max_draws = _max_draws(config, order.length)
     given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
+    layout = machine_layout.supervised_layout(config)
     prepared = SftPrepared(
         loaded=loaded,
         task=found,
         tokenizer=tokenizer,
         max_steps=_max_steps(config, max_draws),
-        layout=machine_layout.supervised_layout(config),
+        layout=layout,
         facts=facts,
         callbacks=configured_callbacks(config.callbacks, given, origin),
         lessons=lessons,
         order=order,
         held_out=held_out,
         max_draws=max_draws,
+        asked=ask(loaded, found, tokenizer, layout),
     )
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared

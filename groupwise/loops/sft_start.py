@@ -6,16 +6,17 @@ says how it ended. From there `groupwise rl --init-from RUN` goes on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.awaiting import Interrupted, Interruption, run_to_end
 from groupwise.callbacks.base import Callbacks
 from groupwise.display.progress import Progress
@@ -30,6 +31,7 @@ from groupwise.loops.outcome import (
 )
 from groupwise.loops.resume import NOT_WEIGHTS, Resumption, check_folder, take_back
 from groupwise.loops.sft import SftRun, save, train
+from groupwise.loops.sft_completions import Completions, completions_of
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft, warnings_of
 from groupwise.loops.start import (
     Start,
@@ -46,7 +48,7 @@ from groupwise.loops.start import (
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.sft_config import LoadedSftConfig, SftConfig, load_sft_config
-from groupwise.types import Policy
+from groupwise.types import Learner, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +113,9 @@ async def _run_in(
     callbacks = Callbacks(prepared.callbacks)
     try:
         with watched(folder, prepared, resumption) as (progress, interruption):
-            unused = folder.path / "published"  # nothing samples, so nothing is published
-            starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
-            with closing(await loaded(interruption, starts)) as parts:
-                run = _assemble(folder, prepared, parts, progress, interruption)
-                run.callbacks = callbacks
+            async with _parts(folder, prepared, interruption) as (learner, completions):
+                run = _assemble(folder, prepared, learner, progress, interruption)
+                run.callbacks, run.completions = callbacks, completions
                 if resumption is not None:
                     take_back(run, prepared, resumption)
                     _look_anew_if_changed(run, prepared)
@@ -125,10 +125,40 @@ async def _run_in(
         callbacks.close()
 
 
+@asynccontextmanager
+async def _parts(
+    folder: RunFolder, prepared: SftPrepared, interruption: Interruption
+) -> AsyncGenerator[tuple[Learner, Completions | None]]:
+    """The learner; and where the policy is to write by itself, a sampler over its weights and what scores."""
+    asked, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
+    if asked is None:
+        unused = folder.path / "published"  # nothing samples, so nothing is published
+        starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
+        with closing(await loaded(interruption, starts)) as parts:
+            yield parts.learner, None
+        return
+    publications = build.publication_folder(folder.path, build.publication_bytes(asked.config))
+    scorer = task_parts.build_scorer(asked.config, task, tokenizer, asked.rubric)
+    rollouts = task_parts.build_rollouts(asked.config, task, tokenizer, asked.layout.key_length)
+    try:
+        starts = build.start_training(asked.config, asked.layout, folder.name, publications)
+        with closing(await loaded(interruption, starts)) as parts:
+            await asyncio.gather(scorer.start(), rollouts.start())
+            stops = parts.stop_token_ids
+            yield (
+                parts.learner,
+                completions_of(asked, task, tokenizer, parts.sampler, stops, scorer, rollouts),
+            )
+    finally:
+        await rollouts.close()
+        await scorer.close()
+        build.remove_publications(publications)
+
+
 def _assemble(
     folder: RunFolder,
     prepared: SftPrepared,
-    parts: build.LearningParts,
+    learner: Learner,
     progress: Progress,
     interruption: Interruption,
 ) -> SftRun:
@@ -137,7 +167,7 @@ def _assemble(
     return SftRun(
         config=config,
         max_steps=prepared.max_steps,
-        learner=parts.learner,
+        learner=learner,
         tokenizer=prepared.tokenizer,
         folder=folder,
         progress=progress,
@@ -254,4 +284,6 @@ def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, 
         summary |= {"eval_loss_best": run.best.loss, "best_step": run.best.step}
     if run.gave_up and run.step < run.max_steps:
         summary["stopped_early"] = True
+    if run.reached is not None:
+        summary["reached"] = run.reached
     return summary

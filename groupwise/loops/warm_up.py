@@ -1,8 +1,8 @@
 """The supervised run that a config of `groupwise rl` names in `warm_up`: found by what it is made of, gone on with, or made.
 
-    settle      the config of `groupwise sft`: the file or the sections that `warm_up` gives, over what the RL config says
-    find_made   a run of that config, task and data, whatever it is called
-    warm_up     its final weights, from which the RL run begins; made first where there are none
+settle      the config of `groupwise sft`: the file or the sections that `warm_up` gives, over what the RL config says
+find_made   a run of that config, task and data, whatever it is called
+warm_up     its final weights, from which the RL run begins; made first where there are none
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.config import LoadedConfig, RunConfig, compare_for_resume, given_tree
+from groupwise.config import LoadedConfig, compare_for_resume, given_tree
 from groupwise.errors import StoreError
 from groupwise.loops.resume import FIXED_FACTS
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
@@ -28,7 +28,17 @@ logger = logging.getLogger(__name__)
 
 TAKEN_OVER = ("model", "lora", "task", "scale")
 """Sections of the RL config that a warm-up has where it does not say otherwise."""
-TOLD = ("run", "policy", "steps", "loss_first", "loss_last", "seconds", "stopped_early", "stopped")
+TOLD = (
+    "run",
+    "policy",
+    "steps",
+    "loss_first",
+    "loss_last",
+    "seconds",
+    "stopped_early",
+    "stopped",
+    "reached",
+)
 """What the summary of both has of the first one's."""
 
 
@@ -72,7 +82,7 @@ def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
 
 def settle(loaded: LoadedConfig) -> LoadedSftConfig:
     """The config of the warm-up. Raises ConfigError for what `groupwise sft` refuses."""
-    config = cast("RunConfig", loaded.config)
+    config = loaded.config
     asked = config.warm_up
     assert asked is not None
     if isinstance(asked, str):
@@ -85,6 +95,9 @@ def settle(loaded: LoadedConfig) -> LoadedSftConfig:
     for section in TAKEN_OVER:
         if section in above:
             values.setdefault(section, above[section])
+    drawn = values.get("eval", {}).get("completions")
+    if isinstance(drawn, dict):
+        cast("dict[str, Any]", drawn).setdefault("rl", {**above, "warm_up": None})
     run = cast("dict[str, Any]", values.setdefault("run", {}))
     run.setdefault("dir", config.run.dir)
     run.setdefault("name", f"{loaded.run_name}-warm-up")
@@ -95,7 +108,11 @@ def find_made(prepared: SftPrepared) -> Path | None:
     """The newest run of the same config, task and data in the folder of runs, a finished one before others; None: there is none."""
     runs = Path(prepared.config.run.dir)
     found = [path for path in find.run_folders(runs) if _is_of(path, prepared)]
-    return max(found, key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0), default=None)
+    return max(
+        found,
+        key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0),
+        default=None,
+    )
 
 
 def _is_of(path: Path, prepared: SftPrepared) -> bool:

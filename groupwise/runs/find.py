@@ -292,4 +292,6 @@ def _readable(runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
 def called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The runs that were asked for as `name`, or are called so, with their facts."""
     runs = _readable(runs_dir)
-    return [(path, facts) for path, facts in runs if name in (path.name, facts.get("requested_name"))]
+    return [
+        (path, facts) for path, facts in runs if name in (path.name, facts.get("requested_name"))
+    ]
