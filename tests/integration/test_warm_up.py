@@ -1,0 +1,98 @@
+"""`warm_up` in a config of `groupwise rl`: a supervised run before it, made once, and ended by a rule on what it writes itself."""
+
+from pathlib import Path
+
+import pytest
+
+import groupwise
+from groupwise.errors import ConfigError
+from groupwise.loops import sft as loop
+from groupwise.runs.store import Store
+from groupwise.sft_config import holds
+from tests.integration import toy_run
+
+TASK = "from tests.integration.sft_task import *\nfrom tests.integration.toy_task import *\n"
+
+
+@pytest.fixture
+def task(tmp_path) -> str:
+    (tmp_path / "both.py").write_text(TASK)
+    return str(tmp_path / "both.py")
+
+
+def config(runs: Path, evaluation: dict | None = None, **training) -> dict:
+    """An RL run of one step behind a warm-up of four."""
+    given = {"max_steps": 4, "examples_per_step": 4, "learning_rate": 0.05, **training}
+    return {
+        **toy_run.config(runs, max_steps=1),
+        "eval": {"before_and_after": False},
+        "warm_up": {
+            "training": given,
+            "eval": evaluation or {},
+            "run": {"save_steps": 2, "threads": 1},
+        },
+    }
+
+
+def test_it_is_made_once_for_all_that_begin_with_the_same(tmp_path, task):
+    first, again, other = (
+        groupwise.rl(config(tmp_path, **more), task).summary for more in ({}, {}, {"seed": 5})
+    )
+    assert [each["warm_up"]["found"] for each in (first, again, other)] == [False, True, False]
+    assert [each["warm_up"]["policy"] for each in (first, again, other)] == [
+        *2 * ["toy-warm-up@4"],
+        "toy-warm-up-2@4",
+    ]
+    lineage = Store.facts(tmp_path / "toy-2" / "run.db")["lineage"]
+    assert [each["policy"] for each in lineage] == ["toy-warm-up@4"]
+
+
+def test_one_that_was_cut_off_goes_on(tmp_path, task, monkeypatch):
+    original = loop.take_step
+
+    async def stop(run):
+        await original(run)
+        if run.step == 3:
+            run.interruption._receive(2, None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step", stop)
+        result = groupwise.rl(config(tmp_path), task)
+    assert (result.exit_code, result.summary["run"]) == (130, "toy-warm-up")
+    assert not (tmp_path / "toy").exists()
+    done = groupwise.rl(config(tmp_path), task, resume=True)
+    assert done.summary["warm_up"]["policy"] == "toy-warm-up@4"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and "toy" in path.name) == [
+        "toy",
+        "toy-warm-up",
+    ]
+
+
+def test_a_dry_run_shows_both(tmp_path, task):
+    plan = groupwise.rl(config(tmp_path), task, dry_run=True).summary
+    assert (plan["plan"]["steps"], plan["warm_up"]["plan"]["steps"]) == (1, 4)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_a_rule_on_what_it_writes_ends_it(tmp_path, task):
+    drawn = {"eval_steps": 1, "completions": {"max_prompts": 4, "num_generations": 4}}
+    rules = ["reward > 1", "groups/with_signal >= 0 and reward >= 0"]
+    summary = groupwise.rl(config(tmp_path, drawn, stop_when=rules), task).summary
+    assert summary["warm_up"]["reached"] == rules[1]
+    assert summary["warm_up"]["steps"] == 0
+    with Store.open(tmp_path / "toy-warm-up" / "run.db", readonly=True) as store:
+        (found,) = store.evaluations(rows=False)
+    assert {"eval_loss", "reward", "rewards/share/mean", "groups/distinct"} <= set(found.metrics)
+    assert found.metrics["completions/mean_length"] <= 6, "as long as the RL run's"
+
+
+def test_a_rule_that_is_none_is_refused(tmp_path, task):
+    with pytest.raises(ConfigError, match="'reward is 1' is no condition"):
+        groupwise.rl(config(tmp_path, stop_when=["reward is 1"]), task)
+
+
+@pytest.mark.parametrize(("condition", "held"), [
+    ("a >= 1", True), ("a > 1", False), ("a<=1.0", True), ("b/c < -1e-3", True), ("a >= 1 and b/c >= 0", False), ("d > 0", False),
+])  # fmt: skip
+def test_conditions(condition, held):
+    assert holds(condition, {"a": 1.0, "b/c": -2.0}) is held
