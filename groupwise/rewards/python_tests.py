@@ -671,8 +671,11 @@ class PythonTests:
         rows = _rows_of(columns, count)
         texts = completion_texts(completions, columns)
         wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
-        pairs = zip(texts, rows, strict=True)
-        codes = [code_in(text, self.answer_tag, wanted[row]) for text, row in pairs]
+        prompts = columns.get("prompts", [None] * count)
+        codes = [
+            _gone_on_with(prompt, code_in(text, self.answer_tag, wanted[row]), row)
+            for prompt, text, row in zip(prompts, texts, rows, strict=True)
+        ]
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as group:
             asked = {  # the same code is run once, however many members of a group wrote it
@@ -701,6 +704,13 @@ class PythonTests:
 
     def _value(self, found: Verdict) -> float:
         return found.passed / found.of if self.partial else float(found.passed == found.of)
+
+
+def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
+    """The code with its prompt before it, where that begins the function that is tested, as in HumanEval."""
+    names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
+    begun = isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)
+    return prompt + code if begun else code
 
 
 def _rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[RowTests | str]:

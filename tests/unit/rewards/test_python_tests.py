@@ -537,6 +537,13 @@ def test_the_share_of_tests_or_all_of_them():
     assert values[0] == {"passed": 1, "of": 2, "why": "assert f(2) == 3: AssertionError"}
 
 
+def test_a_completion_may_go_on_with_the_function_that_its_prompt_begins():
+    rows = {"tests": ["assert f(1) == 2"] * 3, "entry_point": ["f"] * 3}
+    prompts = ["import math\ndef f(x):\n"] * 2 + [[{"role": "user", "content": "def f(x):"}]]
+    codes = ["    return x + 1", "def f(x): return x + 1", "    return x + 1"]
+    assert score(PythonTests(), codes, prompts=prompts, **rows) == [1.0, 1.0, 0.0]
+
+
 def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
     running, most, calls = set(), [], []
 
