@@ -123,7 +123,7 @@ def message_of(value: Any) -> Message:
     if role not in ROLES:
         raise Unusable(f"a message has the role {role!r:.30}; there are {', '.join(ROLES)}")
     if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_with_arguments(call) for call in calls]
+        message["tool_calls"] = [with_arguments(call) for call in calls]
         if "content" not in message:
             return message
     return {**message, "content": _text(message.get("content"))}
@@ -143,13 +143,13 @@ def _from_share_gpt(value: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_arguments(call: Any) -> Any:
+def with_arguments(call: Any) -> Any:
     """A tool call whose arguments are an object, as templates want them, also where they are given as JSON text."""
     if not isinstance(call, Mapping):
         raise Unusable("a tool call is no mapping of a function and its arguments")
     given = dict(cast("Mapping[str, Any]", call))
     if isinstance(given.get("function"), Mapping):
-        return {**given, "function": _with_arguments(given["function"])}
+        return {**given, "function": with_arguments(given["function"])}
     arguments = given.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError):

@@ -98,11 +98,19 @@ class _Solution:
         return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
 
     def _load(self) -> list[str]:
-        """Run the solution's text; the names that there are then."""
+        """Run the solution's text; the names that there are then.
+
+        What it does once it has defined something is an example of its use, such as one that reads input, which may fail.
+        """
         sys.modules[MODULE] = self._module
         self._module.__dict__["__builtins__"] = known_names()
         program = compile(self._code, f"<{MODULE}>", "exec", dont_inherit=True)
-        exec(program, self._module.__dict__)
+        try:
+            exec(program, self._module.__dict__)
+        except Exception:
+            own = (each for each in vars(self._module).values() if hasattr(each, "__module__"))
+            if not any(each.__module__ == MODULE for each in own):
+                raise
         there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
         return [name for name in there if not name.startswith("__")]
 

@@ -6,6 +6,8 @@
     {"prompt": "…", "test_cases": {"fn_name": "add", "inputs": [[2, 2], [-1, 1]], "outputs": [4, 0]}}
     {"prompt": "…", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [2, 2], "output": 4}]}
 
+Data sets call these columns otherwise: `FORMS_OF_TESTS` and `FORMS_OF_CASES` are all that are read.
+
 Tests of functions run in one box, the completion's code in another (`boxed_tests` says how they talk); a program that reads standard
 input has a box for each case, and its output is compared here. So no test and no expected value ever stands where the code could read
 or change it, and leaving the process early, printing marks or replacing functions earns nothing.
@@ -16,16 +18,20 @@ What the code does, time-outs included, is a value. What it cannot be blamed for
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import logging
+import pickle
 import re
 import socket
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from groupwise.errors import SandboxError
 from groupwise.rewards.boxed_tests import BrokenTests, Plan
@@ -38,7 +44,30 @@ from groupwise.rewards.text import CompletionText, completion_texts
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("tests", "test_cases")
+FORMS_OF_TESTS = {
+    "tests": "ours",
+    "test_list": "MBPP, with `test_setup_code` or `test_imports`",
+    "test": "HumanEval, with `entry_point`",
+}
+"""Columns with tests of functions, and whose they are."""
+FORMS_OF_CASES = {
+    "test_cases": "ours",
+    "input_output": "APPS, TACO",
+    "public_test_cases": "LiveCodeBench, with `metadata`",
+    "private_test_cases": "LiveCodeBench, with `metadata`",
+    "official_tests": "open-r1's Codeforces",
+    "verification_info": "open-r1 and SYNTHETIC-1",
+}
+"""Columns with cases. Of LiveCodeBench both count; otherwise a row has one, or one of ours beside others, which then do not count."""
+BESIDE = ("entry_point", "metadata", "test_setup_code", "test_imports")
+"""Columns that say more of the tests."""
+NOT_READ = {
+    "generated_checker": (None, "that program, which judges outputs, is not run here"),
+    "interaction_format": (None, "there is nobody here to interact with"),
+    "input_mode": ("file", "programs are given standard input alone"),
+}
+"""Columns of open-r1's Codeforces without which its tests would judge wrongly: the value concerned (None: any), and why."""
+_MOST_UNPACKED = 1 << 29
 _VERDICTS_LIMIT = 4 << 20
 _MIB = 1 << 20
 _FENCE = re.compile(
@@ -149,29 +178,26 @@ class RowTests:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowTests:
-        """Read the columns `tests`, `test_cases` and `entry_point`. Raises ValueError where they do not say what to run."""
-        tests, cases = _parsed(row.get("tests")), _parsed(row.get("test_cases"))
-        if tests and cases:
-            raise ValueError("has both `tests` and `test_cases`; leave one empty")
-        cases = _of_language(cases)
-        table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
-        if isinstance(cases, list) and any(map(_is_call, cast("list[Any]", cases))):
-            table = _table_of_calls(cast("list[Any]", cases), row.get("entry_point"))
-        if table.get("fn_name"):
-            return cls._of_calls(table)
-        if cases:
-            return cls(of_program=tuple(_cases(cases)))
-        if not tests:
-            raise ValueError(
-                "has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`"
-            )
-        listed = [tests] if isinstance(tests, str) else list(cast("Sequence[Any]", tests))
+        """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError where they do not say what to run."""
+        name, value = _source(row)
+        entry = row.get("entry_point") or _function_named(_parsed(row.get("metadata"))) or None
+        cases = _of_language(value)
+        if not isinstance(cases, str | list | Mapping):
+            raise ValueError(f"has `{name}` that are no text: {cases!r:.80}")
+        if name in FORMS_OF_CASES or _are_cases(cases):
+            table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
+            if isinstance(cases, list) and any(map(_is_call, cast("list[Any]", cases))):
+                table = _table_of_calls(cast("list[Any]", cases), entry)
+            if table.get("fn_name"):
+                return cls._of_calls(table)
+            return cls(of_program=tuple(_cases(cases, name)))
+        listed = [value] if isinstance(value, str) else list(cast("Sequence[Any]", value))
         if not all(isinstance(each, str) and each.strip() for each in listed):
-            raise ValueError(f"has `tests` that are no text: {tests!r:.80}")
-        texts = tests if isinstance(tests, str) else tuple(listed)
-        entry = row.get("entry_point") or None
+            raise ValueError(f"has `{name}` that are no text: {value!r:.80}")
         if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
             raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
+        prepared = _preparation(row) if name == "test_list" else []
+        texts = value if isinstance(value, str) else (*prepared, *listed)
         return cls(of_functions=texts, entry_point=entry)
 
     @classmethod
@@ -180,7 +206,10 @@ class RowTests:
         name = table["fn_name"]
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"has the fn_name {name!r:.80}; expected the name of a function")
-        pairs = _pairs(table)
+        pairs = [
+            (_arguments(given), _result(wanted)) if isinstance(given, str) else (given, wanted)
+            for given, wanted in _pairs(table)
+        ]
         if strange := [given for given, _ in pairs if not isinstance(given, list)]:
             raise ValueError(
                 f"has inputs of {name} such as {strange[0]!r:.80}; expected a list of arguments for each call"
@@ -228,12 +257,112 @@ def _call_test(name: str, given: Any, wanted: Any, *, boxed: bool) -> str:
     )
 
 
+def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
+    """The column that says what to run, and what it has."""
+    names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
+    given = {name: value for name in names if (value := _parsed(row.get(name)))}
+    for name, value in given.items():
+        if name in FORMS_OF_CASES and isinstance(value, str) and _PACKED.fullmatch(value):
+            given[name] = _unpacked(value)
+    ours = {name: given[name] for name in ("tests", "test_cases") if name in given}
+    if not ours and (private := given.pop("private_test_cases", None)):
+        public = given.get("public_test_cases", [])
+        given["public_test_cases"] = [*_listed(public), *_listed(private)]
+    given = ours or given
+    if len(given) > 1:
+        first, second, *_ = given
+        raise ValueError(
+            f"has both `{first}` and `{second}`; leave one empty, or give one alone as `tests` or `test_cases`"
+        )
+    if not given:
+        raise ValueError(
+            "has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`. Those of "
+            f"other data sets may stand in {', '.join(name for name in names if name not in ('tests', 'test_cases'))}"
+        )
+    ((name, value),) = given.items()
+    if name == "official_tests":
+        for column, (refused, why) in NOT_READ.items():
+            if (found := row.get(column)) and refused in (None, found):
+                raise ValueError(f"has `{column}` {found!r:.40}, and {why}")
+    return name, value
+
+
+def _listed(cases: Any) -> list[Any]:
+    if not isinstance(cases, list):
+        raise ValueError(f"has test cases that are no list: {cases!r:.80}")
+    return cast("list[Any]", cases)
+
+
+def _are_cases(value: Any) -> bool:
+    """Whether a column for asserts has cases, as DeepCoder's."""
+    entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
+    return all(isinstance(each, Mapping) for each in entries)
+
+
+def _preparation(row: Mapping[str, Any]) -> list[str]:
+    """The code that tests of MBPP begin with."""
+    found: list[Any] = [
+        _parsed(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
+    ]
+    lines: list[Any] = [
+        line for each in found for line in ([each] if isinstance(each, str) else each)
+    ]
+    return [str(line) for line in lines if str(line).strip()]
+
+
+def _function_named(metadata: Any) -> Any:
+    if not isinstance(metadata, Mapping):
+        return None
+    return cast("Mapping[str, Any]", metadata).get("func_name")
+
+
 def _parsed(value: Any) -> Any:
-    """Lists may be written as JSON, because tables of some formats hold text only."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(json.JSONDecodeError):
-            return json.loads(value)
+    """Lists may be written as JSON, also twice, because tables of some formats hold text only; arrays are lists."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [
+            _parsed(each) if hasattr(each, "tolist") else each for each in cast("list[Any]", value)
+        ]
+    if isinstance(value, Mapping):
+        table = cast("Mapping[Any, Any]", value)
+        return {
+            key: _parsed(each) if hasattr(each, "tolist") else each for key, each in table.items()
+        }
+    if not isinstance(value, str):
+        return value
+    if value.lstrip()[:1] in ("[", "{", '"'):
+        with suppress(ValueError):
+            inner = json.loads(value)
+            if not isinstance(inner, str):
+                return _parsed(inner)
+            return _parsed(inner) if inner.lstrip()[:1] in ("[", "{") else value
     return value
+
+
+_PACKED = re.compile(r"e[JN][A-Za-z0-9+/]{10,}=*\s*")
+"""What zlib has compressed, in base64."""
+
+
+class _TextAlone(pickle.Unpickler):
+    """Reads text and numbers; nothing is imported or called."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+
+
+def _unpacked(text: str) -> Any:
+    """The private cases of LiveCodeBench: JSON, pickled, compressed, in base64."""
+    try:
+        unpacking = zlib.decompressobj()
+        packed = unpacking.decompress(base64.b64decode(text, validate=True), _MOST_UNPACKED)
+        if not unpacking.eof:
+            raise ValueError(f"it ends early, or is larger than {_MOST_UNPACKED >> 20} MiB")
+        return json.loads(_TextAlone(io.BytesIO(packed)).load())
+    except Exception as error:  # a pickle that is none raises anything
+        raise ValueError(
+            f"has packed test cases {text[:20]!r}… that cannot be read: {error}"
+        ) from error
 
 
 def _of_language(cases: Any) -> Any:
@@ -262,7 +391,7 @@ def _kind(case: Mapping[str, Any]) -> Any:
 
 def _table_of_calls(cases: Sequence[Any], entry_point: Any) -> dict[str, Any]:
     """Cases that each call a function, as {fn_name, inputs, outputs}."""
-    names = {case.get("fn_name") or entry_point for case in cases if _is_call(case)}
+    names = {_name_in(case) or entry_point for case in cases if _is_call(case)}
     if not all(map(_is_call, cases)) or len(names) != 1 or None in names:
         raise ValueError(
             "has test cases that call functions; expected all of them to, with one `fn_name`, or an `entry_point` of the row"
@@ -272,6 +401,10 @@ def _table_of_calls(cases: Sequence[Any], entry_point: Any) -> dict[str, Any]:
         "inputs": [_arguments(case.get("input")) for case in cases],
         "outputs": [_result(case.get("output")) for case in cases],
     }
+
+
+def _name_in(case: Mapping[str, Any]) -> Any:
+    return case.get("fn_name") or _function_named(_parsed(case.get("metadata")))
 
 
 def _arguments(given: Any) -> Any:
@@ -294,8 +427,12 @@ def _result(wanted: Any) -> Any:
     return wanted
 
 
-def _cases(value: Any) -> list[Case]:
+def _cases(value: Any, name: str) -> list[Case]:
     """From a list of {input, output}, or from {inputs: […], outputs: […]}."""
+    if isinstance(value, str):
+        raise ValueError(
+            f"has `{name}` that are neither JSON nor what LiveCodeBench packs: {value!r:.80}"
+        )
     if isinstance(value, Mapping):
         pairs = _pairs(cast("Mapping[str, Any]", value))
         value = [{"input": given, "output": wanted} for given, wanted in pairs]
@@ -303,8 +440,8 @@ def _cases(value: Any) -> list[Case]:
 
 
 def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    given, wanted = table.get("inputs"), table.get("outputs")
-    if unknown := [key for key in table if key not in ("inputs", "outputs", "fn_name")]:
+    given, wanted = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
+    if unknown := [key for key in table if key not in _OF_A_TABLE]:
         raise ValueError(
             f"has `test_cases` with the key {unknown[0]!r:.80}; expected `inputs`, `outputs` and, for calls, `fn_name`"
         )
@@ -316,6 +453,7 @@ def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return list(zip(*listed, strict=True))
 
 
+_OF_A_TABLE = ("inputs", "outputs", "input", "output", "fn_name")
 _NO_TABLE = (
     "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, 2 lists of one length"
 )
@@ -323,17 +461,26 @@ _NO_TABLE = (
 
 def _case(value: Any) -> Case:
     match value:
-        case {"input": str(given), "output": str(wanted), **more} if (
+        case {"input": given, "output": wanted, **more} if (
             not more.keys() - _BESIDE and not more.get("fn_name") and _kind(more) in _PROGRAMS
         ):
-            return Case(given, wanted)
+            with suppress(TypeError):
+                return Case(_joined(given), _joined(wanted))
         case _:
-            raise ValueError(
-                f"has a test case {value!r:.80}; expected {{input: text, output: text}}"
-            )
+            pass
+    raise ValueError(f"has a test case {value!r:.80}; expected {{input: text, output: text}}")
 
 
-_BESIDE = {"type", "testtype", "fn_name"}
+def _joined(text: Any) -> str:
+    """Text; APPS and TACO have it as a list of its lines, too."""
+    if isinstance(text, list):
+        return "\n".join(cast("list[str]", text))
+    if not isinstance(text, str):
+        raise TypeError
+    return text
+
+
+_BESIDE = {"type", "testtype", "fn_name", "metadata"}
 """What some data sets say beside a case."""
 _PROGRAMS = (None, "stdin", "stdin_stdout")
 """What they call one of a program."""
@@ -521,11 +668,14 @@ class PythonTests:
     ) -> list[float]:
         """A number from 0 to 1 for each completion; `Failed` where nothing can be said about its code."""
         count = len(completions)
-        rows = [_row_of(columns, index) for index in range(count)]
+        rows = _rows_of(columns, count)
         texts = completion_texts(completions, columns)
         wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
-        pairs = zip(texts, rows, strict=True)
-        codes = [code_in(text, self.answer_tag, wanted[row]) for text, row in pairs]
+        prompts = columns.get("prompts", [None] * count)
+        codes = [
+            _gone_on_with(prompt, code_in(text, self.answer_tag, wanted[row]), row)
+            for prompt, text, row in zip(prompts, texts, rows, strict=True)
+        ]
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as group:
             asked = {  # the same code is run once, however many members of a group wrote it
@@ -556,13 +706,26 @@ class PythonTests:
         return found.passed / found.of if self.partial else float(found.passed == found.of)
 
 
-def _row_of(columns: Mapping[str, Sequence[Any]], index: int) -> RowTests | str:
-    """The tests of a row, or what is wrong with it."""
-    named = (name for name in (*COLUMNS, "entry_point") if name in columns)
-    try:
-        return RowTests.of({name: columns[name][index] for name in named})
-    except ValueError as problem:
-        return str(problem)
+def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
+    """The code with its prompt before it, where that begins the function that is tested, as in HumanEval."""
+    names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
+    begun = isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)
+    return prompt + code if begun else code
+
+
+def _rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[RowTests | str]:
+    """The tests of each row, or what is wrong with it. The members of a group share theirs, which may be large."""
+    names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
+    named = [name for name in names if name in columns]
+    read: dict[tuple[int, ...], RowTests | str] = {}
+    keys = [tuple(id(columns[name][index]) for name in named) for index in range(count)]
+    for index, key in enumerate(keys):
+        if key not in read:
+            try:
+                read[key] = RowTests.of({name: columns[name][index] for name in named})
+            except ValueError as problem:
+                read[key] = str(problem)
+    return [read[key] for key in keys]
 
 
 def _note(found: Verdict | Failed) -> dict[str, Any] | None:

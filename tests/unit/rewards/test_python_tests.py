@@ -7,12 +7,16 @@
 """
 
 import asyncio
+import base64
 import json
 import math
+import pickle
 import textwrap
+import zlib
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from groupwise.errors import SandboxError
@@ -80,71 +84,68 @@ def test_the_block_that_defines_what_is_tested_is_the_code():
 
 
 PROGRAM = RowTests(of_program=(Case("1", "2"),))
+CASE = {"input": "1", "output": "2", "testtype": "stdin"}
+TABLE = {"inputs": ["1"], "outputs": ["2"]}
+CALL = {"input": "[1]\n2", "output": "[3]", "testtype": "functional"}
+CALLS = RowTests.of({"test_cases": {"fn_name": "f", "inputs": [[[1], 2]], "outputs": [[3]]}})
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"tests": "assert f()"}, RowTests("assert f()")),
-        ({"tests": ["a", "b"], "entry_point": ""}, RowTests(("a", "b"))),
-        ({"tests": '["a", "b"]', "entry_point": "f"}, RowTests(("a", "b"), "f")),
-        ({"tests": "[f(x) for x in y]"}, RowTests("[f(x) for x in y]")),
-        (
-            {"tests": None, "test_cases": [{"input": "1", "output": "2", "testtype": "stdin"}]},
-            PROGRAM,
-        ),
-        ({"test_cases": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, PROGRAM),
-        (
-            {
-                "test_cases": {
-                    "language": "python",
-                    "test_cases": [
-                        {"input": "1", "output": "2", "type": "stdin_stdout", "fn_name": None}
-                    ],
-                }
-            },
-            PROGRAM,
-        ),
-    ],
-)
+def packed(value):
+    """As LiveCodeBench has its private cases."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+@pytest.mark.parametrize(("row", "expected"), [
+    ({"tests": "assert f()"}, RowTests("assert f()")), ({"tests": ["a", "b"], "entry_point": ""}, RowTests(("a", "b"))),
+    ({"tests": '["a", "b"]', "entry_point": "f"}, RowTests(("a", "b"), "f")),
+    ({"tests": "[f(x) for x in y]"}, RowTests("[f(x) for x in y]")),
+    ({"tests": np.array(["a", "b"], dtype=object)}, RowTests(("a", "b"))), ({"tests": '"""Doc."""'}, RowTests('"""Doc."""')),
+    ({"test_list": ["a"], "test_setup_code": "", "test_imports": ["import m"]}, RowTests(("import m", "a"))),
+    ({"test_list": ["a"], "test_setup_code": "x = 1", "test": ""}, RowTests(("x = 1", "a"))),
+    ({"test": "def check(candidate): ...", "entry_point": "f"}, RowTests("def check(candidate): ...", "f")),
+    ({"tests": "a", "test": "b", "input_output": TABLE}, RowTests("a")), ({"tests": json.dumps([CASE])}, PROGRAM),
+    ({"tests": None, "test_cases": [CASE]}, PROGRAM), ({"test_cases": json.dumps(json.dumps(TABLE))}, PROGRAM),
+    ({"input_output": json.dumps(TABLE)}, PROGRAM), ({"input_output": {"inputs": [["1"]], "outputs": [["2"]]}}, PROGRAM),
+    ({"input_output": {key: np.array(value) for key, value in TABLE.items()}}, PROGRAM), ({"official_tests": [CASE]}, PROGRAM),
+    ({"test_cases": {"input": ["1"], "output": ["2"]}}, PROGRAM), ({"official_tests": [CASE], "input_mode": "stdio"}, PROGRAM),
+    ({"verification_info": {"language": "python", "test_cases": [{**CASE, "testtype": "stdin_stdout", "fn_name": None}]}}, PROGRAM),
+    ({"public_test_cases": json.dumps([CASE]), "private_test_cases": "[]", "metadata": "{}"}, PROGRAM),
+    ({"public_test_cases": "[]", "private_test_cases": packed(json.dumps([CASE]))}, PROGRAM),
+    ({"public_test_cases": json.dumps([CALL]), "metadata": '{"func_name": "f"}'}, CALLS),
+    ({"tests": [{**CALL, "metadata": {"func_name": "f"}}]}, CALLS),
+    ({"test_cases": [{**CALL, "type": "functional"}], "entry_point": "f"}, CALLS),
+    ({"input_output": json.dumps({"inputs": ["[1]\n2"], "outputs": ["[3]"], "fn_name": "f"})}, CALLS),
+])  # fmt: skip
 def test_rows_say_what_to_run(row, expected):
     assert RowTests.of(row) == expected
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({}, "has no tests"),
-        ({"tests": [], "test_cases": None}, "has no tests"),
-        ({"tests": ["a"], "test_cases": [{}]}, "has both"),
-        ({"tests": ["a", 3]}, "that are no text"),
-        ({"tests": " "}, "that are no text"),
-        ({"tests": "a", "entry_point": "f()"}, "name of a function"),
-        ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
-        ({"test_cases": {"inputs": ["1"], "outputs": []}}, "2 lists of one length"),
-        ({"test_cases": {"inputs": 1}}, "2 lists of one length"),
-        ({"test_cases": {"inputs": [], "outputs": []}}, "2 lists of one length"),
-        ({"test_cases": {"input": "1"}}, "with the key 'input'"),
-        ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
-        ({"test_cases": {"inputs": [1], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
-        ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
-        ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
-        ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of one length"),
-        (
-            {"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]},
-            "with one `fn_name`, or an `entry_point`",
-        ),
-        (
-            {
-                "test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}],
-                "entry_point": "f",
-            },
-            "lines are no JSON",
-        ),
-        ({"test_cases": {"language": "rust", "test_cases": []}}, "only Python"),
-        ({"test_cases": [{"input": "1", "output": "2", "type": "file"}]}, "expected {input"),
-    ],
-)
+@pytest.mark.parametrize(("row", "problem"), [
+    ({}, "has no tests"), ({"tests": [], "test_cases": None}, "has no tests"),
+    ({"tests": ["a"], "test_cases": [{}]}, "has both"), ({"tests": ["a", 3]}, "that are no text"),
+    ({"tests": " "}, "that are no text"), ({"tests": "a", "entry_point": "f()"}, "name of a function"),
+    ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
+    ({"test_cases": {"inputs": ["1"], "outputs": []}}, "2 lists of one length"),
+    ({"test_cases": {"inputs": 1}}, "2 lists of one length"),
+    ({"test_cases": {"inputs": [], "outputs": []}}, "2 lists of one length"),
+    ({"test_cases": {"input": "1"}}, "2 lists of one length"),
+    ({"test_list": ["a"], "input_output": TABLE}, "has both `test_list` and `input_output`"),
+    ({"test_cases": "1 2"}, "neither JSON nor"), ({"test": True}, "`test` that are no text"),
+    ({"test_cases": [{"input": 1, "output": "2"}]}, "expected {input"),
+    ({"private_test_cases": packed(Case)}, "asks for groupwise.rewards.python_tests.Case"),
+    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": {"a": 1}}, "no list"),
+    ({"official_tests": [CASE], "generated_checker": "x"}, "`generated_checker` 'x', and that"),
+    ({"official_tests": [CASE], "input_mode": "file"}, "standard input alone"),
+    ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
+    ({"test_cases": {"inputs": [1], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of one length"),
+    ({"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]}, "with one `fn_name`, or an `entry_point`"),
+    ({"test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}], "entry_point": "f"}, "lines are no JSON"),
+    ({"test_cases": {"language": "rust", "test_cases": []}}, "only Python"),
+    ({"test_cases": [{"input": "1", "output": "2", "type": "file"}]}, "expected {input"),
+])  # fmt: skip
 def test_rows_that_say_nothing_are_refused(row, problem):
     with pytest.raises(ValueError, match=problem.replace("{", r"\{")):
         RowTests.of(row)
@@ -152,14 +153,10 @@ def test_rows_that_say_nothing_are_refused(row, problem):
         PythonTests().check_row(row)
 
 
-@pytest.mark.parametrize(
-    ("tests", "entry_point", "problem"),
-    [
-        (["f(1) == 2"], None, "no assert before"),
-        ("f(1)", None, "nothing is checked"),
-        ("def check(candidate): assert candidate(1)", None, "no entry_point"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "entry_point", "problem"), [
+    (["f(1) == 2"], None, "no assert before"), ("f(1)", None, "nothing is checked"),
+    ("def check(candidate): assert candidate(1)", None, "no entry_point"),
+])  # fmt: skip
 def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_point, problem):
     row = {"tests": tests, "entry_point": entry_point}
     with pytest.raises(ValueError, match=problem):
@@ -212,6 +209,8 @@ async def test_answers_in_the_way_of_leetcode_pass_tests_of_functions():
     found = await three_at_once(verdict(LEETCODE, row, LIMITS) for row in rows)
     assert [(each.passed, each.of) for each in found] == [(1, 2), (1, 1), (1, 1)]
     program = RowTests.of({"test_cases": [{"input": "3\n4", "output": "7"}]})
+    used = f"{LEETCODE}\nprint(Solution().pairs([int(input())], 2))"
+    assert (await verdict(used, rows[1], LIMITS)).passed == 1  # there is no input here
     reads = "def total(xs: List[str]) -> int:\n    return sum(map(int, xs))\nprint(total([input(), input()]))"
     assert (await verdict(reads, program, LIMITS)).passed == 1
 
@@ -240,14 +239,10 @@ async def test_tests_in_a_text_are_counted_one_by_one_and_check_gets_the_entry_p
     assert await share("def other(x): return x * x", check, "square") == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("tests", "problem"),
-    [
-        (["import numpy", "assert f(1)"], "No module named 'numpy'"),
-        ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"),
-        ("assert f(", "the tests are no Python"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "problem"), [
+    (["import numpy", "assert f(1)"], "No module named 'numpy'"),
+    ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"), ("assert f(", "the tests are no Python"),
+])  # fmt: skip
 async def test_tests_that_cannot_be_run_are_not_the_codes_fault(tests, problem):
     with pytest.raises(ValueError, match=problem):
         await judged("def f(x): return x", tests)
@@ -375,6 +370,7 @@ async def test_a_solution_cannot_reach_back_into_lists_of_earlier_calls():
 
 ATTACKS = {
     "nothing": "",
+    "fails before it defines anything": "import math\n1 / 0\ndef f(x): return 3",
     "no python": "def f(x) return 3",
     "leaves": "import sys; sys.exit(0)",
     "leaves at once": "import os; os._exit(0)",
@@ -541,6 +537,13 @@ def test_the_share_of_tests_or_all_of_them():
     assert values[0] == {"passed": 1, "of": 2, "why": "assert f(2) == 3: AssertionError"}
 
 
+def test_a_completion_may_go_on_with_the_function_that_its_prompt_begins():
+    rows = {"tests": ["assert f(1) == 2"] * 3, "entry_point": ["f"] * 3}
+    prompts = ["import math\ndef f(x):\n"] * 2 + [[{"role": "user", "content": "def f(x):"}]]
+    codes = ["    return x + 1", "def f(x): return x + 1", "    return x + 1"]
+    assert score(PythonTests(), codes, prompts=prompts, **rows) == [1.0, 1.0, 0.0]
+
+
 def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
     running, most, calls = set(), [], []
 
@@ -553,10 +556,12 @@ def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
         running.discard(code)
         return Verdict(1, 1, None)
 
+    read = []
+    monkeypatch.setattr(RowTests, "of", lambda row: read.append(row) or RowTests("assert f()"))
     monkeypatch.setattr(python_tests, "verdict", counted)
     codes = [*"abcdefgh", "a", "a"]
     assert score(PythonTests(concurrency=3), codes, tests=["assert f()"] * 10) == [1.0] * 10
-    assert (sorted(calls), max(most)) == (codes[:8], 3)
+    assert (sorted(calls), max(most), len(read)) == (codes[:8], 3, 1)
 
 
 def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):

@@ -37,23 +37,13 @@ def answered(answer, thought="I see."):
 # Rewards
 
 
-@pytest.mark.parametrize(
-    ("text", "reward", "strict"),
-    [
-        (answered("42"), 1.1, 1.1),
-        (answered("42.0"), 1.1, 1.1),
-        (answered(r"\boxed{42}"), 1.1, 1.1),
-        ("Well: " + answered("42"), 1.1, 0.1),
-        (answered("24"), 0.1, 0.1),
-        (answered("42") + "<answer>24</answer>", 0.1, 0.1),
-        ("<answer>42</answer>", 1.0, 0.0),
-        (r"It is \boxed{42}.", 1.0, 0.0),
-        ("42", 0.0, 0.0),
-        (answered(""), 0.0, 0.0),
-        (answered("forty-two"), 0.1, 0.1),
-        ("", 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "reward", "strict"), [
+    (answered("42"), 1.1, 1.1), (answered("42.0"), 1.1, 1.1), (answered(r"\boxed{42}"), 1.1, 1.1),
+    ("Well: " + answered("42"), 1.1, 0.1), (answered("24"), 0.1, 0.1),
+    (answered("42") + "<answer>24</answer>", 0.1, 0.1), ("<answer>42</answer>", 1.0, 0.0),
+    (r"It is \boxed{42}.", 1.0, 0.0), ("42", 0.0, 0.0), (answered(""), 0.0, 0.0), (answered("forty-two"), 0.1, 0.1),
+    ("", 0.0, 0.0),
+])  # fmt: skip
 def test_rewards(text, reward, strict):
     assert score(text) == pytest.approx(reward)
     assert score(text, strict=True) == pytest.approx(strict)
