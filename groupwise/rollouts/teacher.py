@@ -211,8 +211,10 @@ def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
     chat = _chat(tokenizer, content)
-    turns = [turn for turn in assistant_turns(chat) if turn >= content.begins]
-    return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns)
+    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may stand before
+    turns = [turn for turn in assistant_turns(chat) if turn >= begins]
+    prefills = {begins: content.prefill} if content.prefill else {}
+    return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns, prefills)
 
 
 def _whole(tokenizer: Any, content: Content) -> Masked:

@@ -165,18 +165,12 @@ def test_rows_of_a_teacher() -> None:
 CHAT, PAIR = {"messages": [USER, ASSISTANT]}, {"prompt": "hi", "completion": "hello"}
 
 
-@pytest.mark.parametrize(
-    ("row", "good", "reason"),
-    [
-        ({"prompt": "hi", "completion": ""}, CHAT, "the completion is empty"),
-        ({"prompt": "", "completion": "x"}, CHAT, "the prompt is empty"),
-        ({"messages": [USER]}, CHAT, "no message is the assistant's"),
-        ({"messages": None, "id": 3}, CHAT, "there is no messages"),
-        ({}, PAIR, "there is no prompt and no completion"),
-        ({"prompt": "hi"}, PAIR, "the completion is empty"),
-        ({"completion": "hello"}, PAIR, "there is no prompt"),
-    ],
-)
+@pytest.mark.parametrize(("row", "good", "reason"), [
+    ({"prompt": "hi", "completion": ""}, CHAT, "the completion is empty"),
+    ({"prompt": "", "completion": "x"}, CHAT, "the prompt is empty"), ({"messages": [USER]}, CHAT, "no message is the assistant's"),
+    ({"messages": None, "id": 3}, CHAT, "there is no messages"), ({}, PAIR, "there is no prompt and no completion"),
+    ({"prompt": "hi"}, PAIR, "the completion is empty"), ({"completion": "hello"}, PAIR, "there is no prompt"),
+])  # fmt: skip
 def test_teachers_rows_are_left_out_by_reason(
     row: dict[str, Any], good: dict[str, Any], reason: str
 ) -> None:

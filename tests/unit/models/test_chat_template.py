@@ -39,30 +39,21 @@ def test_the_model_goes_on_with_words_that_the_assistant_has_begun(family, words
     assert text.removesuffix(words) == probe.removesuffix("<think>\n\n</think>\n\n") + opened
 
 
-@pytest.mark.parametrize(
-    ("words", "arguments", "end"),
-    [
-        ("<think>\nWell", {}, "assistant\n<think>\nWell"),
-        ("Let me think.\n<think>", {}, "assistant\nLet me think.\n<think>"),
-        ("Well", {}, "assistant\n<think>\nWell"),
-        ("Two", {"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\nTwo"),
-        ("<think>", {"enable_thinking": False}, "assistant\n<think>"),
-    ],
-)
+@pytest.mark.parametrize(("words", "arguments", "end"), [
+    ("<think>\nWell", {}, "assistant\n<think>\nWell"), ("Let me think.\n<think>", {}, "assistant\nLet me think.\n<think>"),
+    ("Well", {}, "assistant\n<think>\nWell"), ("Two", {"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\nTwo"),
+    ("<think>", {"enable_thinking": False}, "assistant\n<think>"),
+])  # fmt: skip
 def test_thoughts_are_opened_once(words, arguments, end):
     text = prompt_text(with_template(THINKING), Chat(begun(words), (), arguments))
     assert text.endswith(f"<|im_start|>{end}")
     assert text.count("<|im_start|>") == 2
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        {"role": "assistant", "content": ""},
-        {"role": "assistant", "content": None},
-        {"role": "assistant", "content": "x", "tool_calls": [{}]},
-    ],
-)
+@pytest.mark.parametrize("last", [
+    {"role": "assistant", "content": ""}, {"role": "assistant", "content": None},
+    {"role": "assistant", "content": "x", "tool_calls": [{}]},
+])  # fmt: skip
 def test_what_cannot_be_gone_on_with_is_refused(last):
     with pytest.raises(TaskError, match="no text or calls tools"):
         prompt_text(chat_tokenizer("chatml"), Chat([*ASKED, last]))
