@@ -23,7 +23,7 @@ from groupwise.models.chat_template import (
     PROBE,
     Chat,
     Refused,
-    arguments_of,
+    apply,
     header_of,
     prompt_text,
     render,
@@ -147,13 +147,12 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
 
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
-    marked = tokenizer.apply_chat_template(
-        list(chat.messages[: turn + 1]),
-        tools=list(chat.tools) or None,
+    marked = apply(
+        tokenizer,
+        replace(chat, messages=chat.messages[: turn + 1]),
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
-        **arguments_of(tokenizer, chat),
     )
     ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
     earlier = text_ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()

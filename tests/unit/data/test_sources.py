@@ -63,29 +63,14 @@ LONG = "x" * 200_000
 """Longer than Python wants the cells of CSV to be."""
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "rows"),
-    [
-        ("a.json", json.dumps([NESTED]), [NESTED]),
-        ("b.json", json.dumps({"version": 1, "data": [NESTED]}), [NESTED]),
-        (
-            "a.csv",
-            '\ufeffprompt,answer\r\n"one, two\nthree",007\r\n\r\na\u2028b,1e3\r\n',
-            [
-                {"prompt": "one, two\nthree", "answer": "007"},
-                {"prompt": "a\u2028b", "answer": "1e3"},
-            ],
-        ),
-        (
-            "a.tsv",
-            'prompt\tanswer\none, two\t007\n"a\tb"\t1e3\n',
-            [{"prompt": "one, two", "answer": "007"}, {"prompt": "a\tb", "answer": "1e3"}],
-        ),
-        ("a.csv", f"prompt\n{LONG}\n", [{"prompt": LONG}]),
-        ("a.txt", "one\r\n\ntwo\u2028x\n", [{"text": "one"}, {"text": "two\u2028x"}]),
-    ],
-    ids=["json", "json under data", "csv", "tsv", "long cells", "text"],
-)
+@pytest.mark.parametrize(("name", "text", "rows"), [
+    ("a.json", json.dumps([NESTED]), [NESTED]), ("b.json", json.dumps({"version": 1, "data": [NESTED]}), [NESTED]),
+    ("a.csv", '\ufeffprompt,answer\r\n"one, two\nthree",007\r\n\r\na\u2028b,1e3\r\n',
+     [{"prompt": "one, two\nthree", "answer": "007"}, {"prompt": "a\u2028b", "answer": "1e3"}]),
+    ("a.tsv", 'prompt\tanswer\none, two\t007\n"a\tb"\t1e3\n',
+     [{"prompt": "one, two", "answer": "007"}, {"prompt": "a\tb", "answer": "1e3"}]),
+    ("a.csv", f"prompt\n{LONG}\n", [{"prompt": LONG}]), ("a.txt", "one\r\n\ntwo\u2028x\n", [{"text": "one"}, {"text": "two\u2028x"}]),
+], ids=["json", "json under data", "csv", "tsv", "long cells", "text"])  # fmt: skip
 def test_each_kind_of_file_is_read(name: str, text: str, rows: list[dict[str, Any]]) -> None:
     assert read_source(written(name, text)) == rows
 
@@ -186,26 +171,18 @@ def test_what_the_library_datasets_saved_is_read() -> None:
 # What cannot be read
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"),
-        ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
-        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
-        ("a.jsonl", "\n\n", "has no rows in its split 'train'"),
-        ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
-        ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
-        ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
-        ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"),
-        ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
-        ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"),
-        ("a.csv", "", "has no rows"),
-        ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
-        ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
-        ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"),
-        ("a.txt", "", "has no rows"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"), ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
+    ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
+    ("a.jsonl", "\n\n", "has no rows in its split 'train'"), ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
+    ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
+    ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
+    ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"), ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
+    ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"), ("a.csv", "", "has no rows"),
+    ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
+    ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
+    ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"), ("a.txt", "", "has no rows"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:
     assert said in refused(written(name, content))
 
