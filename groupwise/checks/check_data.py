@@ -177,7 +177,7 @@ def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: S
         "overlap",
         "warning",
         f"{len(shared)} of {len(held_out)} held-out prompts are also trained on "
-        f"(held-out row {shared[0].index} for example)",
+        f"(held-out row {shared[0].row_number} for example)",
         "the evaluation partly measures what was learnt by heart",
         "split the rows before they are returned, by prompt",
         data,
@@ -264,7 +264,7 @@ def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[
     if not surplus:
         return
     key, most = counts.most_common(1)[0]
-    places = [example.index for example in examples if same(example) == key][:3]
+    places = [example.row_number for example in examples if same(example) == key][:3]
     yield Finding(
         f"{name}: duplicates",
         "warning",

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from groupwise.data.template_columns import without_nulls
-from groupwise.types import Message, Prompt
+from groupwise.types import Message, Prompt, like
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {
@@ -34,25 +34,6 @@ _WRITTEN = re.compile(
     r"""\s*(?:\[\s*\{\s*["'](?:role|content|from)["']|\{\s*["'](?:role|messages|conversations)["'])"""
 )
 """How messages begin that were written as text, as JSON or as Python shows them."""
-
-
-class NumberedRow(dict[str, Any]):
-    """A row that knows its number in the data of its user, from 0, however many were left out before it."""
-
-    def __init__(self, columns: Mapping[str, Any], number: int | None) -> None:
-        super().__init__(columns)
-        self.number = number
-
-
-def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that take the place of a row's, and keep its number."""
-    return NumberedRow(columns, getattr(row, "number", None))
-
-
-def number_of(row: Mapping[str, Any], place: int) -> int:
-    """The number of a row in its user's data; its place where nobody numbered it."""
-    number = getattr(row, "number", None)
-    return place if number is None else number
 
 
 class Unusable(Exception):

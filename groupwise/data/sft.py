@@ -23,11 +23,10 @@ from groupwise.data.messages import (
     messages_in,
     messages_of,
     named_messages,
-    number_of,
 )
 from groupwise.data.template_columns import ARGUMENTS, for_template
 from groupwise.errors import TaskError
-from groupwise.types import Example, Message, Prompt
+from groupwise.types import Example, Message, Prompt, number_of
 
 IGNORED = -100
 """The label of a token that does not teach."""

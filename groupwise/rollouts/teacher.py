@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from groupwise.data.messages import number_of
 from groupwise.data.sft import (
     Completion,
     Content,
@@ -36,7 +35,7 @@ from groupwise.models.chat_masks import (
 from groupwise.models.chat_template import Refused
 from groupwise.models.tokens import completion_text
 from groupwise.rollouts.dialogue import knows_tools, told_of_tools
-from groupwise.types import Example, Group, Rollout, Row, Segment
+from groupwise.types import Example, Group, Rollout, Row, Segment, number_of
 
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 

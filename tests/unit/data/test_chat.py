@@ -87,8 +87,10 @@ def test_system_prompt_is_put_before_those_that_have_none() -> None:
     think = {"role": "system", "content": "Think."}
     assert [row["prompt"] for row in rows] == [[think, USER], [think, USER], [SYSTEM, USER]]
     assert list(rows.account.changed.values()) == [2]
-    developer = {"role": "developer", "content": "x"}
+    developer, empty = {"role": "developer", "content": "x"}, {"role": "system", "content": None}
     assert prompt([developer, USER], system_prompt="Think.") == [developer, USER]
+    assert prompt([empty, USER], system_prompt="Think.") == [think, USER]
+    assert prompt([empty, USER]) == [{**empty, "content": ""}, USER], "it may keep a default away"
     with pytest.raises(TaskError, match=r"data\.prompt_format"):
         prompt("hi", system_prompt="Think.", format="text")
 

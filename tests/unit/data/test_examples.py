@@ -64,6 +64,7 @@ def test_half_a_character_is_refused_by_its_row(row, place):
     ([{"prompt": ""}], ["row 0", "empty"]), ([{"prompt": []}], ["row 0", "no messages"]),
     ([{"prompt": None}], ["NoneType"]), ([{"prompt": ["hi"]}], ["row 0, message 0"]),
     ([{"prompt": [*CHAT, {"role": "user", "content": 3}]}], ["message 1", "`content`"]),
+    (Dataset.from_list([{"prompt": "a"}, {"prompt": ""}]).select([1, 0]), ["row 1: ", "empty"]),
     (["a"], ["row 0 is str"]), ("text", ["returned str"]), (None, ["returned NoneType"]),
     (DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}), ["not one dataset"]),
 ])  # fmt: skip

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from groupwise.data.sources import is_local, read_source
 from groupwise.errors import TaskError
+from groupwise.types import number_of
 
 ROWS = [{"question": f"q{n}", "answer": str(n)} for n in range(10)]
 NESTED = {"prompt": [{"role": "user", "content": "hé\u2028llo"}], "meta": {"gold": [1, None]}}
@@ -42,6 +43,10 @@ def refused(*arguments: Any, **keywords: Any) -> str:
     with pytest.raises(TaskError) as caught:
         read_source(*arguments, **keywords)
     return str(caught.value)
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[int]:
+    return [number_of(row, place) for place, row in enumerate(rows)]
 
 
 # Kinds of files
@@ -101,7 +106,9 @@ def test_whatever_json_lines_hold_comes_back(
     ("train[20%:50%]", range(2, 5)), ("train[:25%]", range(2)), ("train[2:-7]", range(2, 3)),
 ])  # fmt: skip
 def test_split_has_slices_as_the_hub_has_them(split: str, expected: range) -> None:
-    assert read_source(jsonl(ROWS), split=split) == [ROWS[n] for n in expected]
+    found = read_source(jsonl(ROWS), split=split)
+    assert found == [ROWS[n] for n in expected]
+    assert numbers(found) == [*expected]
 
 
 def test_limit_stops_reading() -> None:
@@ -117,6 +124,7 @@ def test_limit_with_a_seed_takes_a_sample_in_the_order_of_the_file(split: str) -
     assert all(rows == [row for row in there if row in rows] for rows in found)
     assert all(len(rows) == 4 for rows in found)
     assert all(any(row in rows for rows in found) for row in there)
+    assert numbers(found[3]) == [int(row["answer"]) for row in found[3]]
     assert found[3] == read_source(source, split=split, limit=4, seed=3)
     assert read_source(source, split=split, limit=99, seed=3) == there
     assert read_source(source, split=split, seed=3) == there
@@ -208,17 +216,21 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_dataset(*arguments: Any, **keywords: Any) -> datasets.Dataset:
         asked.append((arguments, keywords))
-        return datasets.Dataset.from_list(ROWS)
+        found = datasets.Dataset.from_list(ROWS, split=datasets.NamedSplit("test[-10:]"))
+        found.info.splits = datasets.SplitDict(test=datasets.SplitInfo("test", num_examples=12))
+        return found
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found = read_source(
-        "openai/gsm8k", "main", "test[:4]", {"prompt": "question"}, 2, revision="e53f048"
+        "openai/gsm8k", "main", "test[-10:]", {"prompt": "question"}, 2, revision="e53f048"
     )
     assert found == [{"prompt": row["question"], **row} for row in ROWS[:2]]
-    sampled = read_source("openai/gsm8k", "main", "test[:4]", limit=2, seed=0, revision="e53f048")
+    assert numbers(found) == [2, 3]
+    sampled = read_source("openai/gsm8k", "main", "test[-10:]", limit=2, seed=0, revision="e53f048")
     assert sampled == read_source(jsonl(ROWS), limit=2, seed=0)
+    assert numbers(sampled) == [int(row["answer"]) + 2 for row in sampled]
     assert asked.pop() == asked[0]
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test[:4]", "revision": "e53f048"})]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test[-10:]", "revision": "e53f048"})]
 
 
 @pytest.mark.parametrize(

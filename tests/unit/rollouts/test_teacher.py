@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from groupwise.data.messages import NumberedRow
 from groupwise.errors import TaskError
 from groupwise.models.tokens import prompt_ids
+from groupwise.rollouts.dialogue import told_of_tools
 from groupwise.rollouts.teacher import TeacherWay, read_lessons, teacher_group, teacher_row
+from groupwise.types import NumberedRow
 from tests.chat import SPECIAL, chat_tokenizer
 
 CHAT = {
@@ -93,6 +94,9 @@ def test_tools_stand_in_the_system_message_where_the_template_has_no_place_for_t
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     (lesson,) = read([{**CHAT, "tools": [tool]}]).lessons
     assert "weather" in chat_tokenizer("chatml").decode(lesson.rows[0].ids)
+    for said in ("", "Be kind."):
+        (told,) = told_of_tools([{"role": "developer", "content": said}], [tool])
+        assert told["content"].startswith(said or told_of_tools([], [tool])[0]["content"])
 
 
 def test_a_template_that_rewrites_turns_gives_several_rows_which_are_members_of_a_group():
