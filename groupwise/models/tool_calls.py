@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -33,14 +34,15 @@ def written_calls(
         for message in messages
         for call in message.get("tool_calls") or ()
     ]
-    objects = [given for each in functions if isinstance(given := each.get("arguments"), dict)]
+    taken = (_with_object(each).get("arguments") for each in functions)
+    objects = [each for each in taken if isinstance(each, dict)]
     of_absent = _BLOCKS.sub(
         lambda block: _IS_NONE.sub(r"| default(none) \1none", block[0]), template
     )
     ways: list[tuple[list[Message], str]] = []
     problems: list[Exception] = []
     for text, as_json in product(dict.fromkeys((template, of_absent)), (False, True)):
-        given = _with_functions(messages, _with_json_text) if as_json else list(messages)
+        given = _with_functions(messages, _with_json_text if as_json else _with_object)
         probe = _with_functions(given, lambda function: {**function, "name": PROBE})
         try:
             made = tokenizer.apply_chat_template(
@@ -75,6 +77,13 @@ def _with_functions(
         for message in messages
         for calls in [message.get("tool_calls")]
     ]
+
+
+def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    with suppress(KeyError, TypeError, ValueError):
+        if isinstance(parsed := json.loads(function["arguments"]), dict):
+            return {**function, "arguments": parsed}
+    return function
 
 
 def _with_json_text(function: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -77,7 +77,12 @@ def test_tool_calls_reach_templates_as_they_take_them(function, condition):
         "{% for m in messages %}{% if " + condition + " %}{% set f = m.tool_calls[0].function %}"
         + function + "{% else %}{{ m.content + '?' }}{% endif %}{% endfor %}"
     )  # fmt: skip
-    assert render(tokenizer, Chat(CALLED), ask=False) == '1+1??add({"a": "x"})'
+    as_text = [
+        ASKED[0],
+        {**CALLED[1], "tool_calls": [{"function": {**FUNCTION, "arguments": '{"a": "x"}'}}]},
+    ]
+    for called in (CALLED, as_text):
+        assert render(tokenizer, Chat(called), ask=False) == '1+1??add({"a": "x"})'
     with pytest.raises(Refused, match="all tool calls"):
         render(
             with_template("{% for m in messages %}{{ m.role }}{% endfor %}add"),
