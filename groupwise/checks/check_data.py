@@ -111,14 +111,8 @@ def check_dataset(
             + (f", or set data.max_prompt_length={room} to leave them out" if room > 0 else ""),
             {"too_long": long, "room": room},
         )
-    for odd in (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples)):
-        yield Finding(
-            f"{name}: prompts",
-            "warning",
-            odd,
-            "the model may be asked otherwise than is meant",
-            "look at the first prompts, which --json shows as the model sees them",
-        )
+    odd = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
+    yield from _hardly_meant(name, odd)
     yield from _repeated(name, examples, same)
     yield from _incomplete(name, examples)
 
@@ -149,8 +143,11 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
         try:
             found = task.sft_rows(hook, config, tokenizer, limit)
             formatted = task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
-            for index, row in enumerate(() if formatted else found):
-                teacher_example(index, row, text_field="text", where=f"{task.described}: {hook}")
+            where = f"{task.described}: {hook}"
+            examples = [
+                teacher_example(index, row, text_field="text", where=where).example
+                for index, row in enumerate(() if formatted else found)
+            ]
         except TaskError as error:
             yield Finding(
                 name, "problem", str(error), "groupwise sft would refuse to start", "mend the hook"
@@ -165,6 +162,7 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
             + ("; the formatting function was not called" if formatted else ""),
             data={"rows": len(found), "columns": columns},
         )
+        yield from _hardly_meant(name, odd_prompts(tokenizer, examples))
 
 
 def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: SameAs) -> Finding:
@@ -255,6 +253,17 @@ def kind(value: Any) -> str:
 def rows(count: int) -> str:
     """`1 row`, `2 rows`."""
     return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
+    for warning in warnings:
+        yield Finding(
+            f"{name}: prompts",
+            "warning",
+            warning,
+            "the model may be asked otherwise than is meant",
+            "look at the first prompts, which --json shows as the model sees them",
+        )
 
 
 def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:

@@ -233,15 +233,10 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(("openai/gsm8k", "main"), {"split": "test[-10:]", "revision": "e53f048"})]
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ConnectionError("offline"), "The hub cannot be reached"),
-        (ValueError('Unknown split "x"'), 'Unknown split "x"'),
-        (DatasetNotFoundError("gone"), "Look at its page"),
-        (DatasetGenerationError("broken"), "Look at its page"),
-    ],
-)
+@pytest.mark.parametrize(("error", "said"), [
+    (ConnectionError("offline"), "The hub cannot be reached"), (ValueError('Unknown split "x"'), 'Unknown split "x"'),
+    (DatasetNotFoundError("gone"), "Look at its page"), (DatasetGenerationError("broken"), "Look at its page"),
+])  # fmt: skip
 def test_hub_that_does_not_give_it_is_told(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
