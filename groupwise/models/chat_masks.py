@@ -116,6 +116,11 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     before = _render(tokenizer, chat, turn, ask=True)
     whole = _render(tokenizer, chat, turn + 1, ask=False)
     if not whole.startswith(before):
+        if chat.messages[turn - 1]["role"] == "assistant":
+            raise Refused(
+                "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
+                "Make them one turn, or leave one out."
+            )
         raise TaskError(_rewritten(turn, before, whole))
     if before == _render(tokenizer, chat, turn, ask=False):
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
