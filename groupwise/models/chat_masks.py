@@ -32,6 +32,8 @@ from groupwise.models.chat_template import (
 from groupwise.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING = {"reasoning_content", "reasoning", "thinking"}
+"""Keys of a message under which templates find what was thought."""
 SHOWN = 40
 """Characters of a text that a message shows."""
 
@@ -138,6 +140,11 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
     asked = [*chat.messages[:turn], {"role": "assistant", "content": begun}]
     before = prompt_text(tokenizer, replace(chat, messages=asked))
     said = chat.messages[turn]
+    if said.keys() & REASONING:
+        raise Refused(
+            "the prompt begins a turn whose reasoning is given apart, so which words come first cannot be told. Write the reasoning into "
+            "the completion."
+        )
     probe = [*chat.messages[:turn], {**said, "content": PROBE}]
     _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
     if not found:

@@ -80,8 +80,10 @@ def test_a_row_that_the_template_does_not_take_is_left_out_and_counted():
     ((reason, count),) = found.refused.items()
     assert ("begins with the assistant" in reason, count) == (True, 2)
     twice = {"messages": [*CHAT["messages"][:2], ANSWER]}
-    ((reason, count),) = read([CHAT, twice], "qwen3").refused.items()
-    assert ("follow each other" in reason, count) == (True, 1)
+    apart = {"prompt": CHAT["messages"][:2], "completion": [{**ANSWER, "reasoning_content": "r"}]}
+    for row, told in ((twice, "follow each other"), (apart, "given apart")):
+        ((reason, count),) = read([CHAT, row], "qwen3").refused.items()
+        assert (told in reason, count) == (True, 1)
     for rows, strict in (([greeting], False), ([CHAT, greeting], True)):
         with pytest.raises(TaskError, match=r"^W: row \d.*begins with the assistant"):
             read(rows, strict=strict)
