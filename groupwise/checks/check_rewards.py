@@ -150,7 +150,7 @@ async def try_cases(
         members = await trial.score(example, [case.text for case in cases])
         tried.append(
             [
-                Verdict(example.index, case.kind, case.text, member)
+                Verdict(example.row_number, case.kind, case.text, member)
                 for case, member in zip(cases, members, strict=True)
             ]
         )

@@ -38,8 +38,6 @@ GROUP, SIZE = "group", "size"
 """Keys of `metadata` that count where a completion is kept."""
 MAX_KEY, MAX_VALUE = 64, 512
 """Characters of a key of `metadata` and of its value."""
-DEVELOPER = "developer"
-"""What OpenAI calls the role `system` of its newer models."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 MAX_TOOLS = 128
@@ -93,9 +91,8 @@ class ChatMessage(Body):
         """As the chat template takes it."""
         parts = self.content
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        role = "system" if self.role == DEVELOPER else self.role
         more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
-        return {"role": role, "content": content, **more}
+        return {"role": self.role, "content": content, **more}
 
 
 class StreamOptions(Body):

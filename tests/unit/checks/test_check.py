@@ -61,10 +61,13 @@ def test_a_good_task_passes_everything():
     json.dumps(report.summary)
 
 
-def test_a_hook_for_supervised_training_that_fails_keeps_nothing_from_being_looked_at():
-    report = check(task(get_sft_dataset=lambda config, tokenizer: [{"messages": 3}]), PLAIN)
+@pytest.mark.parametrize(("row", "name", "level"), [
+    ({"messages": 3}, "sft data", "problem"), ({"prompt": '{"messages": [', "completion": "a"}, "sft data: prompts", "warning"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_teachers_rows_keeps_nothing_from_being_looked_at(row, name, level):
+    report = check(task(get_sft_dataset=lambda config, tokenizer: [row]), PLAIN)
     found = by_name(report)
-    assert found["sft data"].level == "problem"
+    assert found[name].level == level
     assert found["gold earns most"].level == "ok"
 
 

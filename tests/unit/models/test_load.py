@@ -106,16 +106,10 @@ def of_no_type(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "nonesuch"}')
 
 
-@pytest.mark.parametrize(
-    ("damage", "told"),
-    [
-        (without_weights, ""),
-        (torn, ""),
-        (without_a_tensor, Q_PROJ),
-        (of_another_shape, f"{Q_PROJ} (stored as (3, 3), the config says (16, 16))"),
-        (of_no_type, ""),
-    ],
-)
+@pytest.mark.parametrize(("damage", "told"), [
+    (without_weights, ""), (torn, ""), (without_a_tensor, Q_PROJ),
+    (of_another_shape, f"{Q_PROJ} (stored as (3, 3), the config says (16, 16))"), (of_no_type, ""),
+])  # fmt: skip
 def test_a_damaged_model_is_told_and_nothing_is_filled_with_chance(folder, damage, told):
     damage(folder)
     said = message(load_model, named(folder), "float32")

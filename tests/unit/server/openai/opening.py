@@ -48,9 +48,9 @@ class Open(Served):
 
 
 @asynccontextmanager
-async def opened(folder: Path, **given: Any) -> AsyncGenerator[Open]:
+async def opened(folder: Path, kind: type[Open] = Open, **given: Any) -> AsyncGenerator[Open]:
     """A service that has begun."""
-    made = Open(folder, **given)
+    made = kind(folder, **given)
     await made.service.begin()
     try:
         yield made
