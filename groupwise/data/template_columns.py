@@ -39,8 +39,9 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
 
 def _nearly_arguments(name: str) -> bool:
     """Such as `template_kwargs`; `chat_template` and `chat_template_id` say which template a row had."""
-    likeness = difflib.SequenceMatcher(None, name, ARGUMENTS).ratio()
-    return likeness >= ALIKE and any(part in name for part in ("kw", "arg", "param", "option"))
+    if not any(part in name for part in ("kw", "arg", "param", "option")):
+        return False
+    return difflib.SequenceMatcher(None, name, ARGUMENTS).ratio() >= ALIKE
 
 
 def _tools(value: Any, where: str) -> tuple[Any, ...]:
