@@ -50,7 +50,7 @@ def _build() -> ModuleType:
     """What torch says of how it was built, in a file that can be read without importing torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
-        raise ImportError("torch is not installed: pip install groupwise[train]", name="torch")
+        raise ModuleNotFoundError("torch is missing: pip install groupwise[train]", name="torch")
     path = Path(torch.origin).with_name("version.py")
     spec = importlib.util.spec_from_file_location("torch_version", path)
     assert spec is not None

@@ -18,6 +18,7 @@ from groupwise.models.export import write_merged, write_whole
 from groupwise.models.files import read_model_tensors
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft
 BASE = ModelConfig(name="tiny")
@@ -109,8 +110,6 @@ def test_an_adapter_on_a_tied_head_leaves_the_embeddings_alone(tmp_path):
 
 def test_an_adapter_of_another_base_is_refused(tmp_path):
     adapter(tmp_path / "adapter", r=4)
-    from groupwise.models.tiny import tiny_model
-
     other = tmp_path / "other"
     tiny_model(hidden_size=32).save_pretrained(other)
     with pytest.raises(ModelError, match="do not match"):
