@@ -41,11 +41,10 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
 @cache  # each row has the same columns, and likeness takes its time
 def _nearly_arguments(name: str) -> bool:
     """Such as `template_kwargs` and `enable_thinking`; `chat_template` and `chat_template_id` say which template a row had."""
-    if name == ARGUMENTS:
-        return False
+    if not any(part in name.lower() for part in ("kw", "arg", "param", "option")):
+        return name == "enable_thinking"
     likeness = difflib.SequenceMatcher(None, name.lower(), ARGUMENTS).ratio()
-    meant = any(part in name.lower() for part in ("kw", "arg", "param", "option"))
-    return name == "enable_thinking" or (likeness >= ALIKE and meant)
+    return name != ARGUMENTS and likeness >= ALIKE
 
 
 def _tools(value: Any, where: str) -> tuple[Any, ...]:

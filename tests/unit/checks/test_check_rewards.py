@@ -3,12 +3,7 @@
 from dataclasses import replace
 
 from groupwise.checks.check_gold import Gold
-from groupwise.checks.check_rewards import (
-    Verdict,
-    judge_order,
-    judge_parts,
-    judge_spread,
-)
+from groupwise.checks.check_rewards import Verdict, judge_order, judge_parts, judge_spread
 from groupwise.rewards.scoring import MemberScore
 from groupwise.types import RewardPart
 

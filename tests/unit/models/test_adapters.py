@@ -54,14 +54,10 @@ def starting(adapter, **more) -> ModelConfig:
     return ModelConfig(name="tiny", adapter=str(adapter), **more)
 
 
-AGREEING = [
-    {},
-    {"r": 4, "alpha": 8, "dropout": 0.05},
-    {"target_modules": ("self_attn.v_proj", "q_proj")},
-]
-
-
-@pytest.mark.parametrize("given", AGREEING)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"r": 4, "alpha": 8, "dropout": 0.05}, {"target_modules": ("self_attn.v_proj", "q_proj")}],
+)
 def test_what_agrees_is_accepted(adapter, given, no_loading):
     check_adapter(starting(adapter), LoraConfig(**given))
     config = starting_config(starting(adapter), LoraConfig(**given))
