@@ -65,14 +65,14 @@ class Framework:
 
     name: str
     keys: tuple[str, ...]
-    """Any of these, as dotted paths; with `&` several that are there together."""
+    """Any of these, as paths; with `&` several that are there together."""
     words: str = r"$^"
     """A pattern for scripts."""
 
 
 OTHERS = (
-    Framework("verl", ("actor_rollout_ref", "algorithm.adv_estimator"), r"\bverl\.trainer|^(from|import) verl\b"),
-    Framework("SkyRL", ("trainer.algorithm", "trainer&generator", "environment.env_class"), r"\bskyrl(_train|_gym)?\b"),
+    Framework("verl", ("actor_rollout_ref", "algorithm/adv_estimator"), r"\bverl\.trainer|^(from|import) verl\b"),
+    Framework("SkyRL", ("trainer/algorithm", "trainer&generator", "environment/env_class"), r"\bskyrl(_train|_gym)?\b"),
     Framework("OpenRLHF", ("n_samples_per_prompt", "micro_rollout_batch_size", "actor_num_nodes"), r"\bopenrlhf\b"),
     Framework(
         "prime-rl",
@@ -80,7 +80,7 @@ OTHERS = (
         r"^(from|import) prime_rl\b|\buv run rl\b",
     ),
     Framework("ART", ("trajectory_groups",), r"^(from|import) art\b"),
-    Framework("NeMo-RL", ("grpo.num_prompts_per_step", "policy&grpo"), r"\bnemo_rl\b"),
+    Framework("NeMo-RL", ("grpo/num_prompts_per_step", "policy&grpo"), r"\bnemo_rl\b"),
     Framework("Axolotl", ("base_model&trl", "base_model&rl"), r"\baxolotl train\b"),
     Framework("ms-swift", ("rlhf_type",), r"\bswift rlhf\b"),
     Framework("LLaMA-Factory", ("stage&finetuning_type",), r"\bllamafactory-cli\b"),
@@ -209,7 +209,8 @@ def _scalar(word: str) -> Any:
 def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
     paths = dict(_paths(found))
     for each in OTHERS:
-        marks = [key for key in each.keys if all(part in paths for part in key.split("&"))]
+        keys = [key.replace("/", ".") for key in each.keys]
+        marks = [key for key in keys if all(part in paths for part in key.split("&"))]
         said = None if "GRPOTrainer" in text else re.search(each.words, text, re.MULTILINE)
         if marks or (said and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
             by = marks[0].replace("&", " and ") if marks else said and said[0]

@@ -767,8 +767,9 @@ def _sinks(made: Translation) -> None:
             text = "is not taken over: there are wandb, tensorboard, trackio, mlflow"
             made.lose("report_to", f"{each} {text}")
     tables = {*known} - {"tensorboard"}
-    for name in made.given.keys() & SAME.keys():
-        idle = "wandb" not in known if name.startswith("wandb") else not tables
-        if idle and SAME[name].startswith(("run.wandb", "run.log_unique")):
-            made.fates[name] = "default"
-            made.remark(name, "is not taken over: report_to names no such sink")
+    names = (
+        {"wandb_project", "wandb_entity", "wandb_run_group"} if "wandb" not in known else set[str]()
+    )
+    for name in made.given.keys() & (names | (set() if tables else {"log_unique_prompts"})):
+        made.fates[name] = "default"
+        made.remark(name, "is not taken over: report_to names no such sink")

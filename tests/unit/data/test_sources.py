@@ -186,26 +186,18 @@ def test_what_the_library_datasets_saved_is_read() -> None:
 # What cannot be read
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"),
-        ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
-        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
-        ("a.jsonl", "\n\n", "has no rows in its split 'train'"),
-        ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
-        ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
-        ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
-        ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"),
-        ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
-        ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"),
-        ("a.csv", "", "has no rows"),
-        ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
-        ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
-        ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"),
-        ("a.txt", "", "has no rows"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"), ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
+    ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
+    ("a.jsonl", "\n\n", "has no rows in its split 'train'"), ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
+    ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
+    ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
+    ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"), ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
+    ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"), ("a.csv", "", "has no rows"),
+    ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
+    ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
+    ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"), ("a.txt", "", "has no rows"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:
     assert said in refused(written(name, content))
 
@@ -244,15 +236,10 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(("openai/gsm8k", "main"), {"split": "test[:4]", "revision": "e53f048"})]
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ConnectionError("offline"), "The hub cannot be reached"),
-        (ValueError('Unknown split "x"'), 'Unknown split "x"'),
-        (DatasetNotFoundError("gone"), "Look at its page"),
-        (DatasetGenerationError("broken"), "Look at its page"),
-    ],
-)
+@pytest.mark.parametrize(("error", "said"), [
+    (ConnectionError("offline"), "The hub cannot be reached"), (ValueError('Unknown split "x"'), 'Unknown split "x"'),
+    (DatasetNotFoundError("gone"), "Look at its page"), (DatasetGenerationError("broken"), "Look at its page"),
+])  # fmt: skip
 def test_hub_that_does_not_give_it_is_told(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
