@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.checks.foreign_names import DEFAULTS, NO_EQUAL, SAME, WITHOUT_EFFECT
-from groupwise.checks.foreign_python import Unread, of_python
+from groupwise.checks.foreign_python import Unread, of_notebook, of_python
 from groupwise.errors import ConfigError, UsageError
 from groupwise.foreign_keys import FOREIGN_TO_RL
 from groupwise.settings.tree import read_yaml
@@ -120,9 +120,7 @@ def _read(file: Path, text: str) -> Any:
         case ".py":
             return of_python(text)
         case ".ipynb":
-            cells = json.loads(text).get("cells", ())
-            code = ["".join(each["source"]) for each in cells if each.get("cell_type") == "code"]
-            return of_python("\n".join(code))
+            return of_notebook(json.loads(text).get("cells", ()))
         case ".json":
             return json.loads(text)
         case ".toml":

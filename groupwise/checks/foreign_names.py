@@ -56,7 +56,7 @@ WITHOUT_EFFECT = frozenset(
     vllm_sampling_params.seed vllm_sampling_params.n include_stop_str_in_output generation_batch_size float8_kv_cache
     jit_mode_eval past_index dispatch_batches split_batches pad_to_multiple_of length_column_name padding_side use_fast
     code_provider code_language ioi_provider e2b_router_url morph_router_url parallel_code_exec_per_proc code_eval_test_batch_size
-    dataset_streaming ignore_bias_buffers reward_processing_classes optimizers dataset_num_proc
+    dataset_streaming ignore_bias_buffers reward_processing_classes optimizers offload_embedding dataset_num_proc
     """.split()
 )
 """What decides how something is computed or shown there, and not what is learnt."""
@@ -88,6 +88,10 @@ NO_EQUAL = {
     "sync_ref_model": "the reference stays the start of the run",
     "ref_model_mixup_alpha": "the reference stays the start of the run",
     "ref_model_sync_steps": "the reference stays the start of the run",
+    "load_in_fp8": "weights are held as they are, or with the backend unsloth in 4 or 8 bits",
+    "environment_factory": "a task file brings its environments; give it as --task-module",
+    "rollout_func": "a task file brings its environments; give it as --task-module",
+    "tools": "a task file brings its tools; give it as --task-module",
     "loftq_config": "an adapter starts at no change here",
     "generation_kwargs": "sampler.temperature and sampler.max_completion_length are what training samples with",
     "stop": "completions end at the model's end of text, or at their longest",
@@ -114,6 +118,8 @@ DEFAULTS: dict[str, Any] = {
     "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
     "entropy_target": 0.2, "use_bias_correction_kl": True, "auto_find_batch_size": False, "full_finetuning": False,
     "group_by_length": False, "adafactor": False, "streaming": False, "use_liger_loss": False, "use_liger_kernel": False,
+    "finetune_vision_layers": False, "finetune_language_layers": True, "finetune_attention_modules": True, "finetune_mlp_modules": True,
+    "load_in_16bit": True, "load_in_fp8": False,
 }  # fmt: skip
 """What stands in a file without saying anything: TRL decides the same without it, and so do we."""
 LORA_DEFAULTS = {"": (16, 32, 0.05), "LoraConfig": (8, 8, 0.0), "get_peft_model": (16, 16, 0.0)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -70,13 +70,45 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+MOST_ODD_LINES = 9
+"""Lines that are no Python of this version, above which a file is none at all."""
+
+
 def of_python(text: str) -> dict[str, Any]:
     """The settings by the names that they have there. Raises SyntaxError or ValueError for what is no Python."""
     # Lines for the shell and for IPython, which exported notebooks have.
-    cleaned = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text)
-    reader = _Reader()
-    reader.read(ast.parse(cleaned).body)
-    return reader.settings()
+    lines = re.sub(r"(?m)^([ \t]*)[!%].*$", r"\1pass", text).split("\n")
+    odd: dict[str, Any] = {}
+    first: SyntaxError | None = None
+    while True:
+        try:
+            tree = ast.parse("\n".join(lines))
+        except SyntaxError as error:
+            first = first or error
+            at = min(error.lineno or len(lines), len(lines))
+            line = lines[at - 1]
+            if not line.strip() or len(odd) == MOST_ODD_LINES:
+                raise first from None
+            odd.setdefault(
+                f"line {at}", Unread(line.strip(), 0, "`{}` is no Python of this version")
+            )
+            # A statement is one of nothing, and a line within one goes.
+            indent = line[: len(line) - len(line.lstrip())]
+            lines[at - 1] = "" if line.strip() == "pass" else f"{indent}pass"
+        else:
+            reader = _Reader()
+            reader.read(tree.body)
+            found = reader.settings()
+            if first is not None and not found:
+                raise first
+            return found | odd
+
+
+def of_notebook(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of the cells of a notebook, without those that are in another language."""
+    texts = ["".join(each["source"]) for each in cells if each.get("cell_type") == "code"]
+    other = re.compile(r"\s*%%(?!capture|time)")
+    return of_python("\n".join(each for each in texts if not other.match(each)))
 
 
 @dataclass(slots=True)
@@ -85,6 +117,9 @@ class _Reader:
     imported: dict[str, str] = field(default_factory=dict[str, str])
     """Functions of other modules, as `module:function`."""
     made: list[Made] = field(default_factory=list[Made])
+    flags: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Defaults of what a command line may give."""
+    flags_read: set[str] = field(default_factory=set[str])
     unsure: int = 0
     """In how many conditions and repetitions the statement stands."""
     later: list[ast.FunctionDef | ast.AsyncFunctionDef] = field(
@@ -222,10 +257,7 @@ class _Reader:
             case ast.Attribute(ast.Name("SchedulerType"), name):
                 return name.lower()
             case ast.Attribute(owner, name):
-                made = self.value(owner)
-                return (
-                    made.given.get(name, _unread(node)) if isinstance(made, Made) else _unread(node)
-                )
+                return self._attribute(node, self.value(owner), name)
             case ast.List() | ast.Tuple() | ast.Dict() | ast.Subscript():
                 return self._container(node)
             case ast.UnaryOp(operator, operand):
@@ -238,6 +270,14 @@ class _Reader:
                 return self._call(node)
             case _:
                 return _unread(node)
+
+    def _attribute(self, node: ast.expr, owner: Any, name: str) -> Any:
+        if isinstance(owner, Made):
+            return owner.given.get(name, _unread(node))
+        if isinstance(owner, Unread) and "parse" in owner.written and name in self.flags:
+            self.flags_read.add(name)
+            return self.flags[name]
+        return _unread(node)
 
     def _container(self, node: ast.List | ast.Tuple | ast.Dict | ast.Subscript) -> Any:
         match node:
@@ -328,6 +368,10 @@ class _Reader:
                 self._bind(target, self.value(value))
             case "dict", _:
                 return self._merged(node)
+            case "add_argument", [*_, ast.Constant(str(name))] if name.startswith("--"):
+                given = self._arguments(ast.Call(node.func, [], node.keywords), ())
+                if _is_plain(given.get("default", _unread(node))):
+                    self.flags[name[2:].replace("-", "_")] = given["default"]
             case "replace", [_]:
                 given = self._arguments(node, ("",))
                 before = given.pop("")
@@ -388,14 +432,19 @@ class _Reader:
             of_kind = [each for each in self.made if each.kind == kind]
             if kind == "SamplingParams" or not of_kind:
                 continue
+            if kind == "from_pretrained" and isinstance(found.get("model"), str):
+                continue
             if not any(each.kind == kind for each in reached):
                 chosen = of_kind[0] if kind == "from_pretrained" else of_kind[-1]
                 self._take(found, chosen, reached)
             taken = max(each.line for each in reached if each.kind == kind)
-            for each in of_kind:
-                if kind in ("GRPOConfig", "GRPOTrainer") and each not in reached:
-                    why = f"that of line {taken} is read instead"
-                    found[f"{kind} of line {each.line}"] = Unread(kind, 0, why)
+            others = [str(each.line) for each in of_kind if each not in reached]
+            if kind in ("GRPOConfig", "GRPOTrainer") and others:
+                why = f"that of line {taken} is read instead"
+                found[f"{kind} of line {', '.join(others[:9])}"] = Unread(kind, 0, why)
+        if self.flags_read:
+            why = "what it gives is not known, and of {} the defaults are taken"
+            found["command line"] = Unread(", ".join(sorted(self.flags_read)), 0, why)
         return found
 
     def _take(self, found: dict[str, Any], made: Made, reached: list[Made]) -> None:
@@ -413,7 +462,7 @@ class _Reader:
             if made.kind == "SamplingParams" and name in ("seed", "max_tokens", "n"):
                 name = f"vllm_sampling_params.{name}"
             if name != "reward_funcs" and not _is_plain(value):
-                value = value if isinstance(value, Unread) else Unread(str(value), made.line)
+                value = value if isinstance(value, Unread) else Unread(_written(value), made.line)
                 found.setdefault(name, value)
             else:
                 found[name] = value
@@ -444,6 +493,18 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, cast("dict[str, Any]", value).values()))
     return not isinstance(value, Unread | Made)
+
+
+def _written(value: Any) -> str:
+    """A value as it may stand in a file."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, cast('list[Any]', value)))}]"
+    if isinstance(value, dict):
+        pairs = cast("dict[str, Any]", value).items()
+        return f"{{{', '.join(f'{key!r}: {_written(each)}' for key, each in pairs)}}}"
+    if isinstance(value, Made):
+        return f"{value.kind}(…)"
+    return value.written if isinstance(value, Unread) else repr(value)
 
 
 def _unread(node: ast.expr) -> Unread:

@@ -160,16 +160,7 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
     """Our choices for foreign keys, and how each of these ended."""
     made = Translation(file, {}, processes)
     for name, value in given.items():
-        number = _number(name, value)
-        if unfit := _unfit(name, number):
-            if name in WITHOUT_EFFECT or (name == "model_name_or_path" and file.suffix == ".py"):
-                made.fates[name] = "no effect"
-            else:
-                made.lose(name, unfit, "unread")
-        elif _stands_at_default(name, number):
-            made.fates[name] = "default"
-        else:
-            made.given[name] = number
+        _receive(made, name, value)
     made.open_r1 = is_open_r1(given) and file.suffix not in (".py", ".ipynb")
     for step in (
         _model,
@@ -193,6 +184,24 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
     _leave_out_what_does_not_fit(made)
     _remark_on_the_silent(made)
     return made
+
+
+def _receive(made: Translation, name: str, value: Any) -> None:
+    """Keep a value that can be used; of another one its key ends here."""
+    number = _number(name, value)
+    idle = name in WITHOUT_EFFECT or (name == "model_name_or_path" and made.file.suffix == ".py")
+    if not (unfit := _unfit(name, number)):
+        if _stands_at_default(name, number):
+            made.fates[name] = "default"
+        else:
+            made.given[name] = number
+    elif name in NO_EQUAL:
+        made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+        made.fates[name] = "no equal"
+    elif idle:
+        made.fates[name] = "no effect"
+    else:
+        made.lose(name, unfit, "unread")
 
 
 def _processes(given: Mapping[str, Any]) -> int:
@@ -414,7 +423,7 @@ def _batch(made: Translation) -> None:
     name = (
         "steps_per_generation" if "steps_per_generation" in made.given else "generation_batch_size"
     )
-    if reuse > 1 and reuse.denominator == 1 and whole * reuse >= reuse:
+    if reuse > 1 and reuse.denominator == 1:
         made.choose(
             "training.minibatches",
             int(reuse),
@@ -425,7 +434,7 @@ def _batch(made: Translation) -> None:
             max(1, round(prompts * reuse)),
             "All groups that are sampled before these updates.",
         )
-    elif reuse != 1 and name in made.given:
+    elif reuse > 1:
         made.lose(
             name,
             f"{made.given[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a whole number",

@@ -53,7 +53,8 @@ merged.update(max_steps=7)
 tokenizer = AutoTokenizer.from_pretrained("other/tokenizer")
 model = AutoModelForCausalLM.from_pretrained("Qwen/Q")
 args = dataclasses.replace(GRPOConfig("out", **merged), seed=5)
-args.max_completion_length = 99
+parser.add_argument("--max-completion", default=99)
+args.max_completion_length = parser.parse_args().max_completion
 if cuda():
     args.epsilon = 0.3
 later = GRPOConfig(output_dir="never", beta=9)
@@ -142,8 +143,10 @@ def test_a_notebook_of_unsloth_as_a_python_file_and_as_it_is() -> None:
     assert config["algorithm"] == {"type": "dr_grpo"}
     assert config["rewards"]["reward_funcs"] == ["xml_count", "train.py:polite"]
     assert told(report) == {"min_p"}
-    cell = {"cell_type": "code", "source": UNSLOTH.splitlines(keepends=True)}
-    assert made("book.ipynb", json.dumps({"cells": [cell]}))[0]["training"] == config["training"]
+    sources = ["%%bash\npip list 007", "print(\n a b)", UNSLOTH.splitlines(keepends=True)]
+    cells = [{"cell_type": "code", "source": source} for source in sources]
+    again, report = made("book.ipynb", json.dumps({"cells": cells}))
+    assert (again["training"], told(report)) == (config["training"], {"min_p", "line 1"})
 
 
 def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_its_line() -> None:
@@ -156,10 +159,17 @@ def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_it
     assert (config["model"]["name"], config["lora"]) == ("Qwen/Q", {"r": 8, "alpha": 4})
     rewards = ["think_format", "my_rewards:polite", "a.py:own", "length"]
     assert config["rewards"]["reward_funcs"] == rewards
-    lost = {"**more", "epsilon", "lora_r", "GRPOConfig of line 14", "GRPOTrainer argument 5"}
+    lost = {
+        "**more",
+        "epsilon",
+        "lora_r",
+        "GRPOConfig of line 15",
+        "GRPOTrainer argument 5",
+        "command line",
+    }
     assert told(report) == {*lost, "reward_funcs"}
     said = " ".join(finding.measured for finding in report.findings)
-    assert all(f"line {at}" in said for at in ("4: only", "13: its", "20: trainer.train()"))
+    assert all(f"line {at}" in said for at in ("4: only", "14: its", "21: trainer.train()"))
 
 
 def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -> None:
