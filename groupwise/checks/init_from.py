@@ -417,7 +417,9 @@ def _batch(made: Translation) -> None:
         )
     sampled = made.take("generation_batch_size")
     steps = made.take("steps_per_generation")
-    if steps is None and sampled is not None:
+    if sampled is not None and steps is not None:
+        made.fates["generation_batch_size"] = "default"  # a dump has both, and the steps say it
+    elif sampled is not None:
         steps = Fraction(sampled, device * made.processes)
     reuse = Fraction(accumulated if steps is None else steps, accumulated)
     name = (

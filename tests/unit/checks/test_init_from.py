@@ -143,7 +143,7 @@ def test_a_notebook_of_unsloth_as_a_python_file_and_as_it_is() -> None:
     assert config["algorithm"] == {"type": "dr_grpo"}
     assert config["rewards"]["reward_funcs"] == ["xml_count", "train.py:polite"]
     assert told(report) == {"min_p"}
-    sources = ["%%bash\npip list 007", "print(\n a b)", UNSLOTH.splitlines(keepends=True)]
+    sources = ["%%bash\npip list 007", "x = 1 2", UNSLOTH.splitlines(keepends=True)]
     cells = [{"cell_type": "code", "source": source} for source in sources]
     again, report = made("book.ipynb", json.dumps({"cells": cells}))
     assert (again["training"], told(report)) == (config["training"], {"min_p", "line 1"})
@@ -248,7 +248,7 @@ def test_nothing_of_a_full_dump_is_lost(dump: dict[str, Any]) -> None:
         its = report.details["keys"][ALIASES.get(name, name)]
         named = any(name in f"{each.name} {each.measured}" for each in report.findings)
         same = report.details["config"] == whole.details["config"]
-        assert its in ("taken", "default") or named or not same
+        assert its == "default" or named or not same or value is True  # scale_rewards, as group
 
     each_change_is_seen()
 
