@@ -359,7 +359,6 @@ FOREIGN_TO_RL: dict[str, str] = {
             "dataset_text_field",
             "truncation_mode",
             "load_best_model_at_end",
-            "eval_on_start",
         ),
         _SFT,
     ),
@@ -398,7 +397,7 @@ _OF_RL_ALONE = (
     ),
 )
 """What an advice speaks of that a supervised run has not."""
-_KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold")
+_KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold", "eval_on_start")
 
 
 def _for_sft(name: str, advice: str) -> str | None:

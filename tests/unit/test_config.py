@@ -99,15 +99,10 @@ def test_a_file_is_read_with_overrides_typed_like_it(tmp_path: Path) -> None:
     assert config.lora is None
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        [],
-        ["lora=null", "training.num_train_epochs=0.5"],
-        ["algorithm.type=grpo", "algorithm.scale_rewards=none", "sampler.stop=[a, b]"],
-        ["rewards.reward_weights=[1, 0.5]", "lora.target_modules=[q_proj]", "task.x={y: [1]}"],
-    ],
-)
+@pytest.mark.parametrize("given", [
+    [], ["lora=null", "training.num_train_epochs=0.5"], ["algorithm.type=grpo", "algorithm.scale_rewards=none", "sampler.stop=[a, b]"],
+    ["rewards.reward_weights=[1, 0.5]", "lora.target_modules=[q_proj]", "task.x={y: [1]}"],
+])  # fmt: skip
 def test_the_resolved_config_loads_to_the_same(given: list[str]) -> None:
     config = load_config(MINIMAL, given).config
     stored = json.loads(json.dumps(resolved(config)))
@@ -237,14 +232,10 @@ task:
     assert "hf_123456" not in "".join(found)
 
 
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("scale_rewards=group", "it is a key of grpo, dapo, gspo, cispo."),
-        ("epsilon_hi=0.3", "algorithm.epsilon_high (of grpo, dr_grpo,"),
-        ("type=gropo", "did you mean grpo?"),
-    ],
-)
+@pytest.mark.parametrize(("word", "told"), [
+    ("scale_rewards=group", "it is a key of grpo, dapo, gspo, cispo."), ("epsilon_hi=0.3", "algorithm.epsilon_high (of grpo, dr_grpo,"),
+    ("type=gropo", "did you mean grpo?"),
+])  # fmt: skip
 def test_an_unknown_knob_names_the_nearest_and_who_has_it(
     tmp_path: Path, word: str, told: str
 ) -> None:

@@ -127,10 +127,9 @@ class Hanging:
         pass
 
 
-@pytest.mark.parametrize(
-    ("answered", "calls", "determinism"),
-    [((), 3, "skipped"), ((3,), 6, "skipped"), (range(1, 9), 11, "warning")],
-)
+@pytest.mark.parametrize(("answered", "calls", "determinism"), [
+    ((), 3, "skipped"), ((3,), 6, "skipped"), (range(1, 9), 11, "warning"),
+])  # fmt: skip
 def test_a_reward_that_hangs_is_given_up(
     monkeypatch: pytest.MonkeyPatch, answered: Collection[int], calls: int, determinism: str
 ):
@@ -177,16 +176,10 @@ class Relative:
         return share(completions, answer)
 
 
-@pytest.mark.parametrize(
-    ("reward", "levels"),
-    [
-        (tagged, {"gold earns most": "ok"}),
-        (contains, {"prompt echoed": "warning", "gold earns most": "warning"}),
-        (tired, {"determinism": "warning"}),
-        (share, {"independence": "warning"}),
-        (Relative(), {"independence": "ok"}),
-    ],
-)
+@pytest.mark.parametrize(("reward", "levels"), [
+    (tagged, {"gold earns most": "ok"}), (contains, {"prompt echoed": "warning", "gold earns most": "warning"}),
+    (tired, {"determinism": "warning"}), (share, {"independence": "warning"}), (Relative(), {"independence": "ok"}),
+])  # fmt: skip
 def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     found = checked(reward)
     assert {name: found[name].level for name in levels} == levels

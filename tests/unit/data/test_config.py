@@ -53,7 +53,7 @@ def test_mixture_comes_back_from_the_resolved_config() -> None:
 
 
 @pytest.mark.parametrize(("entry", "said"), [
-    ({"sorce": "a"}, "set 0: 'sorce' is not a key; did you mean source? there are source, task"),
+    ({"sorce": "a"}, "set 0: 'sorce' is not a key; did you mean source."),
     ({"source": "a", "weight": 0}, "set 0: weight is 0; it must be a number (above 0)."),
     ({"source": "a", "weight": "2"}, 'set 0: weight is "2"; it must be a number'), ({"source": 3}, "set 0: source is 3; it must be text"),
     ({"weight": 1}, "set 0: give either `source` or `task`."), ({"source": "a", "task": "b"}, "set 0: give either `source` or `task`."),
