@@ -262,7 +262,11 @@ def diversity(sight: Sight) -> Finding | None:
         "reward now": reward.now,
     }
     strength = min(strengths[name], _not_risen(sight, reward), _left_to_earn(sight, reward))
-    return Finding(strength, f"{DIVERSE[name]} without a rise in reward: the policy has stopped exploring", values)
+    return Finding(
+        strength,
+        f"{DIVERSE[name]} without a rise in reward: the policy has stopped exploring",
+        values,
+    )
 
 
 def sameness(sight: Sight) -> Finding | None:

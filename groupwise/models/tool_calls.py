@@ -2,7 +2,8 @@
 
 Most templates take arguments as objects; some fail on these, or write them as Python does, and take JSON text. Some ask whether the
 content beside a call is none, but transformers takes keys that hold None out of messages: these are asked whether it is not there. Which
-way is right shows in what the template makes of the conversation. A template that leaves calls out takes none of the ways.
+way is right shows in what the template makes of the conversation. A template that leaves calls out gets them as text, in the form in
+which calls of a model are read: a `<tool_call>` with JSON.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ def written_calls(
     )
     ways: list[tuple[list[Message], str]] = []
     problems: list[Exception] = []
-    for text, as_json in product(dict.fromkeys((template, of_absent)), (False, True)):
+    forms = [*product(dict.fromkeys((template, of_absent)), (False, True)), (template, None)]
+    for text, as_json in forms:
         given = _with_functions(messages, _with_json_text if as_json else _with_object)
         probe = _with_functions(given, lambda function: {**function, "name": PROBE})
+        if as_json is None:
+            if ways:
+                break
+            given, probe = ([_as_text(each) for each in all_of] for all_of in (given, probe))
         try:
             made = tokenizer.apply_chat_template(
                 probe, **{**arguments, "chat_template": text}, tokenize=False
@@ -54,12 +60,31 @@ def written_calls(
             problems.append(error)
             continue
         write = _json if as_json else str
-        if as_json == any(_json(each) != str(each) and write(each) in made for each in objects):
+        if as_json is None or as_json == any(
+            _json(each) != str(each) and write(each) in made for each in objects
+        ):
             return given, text
         ways.append((given, text))
     if not ways:
         raise problems[0]
     return ways[0]
+
+
+def _as_text(message: Message) -> Message:
+    """A message whose calls stand in its content."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [call.get("function", call) for call in calls]
+    written = [
+        f"<tool_call>\n{_json({'name': each['name'], 'arguments': each.get('arguments', {})})}\n</tool_call>"
+        for each in functions
+    ]
+    content = "\n".join(filter(None, [message.get("content"), *written]))
+    return {
+        **{key: value for key, value in message.items() if key != "tool_calls"},
+        "content": content,
+    }
 
 
 def _with_functions(

@@ -83,10 +83,22 @@ def test_tool_calls_reach_templates_as_they_take_them(function, condition):
     ]
     for called in (CALLED, as_text):
         assert render(tokenizer, Chat(called), ask=False) == '1+1??add({"a": "x"})'
+
+
+def test_a_template_without_tool_calls_gets_them_as_text_or_refuses():
+    calling = [*ASKED, {**CALLED[1], "content": "I add."}]
+    made = render(
+        with_template("{% for m in messages %}{{ m.content }}|{% endfor %}"),
+        Chat(calling),
+        ask=False,
+    )
+    assert (
+        made == '1+1?|I add.\n<tool_call>\n{"name": "add", "arguments": {"a": "x"}}\n</tool_call>|'
+    )
     with pytest.raises(Refused, match="all tool calls"):
         render(
             with_template("{% for m in messages %}{{ m.role }}{% endfor %}add"),
-            Chat(CALLED),
+            Chat(calling),
             ask=False,
         )
 
