@@ -183,6 +183,23 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -
     assert told(report) == set(lost.split())
 
 
+def test_what_no_config_of_ours_can_have_is_left_out_with_all_that_needs_it() -> None:
+    config, report = small(
+        "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
+    )
+    assert not {"data", "target_modules", "temperature"} & {
+        *config,
+        *config["lora"],
+        *config["sampler"],
+    }
+    assert told(report) == {
+        "dataset_name",
+        "dataset_prompt_column",
+        "lora_target_modules",
+        "temperature",
+    }
+
+
 def test_the_flags_of_a_command() -> None:
     Path("base.yaml").write_text("{beta: 0.1, seed: 1}")
     command = "accelerate launch --num_processes 4 \\\n grpo.py --model_name_or_path m/n --num-generations 4 --lora_r 8 --use_peft"
