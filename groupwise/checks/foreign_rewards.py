@@ -45,7 +45,7 @@ SAME_DEFAULT = {
 
 def is_open_r1(given: Mapping[str, Any]) -> bool:
     """Whether a config is a recipe of open-r1, which makes a chat of every prompt."""
-    return bool(OF_OPEN_R1 & given.keys()) and "from_pretrained" not in given
+    return bool(OF_OPEN_R1 & given.keys())
 
 
 def entry_of(

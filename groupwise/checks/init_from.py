@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,6 +24,7 @@ from groupwise.checks.foreign_names import (
     DEFAULTS,
     LORA_DEFAULTS,
     LOSSES,
+    MAY_BE_NULL,
     MAY_BE_ZERO,
     NO_EQUAL,
     NUMBERS,
@@ -190,7 +192,10 @@ def _receive(made: Translation, name: str, value: Any) -> None:
     """Keep a value that can be used; of another one its key ends here."""
     number = _number(name, value)
     idle = name in WITHOUT_EFFECT or (name == "model_name_or_path" and made.file.suffix == ".py")
-    if not (unfit := _unfit(name, number)):
+    if name in MAY_BE_NULL and (value is None or value == 0):
+        made.choose(SAME[name], None, made.origin(name))
+        made.fates[name] = "taken"
+    elif not (unfit := _unfit(name, number)):
         if _stands_at_default(name, number):
             made.fates[name] = "default"
         else:
@@ -276,7 +281,7 @@ def _unfit(name: str, value: Any) -> str | None:
         return f"is not taken over: {value.told}. Write its value there, or into the result"
     if value is None or name not in NUMBERS:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return f"is not taken over: {value!r:.40} is no number. Write the number into the result"
     if name in WHOLE and value != int(value) and not (name == "warmup_steps" and 0 < value < 1):
         return f"is not taken over: {value} is a share of the run there; here it is a whole number"

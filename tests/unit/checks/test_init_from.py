@@ -257,6 +257,8 @@ def test_nothing_of_a_full_dump_is_lost(dump: dict[str, Any]) -> None:
     usual = {ALIASES.get(name, name) for name in dump}
     assert usual == set(whole.details["keys"])
     assert told(whole) == {"model_name_or_path"}
+    off, _ = made("a.json", json.dumps({**dump, "max_grad_norm": 0, "seed": float("inf")}))
+    assert (off["training"]["max_grad_norm"], off["run"]["save_total_limit"]) == (None, None)
 
     @given(st.sampled_from(sorted(dump)), st.sampled_from([True, 7, 0.5, "x", ["y"]]))
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
