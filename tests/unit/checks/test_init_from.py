@@ -178,7 +178,10 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -
     config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs={rewards})")
     training = config["training"]
     assert (training["learning_rate"], training["num_generations"]) == (2**-20, 8)
-    assert config["rewards"]["reward_funcs"] == ["a.b:f", {"name": "overlong", "max_length": 512}]
+    assert config["rewards"]["reward_funcs"] == [
+        "a.b:f",
+        {"name": "overlong", "max_length": 1280, "cache": 256},
+    ]
     lost = "model_name_or_path num_generations save_steps max_steps beta adam_beta1"
     assert told(report) == set(lost.split())
 
