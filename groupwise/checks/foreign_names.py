@@ -160,3 +160,5 @@ NUMBERS = WHOLE | frozenset(
     """.split()
 )
 MAY_BE_ZERO = frozenset({"warmup_steps", "seed", "max_steps"})
+MAY_BE_NULL = frozenset({"max_grad_norm", "save_total_limit"})
+"""What null, or 0, switches off there, as null does here."""

@@ -33,6 +33,8 @@ PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
     "overlong": {"max_completion_len": ("max_length", 16384), "soft_punish_cache": ("cache", 4096)},
 }  # fmt: skip
 """open-r1's keys of its rewards, ours, and what they are where a recipe does not say it."""
+OVERLONG_OF_TRL = {"max_completion_len": 1280, "soft_punish_cache": 256}
+"""What TRL's command gives `get_soft_overlong_punishment`, which a config names without its arguments."""
 SAME_DEFAULT = {
     "max_length": 1000,
     "right_long": 0.5,
@@ -45,7 +47,7 @@ SAME_DEFAULT = {
 
 def is_open_r1(given: Mapping[str, Any]) -> bool:
     """Whether a config is a recipe of open-r1, which makes a chat of every prompt."""
-    return bool(OF_OPEN_R1 & given.keys()) and "from_pretrained" not in given
+    return bool(OF_OPEN_R1 & given.keys())
 
 
 def entry_of(
@@ -77,7 +79,8 @@ def entry_of(
         said = f"`{name}` is `{meant.rewards[0]}` here: {meant.remark}"
         if meant.rewards[0] == "length" and "cosine_max_len" in given:
             said += "; cosine_max_len counts characters there, and tokens here"
-        return _with_parameters(name, meant, given, open_r1), said, False
+        fixed = OVERLONG_OF_TRL if name == "get_soft_overlong_punishment" else {}
+        return _with_parameters(name, meant, {**given, **fixed}, open_r1), said, False
     if ":" in name:
         return name, "", False
     if "/" in name:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,6 +24,7 @@ from groupwise.checks.foreign_names import (
     DEFAULTS,
     LORA_DEFAULTS,
     LOSSES,
+    MAY_BE_NULL,
     MAY_BE_ZERO,
     NO_EQUAL,
     NUMBERS,
@@ -190,7 +192,10 @@ def _receive(made: Translation, name: str, value: Any) -> None:
     """Keep a value that can be used; of another one its key ends here."""
     number = _number(name, value)
     idle = name in WITHOUT_EFFECT or (name == "model_name_or_path" and made.file.suffix == ".py")
-    if not (unfit := _unfit(name, number)):
+    if name in MAY_BE_NULL and (value is None or value == 0):
+        made.choose(SAME[name], None, made.origin(name))
+        made.fates[name] = "taken"
+    elif not (unfit := _unfit(name, number)):
         if _stands_at_default(name, number):
             made.fates[name] = "default"
         else:
@@ -218,7 +223,6 @@ def _processes(given: Mapping[str, Any]) -> int:
 
 def _leave_out_what_does_not_fit(made: Translation) -> None:
     """Values that no config of ours can have, each with what is said of it."""
-    names = {key: name for name, key in SAME.items()}
     for _ in range(len(made.choices)):
         tree: dict[str, Any] = {}
         for choice in made.choices.values():
@@ -230,13 +234,25 @@ def _leave_out_what_does_not_fit(made: Translation) -> None:
             load_config(tree)
             return
         except ConfigError as error:
-            said = re.findall(r"(?m)^config: ([\w.]+)( is .*)", str(error))
-            refused = [(key, text) for key, text in said if key in made.choices and key in names]
-            for key, text in refused:
-                del made.choices[key]
-                made.lose(names[key], f"is not taken over: {key}{text.rstrip('.')}", "unread")
-            if not refused:
-                return  # whoever reads the file is told
+            said = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
+        refused = [(key, text) for key, text in said if key in made.choices]
+        for key, text in dict(refused).items():
+            if key in made.choices:  # or what it needs has taken it along
+                _leave_out(made, key, f"{key}{text.rstrip('.')}")
+        if not refused:
+            return  # whoever reads the file is told
+
+
+def _leave_out(made: Translation, key: str, why: str) -> None:
+    source = re.match(r"From ([\w.]+)", made.choices.pop(key).reason)
+    if source is not None:
+        made.lose(source[1], f"is not taken over: {why}", "unread")
+    if key == "model.name":
+        made.choose(key, "tiny", "Put yours here.")
+    if key in ("data.dataset_name", "data.dataset_mixture"):
+        for other in [each for each in made.choices if each.startswith("data.")]:
+            if other.removeprefix("data.") in DatasetConfig.model_fields:
+                _leave_out(made, other, "nothing says where the rows come from")
 
 
 def _number(name: str, value: Any) -> Any:
@@ -265,7 +281,7 @@ def _unfit(name: str, value: Any) -> str | None:
         return f"is not taken over: {value.told}. Write its value there, or into the result"
     if value is None or name not in NUMBERS:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return f"is not taken over: {value!r:.40} is no number. Write the number into the result"
     if name in WHOLE and value != int(value) and not (name == "warmup_steps" and 0 < value < 1):
         return f"is not taken over: {value} is a share of the run there; here it is a whole number"
@@ -387,7 +403,7 @@ def _lora(made: Translation) -> None:
     if modules and modules not in ("all-linear", ["all-linear"]):
         made.choose(
             "lora.target_modules",
-            [modules] if isinstance(modules, str) else list(modules),
+            modules if isinstance(modules, list) else [modules],
             made.origin("lora_target_modules"),
         )
 
@@ -433,7 +449,7 @@ def _batch(made: Translation) -> None:
         )
         made.choose(
             "training.prompts_per_step",
-            max(1, round(prompts * reuse)),
+            max(int(reuse), round(prompts * reuse)),
             "All groups that are sampled before these updates.",
         )
     elif reuse > 1:
@@ -726,7 +742,7 @@ def _sets(made: Translation, name: str, several: Any) -> Iterator[dict[str, Any]
         if columns := given.pop("columns", None):
             made.remark(
                 name,
-                f"the columns {', '.join(columns)} of {source} are kept as all others are",
+                f"the columns {columns} of {source} are kept as all others are",
             )
         for key in given:
             made.lose(name, f"{key} of {source} is not taken over: no set here has it")

@@ -41,7 +41,8 @@ def init(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="In place of a task and a model: the GRPO config of TRL, open-r1 or Unsloth, as YAML, as JSON, or in a Python file.",
+            help="In place of a task and a model: the GRPO config of TRL, open-r1 or Unsloth: YAML, JSON, a shell script, "
+            "a Python file or a notebook.",
         ),
     ] = None,
     processes: Annotated[

@@ -87,7 +87,7 @@ def with_prompts(
     strict: bool,
     unscorable: Callable[[Row], str | None] = lambda row: None,
 ) -> Rows:
-    """The rows with their column `prompt` as text or chat messages. Raises TaskError where no row is left, or one is not `strict`ly.
+    """The rows with their column `prompt` as text or chat messages. Raises TaskError if no row is left, or with `strict` if any row cannot be used.
 
     `unscorable` says why a row, without its prompt, is of no use to those who score it.
     """
@@ -191,7 +191,7 @@ def _unusable(
     remedy = (
         "Mend them, or set data.strict to false to leave them out."
         if strict
-        else ("data.prompt_column and data.columns say which columns are meant.")
+        else "Check data.prompt_column and data.columns: they name the columns that are read."
     )
     return "\n".join([f"{where}: {begin}:", *lines, remedy])
 
@@ -289,5 +289,5 @@ def _with_system(
     own = [m for m in messages if m["role"] in ("system", "developer")]
     if not system_prompt or any(m["content"].strip() for m in own):
         return messages
-    changes.append("the system prompt was put before (data.system_prompt)")
+    changes.append("the system prompt was prepended (data.system_prompt)")
     return [{"role": "system", "content": system_prompt}, *(m for m in messages if m not in own)]

@@ -1,12 +1,12 @@
-"""Rows of a teacher, in any of the forms that people keep them in, as checked examples.
+"""SFT rows, in any of the forms that people keep them in, as checked examples.
 
     messages                   a conversation; also with `tools` and `chat_template_kwargs`
     prompt, completion         both text, or both messages, or messages and a text
     text                       (or the column that `dataset_text_field` names) trained whole
     input_ids, labels          tokens; labels -100 are not trained (or `completion_mask`, `assistant_masks`; without: trained whole)
 
-A formatting function turns rows of any other form into text or messages first. Which form a row has is decided by its columns, in the
-order above from tokens down. Nothing here tokenises: that is done where the tokenizer is known.
+A formatting function turns rows of any other form into text or messages first. A row has the first form whose columns it has: tokens,
+then messages, prompt and completion, text. Nothing here tokenises: that is done where the tokenizer is known.
 """
 
 from __future__ import annotations

@@ -454,9 +454,7 @@ def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 _OF_A_TABLE = ("inputs", "outputs", "input", "output", "fn_name")
-_NO_TABLE = (
-    "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, 2 lists of one length"
-)
+_NO_TABLE = "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, two lists of equal length"
 
 
 def _case(value: Any) -> Case:
@@ -738,7 +736,7 @@ def _note(found: Verdict | Failed) -> dict[str, Any] | None:
 def _warn_once(missing: tuple[str, ...]) -> None:
     if serious := [name for name in missing if name in ("network", "files")]:
         logger.warning(
-            "Code of the model runs in a sandbox that this system does not let be closed: %s. "
-            "Name in `require` what you do not want to go without.",
+            "This system cannot enforce all protections of the sandbox that runs the model's code: %s. "
+            "Name in `require` those without which the code must not run.",
             "; ".join(f"{name} (else {PROTECTIONS[name]})" for name in serious),
         )

@@ -178,9 +178,29 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -
     config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs={rewards})")
     training = config["training"]
     assert (training["learning_rate"], training["num_generations"]) == (2**-20, 8)
-    assert config["rewards"]["reward_funcs"] == ["a.b:f", {"name": "overlong", "max_length": 512}]
+    assert config["rewards"]["reward_funcs"] == [
+        "a.b:f",
+        {"name": "overlong", "max_length": 1280, "cache": 256},
+    ]
     lost = "model_name_or_path num_generations save_steps max_steps beta adam_beta1"
     assert told(report) == set(lost.split())
+
+
+def test_what_no_config_of_ours_can_have_is_left_out_with_all_that_needs_it() -> None:
+    config, report = small(
+        "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
+    )
+    assert not {"data", "target_modules", "temperature"} & {
+        *config,
+        *config["lora"],
+        *config["sampler"],
+    }
+    assert told(report) == {
+        "dataset_name",
+        "dataset_prompt_column",
+        "lora_target_modules",
+        "temperature",
+    }
 
 
 def test_the_flags_of_a_command() -> None:
@@ -240,6 +260,8 @@ def test_nothing_of_a_full_dump_is_lost(dump: dict[str, Any]) -> None:
     usual = {ALIASES.get(name, name) for name in dump}
     assert usual == set(whole.details["keys"])
     assert told(whole) == {"model_name_or_path"}
+    off, _ = made("a.json", json.dumps({**dump, "max_grad_norm": 0, "seed": float("inf")}))
+    assert (off["training"]["max_grad_norm"], off["run"]["save_total_limit"]) == (None, None)
 
     @given(st.sampled_from(sorted(dump)), st.sampled_from([True, 7, 0.5, "x", ["y"]]))
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
