@@ -41,15 +41,12 @@ def test_an_endless_stream_is_read_up_to_its_limit_and_what_has_a_length_whole()
     assert len(examples_from_rows([{"prompt": "a"}] * 9, where="", limit=5)) == 9
 
 
-@pytest.mark.parametrize(
-    ("row", "place"),
-    [
-        ({"prompt": "half \ud83d"}, "row 1, column `prompt`"),
-        ({"prompt": [{"role": "user", "content": "\ude00"}]}, "row 1, column `prompt`"),
-        ({"prompt": "a", "answer": ["whole", "\ud83d"]}, "row 1, column `answer`"),
-        ({"prompt": "a", "meta": {"k\ud83d": 1}}, "row 1, column `meta`"),
-    ],
-)
+@pytest.mark.parametrize(("row", "place"), [
+    ({"prompt": "half \ud83d"}, "row 1, column `prompt`"),
+    ({"prompt": [{"role": "user", "content": "\ude00"}]}, "row 1, column `prompt`"),
+    ({"prompt": "a", "answer": ["whole", "\ud83d"]}, "row 1, column `answer`"),
+    ({"prompt": "a", "meta": {"k\ud83d": 1}}, "row 1, column `meta`"),
+])  # fmt: skip
 def test_half_a_character_is_refused_by_its_row(row, place):
     message = refused([{"prompt": "whole \U0001f600"}, row])
     assert place in message
