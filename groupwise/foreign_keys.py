@@ -16,7 +16,7 @@ _OVERLONG = (
     "algorithm.mask_truncated_completions leaves rollouts that were cut off out of the loss"
 )
 _RESUME = "give --resume or --resume-from RUN@STEP on the command line"
-_MACHINE = "a run has this machine alone, one GPU or the cores of its CPU, of which run.processes and run.threads say how many are used"
+_MACHINE = "here it is scale.learners, one process for each GPU; run.processes and run.threads say how many cores of a CPU are used"
 _CHECKPOINTS = "the callback push_to_hub_revision uploads each checkpoint"
 _REWARDS = "rewards.reward_funcs names the rewards, each with its parameters"
 _SANDBOX = "the reward python_tests runs code in boxes of its own, on this machine"
@@ -74,7 +74,7 @@ FOREIGN_TO_RL: dict[str, str] = {
     "vllm_gpu_memory_utilization": _named("sampler.gpu_memory_utilization"),
     "eval_on_start": _named("eval.before_and_after"),
     "evaluation": "here it is the section eval",
-    "attn_implementation": "the attention that suits the machine is chosen by itself",
+    "attn_implementation": "the attention implementation is chosen automatically",
     **dict.fromkeys(("init_adapter_repo", "init_adapter"), _named("model.adapter")),
     **dict.fromkeys(("use_rslora", "rs_lora"), _named("lora.rslora")),
     **dict.fromkeys(

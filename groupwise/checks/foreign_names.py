@@ -62,9 +62,9 @@ WITHOUT_EFFECT = frozenset(
 """What decides how something is computed or shown there, and not what is learnt."""
 
 REMARKS = {
-    "use_liger_loss": "the loss is computed in pieces here by itself",
-    "use_liger_kernel": "the loss is computed in pieces here by itself",
-    "bf16": "the number format is model.dtype here, which suits model and machine by itself",
+    "use_liger_loss": "the loss is always computed in chunks here",
+    "use_liger_kernel": "the loss is always computed in chunks here",
+    "bf16": "the number format is model.dtype here, which by default suits model and machine",
     "fp16": "half precision is bfloat16 or float32 here (model.dtype); fp16 would need loss scaling",
     "use_vllm": "the engine is sampler.engine: torch samples in the run, vllm at servers (sampler.url) or one that the run starts",
     "push_to_hub": "run.hub.repo_id names where the result goes; without it nothing is uploaded",
@@ -80,11 +80,11 @@ REMARKS = {
 NO_EQUAL = {
     "use_dora": "DoRA is not supported: only the low-rank factors are trained (lora, or lora: null for all weights)",
     "modules_to_save": "only the low-rank factors of lora are trained; `lora: null` trains all weights",
-    "top_p": "training samples the whole distribution, which the learner's probabilities are those of; eval.top_p restricts evaluations",
-    "top_k": "training samples the whole distribution, which the learner's probabilities are those of; eval.top_k restricts evaluations",
-    "min_p": "training samples the whole distribution, which the learner's probabilities are those of; eval.min_p restricts evaluations",
+    "top_p": "training samples from all tokens, as the learner computes their probabilities; eval.top_p restricts evaluations only",
+    "top_k": "training samples from all tokens, as the learner computes their probabilities; eval.top_k restricts evaluations only",
+    "min_p": "training samples from all tokens, as the learner computes their probabilities; eval.min_p restricts evaluations only",
     "repetition_penalty": "training samples the model's own distribution; the reward `repetition` makes repeating cost something",
-    "top_entropy_quantile": "all tokens teach here",
+    "top_entropy_quantile": "all tokens of a completion contribute to the loss here",
     "sync_ref_model": "the reference stays the start of the run",
     "ref_model_mixup_alpha": "the reference stays the start of the run",
     "ref_model_sync_steps": "the reference stays the start of the run",
@@ -98,7 +98,7 @@ NO_EQUAL = {
     "dataset_mixer": "name the sets in data.dataset_mixture",
     "label_smoothing_factor": "TRL's loss of GRPO does not use it either",
 }  # fmt: skip
-"""What is lost, and what there is instead."""
+"""Keys without an equal, and what there is instead."""
 
 TRL_BATCH, TRL_GENERATIONS = 8, 8
 """TRL's defaults of per_device_train_batch_size and num_generations."""

@@ -1,7 +1,7 @@
 """`groupwise init --from FILE`: the GRPO config of TRL, open-r1 or Unsloth as one of ours.
 
 Each value that is taken over keeps its origin as a comment. What means something else here, what has no equal and what cannot be read is
-told by its name, and how each key of the file ended stands in the report: silence means that nothing is lost. Where a file leaves out what
+told by its name, and how each key of the file ended stands in the report. Where a file leaves out what
 TRL then decides (all weights are trained, the loss is `dapo`), it is written down.
 """
 
@@ -95,8 +95,8 @@ class Translation:
         self.findings.append(Finding(name, "ok", text))
 
     def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
-        """Tell that the run learns without it."""
-        self.findings.append(Finding(name, "warning", text, "the run learns without it"))
+        """Tell what is not taken over, and why."""
+        self.findings.append(Finding(name, "warning", text))
         if name in self.given or fate == "unread":
             self.fates[name] = fate
 
@@ -278,15 +278,15 @@ def _stands_at_default(name: str, value: Any) -> bool:
 def _unfit(name: str, value: Any) -> str | None:
     """What is wrong with a value that cannot be taken over, if that is so."""
     if isinstance(value, Unread):
-        return f"is not taken over: {value.told}. Write its value there, or into the result"
+        return f"is not taken over: {value.told}. Write a literal value there, or edit the written config"
     if value is None or name not in NUMBERS:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        return f"is not taken over: {value!r:.40} is no number. Write the number into the result"
+        return f"is not taken over: {value!r:.40} is no number. Edit the written config"
     if name in WHOLE and value != int(value) and not (name == "warmup_steps" and 0 < value < 1):
         return f"is not taken over: {value} is a share of the run there; here it is a whole number"
     if name in WHOLE and value == 0 and name not in MAY_BE_ZERO:
-        return "is not taken over: 0 is no number of them"
+        return "is not taken over: it must be at least 1"
     return None
 
 

@@ -61,7 +61,12 @@ def init(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Default: the task's name with .yaml."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Default: TASK.yaml, TASK-sft.yaml, or with --from FILE-groupwise.yaml.",
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write the file anew if it is there.")

@@ -87,7 +87,8 @@ def with_prompts(
     strict: bool,
     unscorable: Callable[[Row], str | None] = lambda row: None,
 ) -> Rows:
-    """The rows with their column `prompt` as text or chat messages. Raises TaskError if no row is left, or with `strict` if any row cannot be used.
+    """The rows with their column `prompt` as text or chat messages. Raises TaskError if no row is left, or with
+    `strict` if any row cannot be used.
 
     `unscorable` says why a row, without its prompt, is of no use to those who score it.
     """

@@ -4,10 +4,10 @@
     read_source("data/sums.csv", split="train[:90%]", columns={"prompt": "question", "answer": "solution"})
     read_source("openai/gsm8k", "main", split="train", revision="e53f048")
 
-A source is a file or folder where one of that name exists, where it begins with `./`, `/` or `~`, where it has more than one `/`, or where it ends like a
-file that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds names: ours, then theirs;
-theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a `TaskError` that names the file,
-and the line where there is one.
+A source is a file or folder where one of that name exists, where it begins with `.`, `/` or `~`, where it has more than one `/`, or
+where it ends like a file that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds
+names: ours, then theirs; theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a
+`TaskError` that names the file, and the line where there is one.
 """
 
 from __future__ import annotations
