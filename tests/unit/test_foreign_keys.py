@@ -37,7 +37,7 @@ def said_of(path: str, load: Callable[[Mapping[str, Any]], Any] = load_config) -
     ("model.init_adapter_repo", "model.adapter"), ("training.top_p", "mean eval.top_p?"), ("eval_on_start", "eval.before_and_after"),
     ("vllm_gpu_memory_utilization", "sampler.gpu_memory_utilization"), ("training.per_device_batch_size", "training.prompts_per_step"),
     ("scale_rewards", "mean algorithm.scale_rewards?"), ("loss_type", "algorithm.type"), ("lora.bias", "null for the section lora"),
-    ("lora.task_type", "leave it out"), ("model.attn_implementation", "chosen by itself"), ("vllm.url", "sampler.engine names"),
+    ("lora.task_type", "leave it out"), ("model.attn_implementation", "chosen automatically"), ("vllm.url", "sampler.engine names"),
 ])  # fmt: skip
 def test_a_name_from_elsewhere_leads_to_what_it_is_here(name: str, said: str) -> None:
     assert said in said_of(name)
