@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from groupwise.rewards.answers import last_boxed
+from groupwise.rewards.boxes import last_boxed
 from groupwise.rewards.calling import RESERVED
 from groupwise.rewards.tags import Tag, last_tagged
 

@@ -62,6 +62,10 @@ def test_a_flood_of_tags_is_read_in_time():
     ("[THINK]a[/THINK]b", "b"), ("◁think▷a", ""), ("<|begin_of_thought|>a<|end_of_thought|>b", "b"),
     ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "b"), ("<|channel|>analysis<|message|>a", ""),
     ("analysisSo it is.assistantfinalb", "b"), ("analysisSo", ""), ("analysis of it", "analysis of it"), ("My analysisA", "My analysisA"),
+    ("analysis\nWe need", ""), ("<think >a</think>b", "b"), ("<think\n>a", ""), ("<|think|>a", ""),
+    ("<start_working_out>a<end_working_out>b", "b"),
+    ("<seed:think>a</seed:think>b", "b"), ("<|START_THINKING|>a<|END_THINKING|>b", "b"), ("<unused94>thought a<unused95>b", "b"),
+    *[(f"<{name}>a</{name}>b", "b") for name in ("scratchpad", "analysis", "reflection", "thoughts", "reason")], ("[REASONING]a", ""),
 ])  # fmt: skip
 def test_what_is_said_behind_the_reasoning(text, said):
     assert after_reasoning(text) == said
