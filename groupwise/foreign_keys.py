@@ -36,13 +36,6 @@ def _named(key: str) -> str:
     return f"here it is {key}"
 
 
-def _of_evaluation(key: str) -> str:
-    return (
-        "training samples from all tokens, as the learner computes their probabilities; "
-        f"eval.{key} restricts evaluations only"
-    )
-
-
 FOREIGN_VALUES: dict[tuple[str, str], str] = {
     ("max_steps", "-1"): "Where epochs say how long, write null, and training.num_train_epochs",
     ("scale_rewards", "True"): "TRL's true is group here",
@@ -160,7 +153,6 @@ FOREIGN_TO_RL: dict[str, str] = {
         ("peft", "peft_config", "lora_config", "qlora", "adapter_config"),
         "here it is the section lora: lora.r, lora.alpha, lora.dropout, lora.target_modules",
     ),
-    **{key: _of_evaluation(key) for key in ("top_p", "top_k", "min_p")},
     **dict.fromkeys(("stop_strings", "stop_words", "stop_sequences"), _named("sampler.stop")),
     **dict.fromkeys(
         ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort"),
@@ -418,7 +410,6 @@ _OF_RL_ALONE = (
     ),
     *(
         "the reward ",
-        "training samples from",
         "data.max_prompt_length",
         "eval.before_and_after",
         "eval.samples_per_prompt",

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.foreign_keys import FOREIGN_TO_RL
-
 SAME = {
     "model_name_or_path": "model.name", "model_name": "model.name", "model_revision": "model.revision",
     "trust_remote_code": "model.trust_remote_code", "max_seq_length": "model.max_seq_length", "load_in_4bit": "model.load_in_4bit",
@@ -84,7 +82,9 @@ REMARKS = {
 NO_EQUAL = {
     "use_dora": "DoRA is not supported: only the low-rank factors are trained (lora, or lora: null for all weights)",
     "modules_to_save": "only the low-rank factors of lora are trained; `lora: null` trains all weights",
-    **{name: FOREIGN_TO_RL[name] for name in ("top_p", "top_k", "min_p")},
+    "top_p": "training samples from all tokens, as the learner computes their probabilities; eval.top_p restricts evaluations only",
+    "top_k": "training samples from all tokens, as the learner computes their probabilities; eval.top_k restricts evaluations only",
+    "min_p": "training samples from all tokens, as the learner computes their probabilities; eval.min_p restricts evaluations only",
     "repetition_penalty": "training samples the model's own distribution; the reward `repetition` makes repeating cost something",
     "top_entropy_quantile": "all tokens of a completion contribute to the loss here",
     "sync_ref_model": "the reference stays the start of the run",

@@ -426,6 +426,11 @@ def _lora(made: Translation) -> None:
             "all-linear" if every else listed,
             made.origin("lora_target_modules"),
         )
+    elif call != "get_peft_model":
+        made.remark(
+            "lora_target_modules",
+            "is not in the file, where peft then takes few layers, mostly q_proj and v_proj; lora.target_modules takes every linear layer",
+        )
 
 
 def _batch(made: Translation) -> None:

@@ -268,6 +268,7 @@ def test_texts_that_end_a_completion() -> None:
 @pytest.mark.parametrize(("lines", "name"), [
     ("loss_type: bnpo\nimportance_sampling_level: sequence", "loss_type"), ("importance_sampling_level: sequence", "loss_type"),
     ("steps_per_generation: 2\ngradient_accumulation_steps: 4", "steps_per_generation"), ("use_peft: true", "use_peft"),
+    ("use_peft: true", "mostly q_proj and v_proj"),
     ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"), ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
     ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
     ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
