@@ -149,6 +149,26 @@ FOREIGN_TO_RL: dict[str, str] = {
     ),
     **dict.fromkeys(("max_seq_len", "seq_len", "max_length"), _named("model.max_seq_length")),
     **dict.fromkeys(("lora_r", "lora_rank", "max_lora_rank", "rank"), _named("lora.r")),
+    **dict.fromkeys(
+        ("peft", "peft_config", "lora_config", "qlora", "adapter_config"),
+        "here it is the section lora: lora.r, lora.alpha, lora.dropout, lora.target_modules",
+    ),
+    **dict.fromkeys(("stop_strings", "stop_words", "stop_sequences"), _named("sampler.stop")),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort"),
+        "what the chat template reads stands in model.chat_template_kwargs, each under its name",
+    ),
+    "actor_rollout_ref": (
+        "it is a section of verl: its model is the section model here, its actor is training and algorithm, its rollout is sampler and "
+        "training.num_generations, and its ref is algorithm.beta"
+    ),
+    **dict.fromkeys(
+        ("actor", "policy"),
+        "elsewhere it is a section of what learns; here that is model, training and algorithm",
+    ),
+    "trainer": "it is a section of verl and others; here its keys stand in training, eval and run",
+    "generator": "it is a section of SkyRL; here it is sampler, and training.num_generations",
+    "orchestrator": "it is a section of prime-rl; here its keys stand in training, data and eval",
     "lora_alpha": _named("lora.alpha"),
     "lora_dropout": _named("lora.dropout"),
     "lora_target_modules": _named("lora.target_modules"),
@@ -388,7 +408,12 @@ _OF_RL_ALONE = (
         "data.curriculum",
         "data.easy_pool",
     ),
-    *("the reward ", "data.max_prompt_length", "eval.before_and_after", "eval.samples_per_prompt"),
+    *(
+        "the reward ",
+        "data.max_prompt_length",
+        "eval.before_and_after",
+        "eval.samples_per_prompt",
+    ),
     *(
         "training.num_generations",
         "training.prompts_per_step",

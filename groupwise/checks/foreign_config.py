@@ -30,7 +30,7 @@ ALIASES = {
     "wandb_log_unique_prompts": "log_unique_prompts", "dtype": "torch_dtype", "use_gradient_checkpointing": "gradient_checkpointing",
     "activation_checkpointing": "gradient_checkpointing", "num_completions": "num_generations",
     "vllm_importance_sampling_clip_max": "vllm_importance_sampling_cap", "evaluation_strategy": "eval_strategy", "bias": "lora_bias",
-    "nproc_per_node": "num_processes",
+    "nproc_per_node": "num_processes", "stop_strings": "stop", "min_new_tokens": "min_tokens",
 }  # fmt: skip
 """Names that a value also has, in the calls of peft and Unsloth above all. The usual name goes before."""
 WITHIN = {

@@ -21,7 +21,9 @@ SAME = {
     "max_grad_norm": "training.max_grad_norm", "seed": "training.seed", "gradient_checkpointing": "training.gradient_checkpointing",
     "num_generations": "training.num_generations", "num_iterations": "training.num_iterations",
     "dataset_name": "data.dataset_name", "dataset_config": "data.dataset_config", "dataset_train_split": "data.dataset_split",
-    "dataset_test_split": "data.dataset_test_split", "dataset_prompt_column": "data.prompt_column",
+    "dataset_test_split": "data.dataset_test_split", "dataset_revision": "data.dataset_revision",
+    "test_split_size": "data.test_split_size", "stop_token_ids": "sampler.stop_token_ids", "min_tokens": "sampler.min_completion_length",
+    "dataset_prompt_column": "data.prompt_column",
     "dataset_solution_column": "data.answer_column", "max_prompt_length": "data.max_prompt_length",
     "shuffle_dataset": "data.shuffle", "system_prompt": "data.system_prompt", "reward_weights": "rewards.reward_weights",
     "save_steps": "run.save_steps", "save_total_limit": "run.save_total_limit", "logging_steps": "run.logging_steps",
@@ -93,8 +95,7 @@ NO_EQUAL = {
     "rollout_func": "a task file brings its environments; give it as --task-module",
     "tools": "a task file brings its tools; give it as --task-module",
     "loftq_config": "an adapter starts at no change here",
-    "generation_kwargs": "sampler.temperature and sampler.max_completion_length are what training samples with",
-    "stop": "completions end at the model's end of text, or at their longest",
+    "generation_kwargs": "sampler.temperature, sampler.max_completion_length and sampler.stop are what training samples with",
     "dataset_mixer": "name the sets in data.dataset_mixture",
     "label_smoothing_factor": "TRL's loss of GRPO does not use it either",
 }  # fmt: skip
@@ -108,7 +109,7 @@ DEFAULTS: dict[str, Any] = {
     "load_in_4bit": False, "load_in_8bit": False, "trust_remote_code": False, "use_rslora": False, "mask_truncated_completions": False,
     "warmup_steps": 0, "warmup_ratio": 0, "dataset_train_split": "train", "log_unique_prompts": False, "shuffle_dataset": True,
     "entropy_coef": 0.0, "eval_on_start": False, "hub_private_repo": False, "use_peft": False, "use_dora": False, "lora_bias": "none",
-    "bias": "none",
+    "bias": "none", "min_tokens": 0,
     "top_p": 1.0, "repetition_penalty": 1.0, "min_p": (0, 0.0), "top_k": (0, -1),
     "sync_ref_model": False, "ref_model_mixup_alpha": 0.6,
     "ref_model_sync_steps": 512, "top_entropy_quantile": 1.0, "average_tokens_across_devices": True, "label_smoothing_factor": 0.0,
@@ -126,6 +127,12 @@ LORA_DEFAULTS = {"": (16, 32, 0.05), "LoraConfig": (8, 8, 0.0), "get_peft_model"
 """Rank, alpha and dropout of an adapter in TRL's own config, in peft's and in Unsloth's call."""
 LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
 """TRL's loss_type, and the algorithm here."""
+LOSS_DIVISORS = {
+    "dapo": "divides by all tokens of the step",
+    "bnpo": "divides by the tokens of each device's batch",
+    "dr_grpo": "divides by max_completion_length",
+}
+"""What those of them divide by that have another mean than that of each rollout."""
 SCALES = {"True": "group", "False": "none", "group": "group", "batch": "batch", "none": "none"}
 
 SCHEDULES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -150,15 +157,15 @@ WHOLE = frozenset(
     """
     num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations
     max_steps max_completion_length max_prompt_length max_seq_length lora_r warmup_steps save_steps logging_steps eval_steps
-    save_total_limit seed
+    save_total_limit seed min_tokens
     """.split()
 )
 NUMBERS = WHOLE | frozenset(
     """
     num_train_epochs learning_rate beta epsilon epsilon_high delta temperature lora_alpha lora_dropout warmup_ratio weight_decay
-    adam_beta1 adam_beta2 adam_epsilon max_grad_norm vllm_importance_sampling_cap
+    adam_beta1 adam_beta2 adam_epsilon max_grad_norm test_split_size vllm_importance_sampling_cap
     """.split()
 )
-MAY_BE_ZERO = frozenset({"warmup_steps", "seed", "max_steps"})
+MAY_BE_ZERO = frozenset({"warmup_steps", "seed", "max_steps", "min_tokens"})
 MAY_BE_NULL = frozenset({"max_grad_norm", "save_total_limit"})
 """What null, or 0, switches off there, as null does here."""

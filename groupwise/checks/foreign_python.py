@@ -3,6 +3,9 @@
 The file is followed statement by statement, as far as its values are plain: literals, arithmetic with them, names, dicts that are merged or
 unpacked, attributes that are set afterwards. What only running it would tell becomes an `Unread` with its line, and so does a value that
 depends on a condition. The bodies of functions come last, when all names of the module are known.
+
+Two things come from what the file does rather than from what it sets: the data, from the `load_dataset` that the trainer's rows begin
+with, and the system prompt, from the messages that the file makes.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import ast
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from groupwise.plugins import runs_as_script
@@ -25,6 +28,9 @@ class Unread:
     line: int = 0
     """In a Python file; 0: elsewhere."""
     why: str = "only running the file tells what `{}` is"
+    remedy: str = "Write a literal value there, or edit the written config"
+    of_library: bool = False
+    """Whether it calls a function of TRL or open-r1."""
 
     @property
     def told(self) -> str:
@@ -57,6 +63,18 @@ CALLS: dict[str, tuple[str, ...]] = {
     "SamplingParams": (),
 }
 """Calls whose arguments are taken, with the names of their first positional ones."""
+LOADED = "load_dataset"
+DATASET_ARGUMENTS = ("path", "name", "data_dir", "data_files", "split")
+"""The first positional arguments of `load_dataset`."""
+FILE_FORMATS = ("json", "csv", "parquet", "text")
+"""What `load_dataset` calls the files that `data_files` names."""
+OTHER_SET = "`{}` is no split of the set that is trained on"
+HELD_OUT = "data.dataset_test_split and data.test_split_size say what is held out"
+BY_COLUMNS = (
+    "data.prompt_column, data.answer_column and data.columns name columns; rows that are made otherwise a task file brings "
+    "(get_rl_dataset)"
+)
+BY_A_TASK = "A task file brings rows that Python makes (get_rl_dataset), or data.dataset_name names a file with them"
 
 OTHERS_OWN = re.compile(r"Tokenizer|Processor|Dataset|Generation|AutoConfig|Peft|Classification")
 """Whose `from_pretrained` loads something else than the model that is trained."""
@@ -99,6 +117,8 @@ def of_python(text: str) -> dict[str, Any]:
             reader = _Reader()
             reader.read(tree.body)
             found = reader.settings()
+            if found.get("system_prompt") is None:
+                found |= reader.system_prompt(tree)
             if first is not None and not found:
                 raise first
             return found | odd
@@ -115,7 +135,7 @@ def of_notebook(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class _Reader:
     names: dict[str, Any] = field(default_factory=dict[str, Any])
     imported: dict[str, str] = field(default_factory=dict[str, str])
-    """Functions of other modules, as `module:function`."""
+    """Functions of other modules, as `module:function`, and of this one, as `:function`."""
     made: list[Made] = field(default_factory=list[Made])
     flags: dict[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of what a command line may give."""
@@ -155,6 +175,7 @@ class _Reader:
             case ast.Import() | ast.ImportFrom():
                 self._import(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.imported[node.name] = f":{node.name}"
                 self.later.append(node)
             case ast.ClassDef(body=body):
                 self.later += [
@@ -285,12 +306,14 @@ class _Reader:
                 return [self.value(each) for each in entries]
             case ast.Dict(keys, values):
                 return self._dict(keys, values)
-            case ast.Subscript(owner, ast.Constant(key)):
-                held = self.value(owner)
-                inside = isinstance(held, dict) and key in held
+            case ast.Subscript(owner, key_node):
+                held, key = self.value(owner), self.value(key_node)
+                if isinstance(held, Made) and held.kind == LOADED:
+                    cut = "train_test_split" in held.given.get("changes", ())
+                    split = held.given.get("split") if cut else key
+                    return Made(LOADED, node.lineno, {**held.given, "split": split})
+                inside = isinstance(held, dict) and isinstance(key, str | int) and key in held
                 return cast("dict[Any, Any]", held)[key] if inside else _unread(node)
-            case _:
-                return _unread(node)
 
     def _unary(self, node: ast.expr, operator: ast.unaryop, value: Any) -> Any:
         if isinstance(operator, ast.USub) and _is_number(value):
@@ -351,6 +374,10 @@ class _Reader:
             if isinstance(owner, dict | list) and called in ("update", "append", "extend"):
                 self._change(cast("Any", owner), called, node)
                 return None
+            if isinstance(owner, Made) and owner.kind == LOADED:
+                return self._changed_dataset(owner, called, node)
+        if called == LOADED:
+            return self._loaded_dataset(node)
         kind = next((each for each in CALLS if called.endswith(each)), None)
         if kind == "from_pretrained" and OTHERS_OWN.search(ast.unparse(node.func)):
             return _unread(node)
@@ -359,6 +386,30 @@ class _Reader:
             self.made.append(made)
             return made
         return self._call_of_python(node, called)
+
+    def _loaded_dataset(self, node: ast.Call) -> Any:
+        """A data set, or a list of them where several splits are loaded at once."""
+        given = self._arguments(node, DATASET_ARGUMENTS)
+        if given.get("path") in FILE_FORMATS and "data_files" in given:
+            given |= {"path": given.pop("data_files"), "name": None}
+        splits = given.get("split")
+        if not isinstance(splits, list):
+            self.made.append(made := Made(LOADED, node.lineno, given))
+            return made
+        each_split = cast("list[Any]", splits)
+        several = [Made(LOADED, node.lineno, given | {"split": each}) for each in each_split]
+        self.made += several[:1]
+        return several
+
+    def _changed_dataset(self, owner: Made, called: str, node: ast.Call) -> Made:
+        """The same data set with one more change; `shuffle` is none, as a run shuffles its rows itself."""
+        given = dict(owner.given)
+        size = self._arguments(node, ("test_size",)).get("test_size")
+        if called == "train_test_split" and isinstance(size, float):
+            given["test_split_size"] = size
+        if called != "shuffle":
+            given["changes"] = [*given.get("changes", ()), called]
+        return Made(LOADED, node.lineno, given)
 
     def _call_of_python(self, node: ast.Call, called: str) -> Any:
         """What the functions of Python that make or change settings give."""
@@ -454,7 +505,14 @@ class _Reader:
         reached.append(made)
         if made.kind == "LoraConfig" or (made.kind == "get_peft_model" and "r" in made.given):
             found["lora_call"] = made.kind
-        for name, value in made.given.items():
+        # What is held out is compared with what is trained on.
+        for name in sorted(made.given, key="eval_dataset".__eq__):
+            value = made.given[name]
+            if name in ("train_dataset", "eval_dataset"):
+                take = self._take_dataset if name == "train_dataset" else self._take_held_out
+                if value is not None:
+                    take(found, value)
+                continue
             if isinstance(value, Made):
                 self._take(found, value, reached)
                 continue
@@ -467,20 +525,88 @@ class _Reader:
             else:
                 found[name] = value
 
+    def _take_dataset(self, found: dict[str, Any], value: Any) -> None:
+        """Where the rows of the trainer were loaded from, and what of their making is not taken over."""
+        if not isinstance(value, Made) or value.kind != LOADED:
+            line = value.line if isinstance(value, Unread) else 0
+            found["train_dataset"] = Unread(_written(value), line, remedy=BY_A_TASK)
+            loads = [each for each in self.made if each.kind == LOADED]
+            if len({str(each.given.get("path")) for each in loads}) != 1:
+                return
+            # A function makes the rows, of the only data set that the file loads.
+            value = Made(LOADED, line, {**loads[0].given, "changes": [_written(value)]})
+        path = value.given.get("path")
+        if not isinstance(path, str):
+            found["train_dataset"] = Unread(_written(path), value.line, remedy=BY_A_TASK)
+            return
+        found["dataset_name"] = path
+        for key, theirs in (
+            ("dataset_config", "name"),
+            ("dataset_train_split", "split"),
+            ("dataset_revision", "revision"),
+            ("test_split_size", "test_split_size"),
+        ):
+            if (given := value.given.get(theirs)) is not None:
+                found[key] = given
+        if changes := value.given.get("changes"):
+            why = f"`{{}}` changes the rows of {path} there, and here they are taken as they are"
+            written = ", ".join(dict.fromkeys(changes))
+            found["train_dataset"] = Unread(written, value.line, why, BY_COLUMNS)
+
+    def _take_held_out(self, found: dict[str, Any], value: Any) -> None:
+        """Which rows are evaluated, where they are a split of the set that is trained on."""
+        if not isinstance(value, Made) or value.kind != LOADED:
+            line = value.line if isinstance(value, Unread) else 0
+            found["eval_dataset"] = Unread(_written(value), line, remedy=HELD_OUT)
+            return
+        path, split = value.given.get("path"), value.given.get("split")
+        if path != found.get("dataset_name") or not isinstance(split, str):
+            written = _written([path, split])
+            found["eval_dataset"] = Unread(written, value.line, OTHER_SET, HELD_OUT)
+        elif "test_split_size" not in found:
+            found.setdefault("dataset_test_split", split)
+
+    def system_prompt(self, tree: ast.Module) -> dict[str, Any]:
+        """What the file's messages of the role `system` say, if they all say the same."""
+        said: dict[str, Any] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Dict):
+                keys = [each.value if isinstance(each, ast.Constant) else "" for each in node.keys]
+                message = dict(zip(keys, node.values, strict=True))
+                role, content = message.get("role"), message.get("content")
+                if isinstance(role, ast.Constant) and role.value == "system" and content:
+                    said[ast.unparse(content)] = self.value(content)
+        if not said:
+            return {}
+        first = next(iter(said.values()))
+        plain = len(said) == 1 and isinstance(first, str)
+        why = "the messages of the file have `{}` as their system prompt"
+        return {"system_prompt": first if plain else Unread(", ".join(said), 0, why)}
+
     def _rewards(self, value: Any) -> Any:
-        """Functions by their names, those of other modules as `module:function`."""
+        """Functions by their names: `:function` is one of this file, `module:function` of another, and those of TRL and open-r1 have
+        their name alone.
+        """
         several = cast("list[Any]", value) if isinstance(value, list) else [value]
         return [self._reward(each) for each in several]
 
     def _reward(self, value: Any) -> Any:
-        if not isinstance(value, Unread) or not re.fullmatch(r"[\w.]+", value.written):
+        called = isinstance(value, Unread) and re.match(
+            r"(?:(?:functools\.)?partial\()?([\w.]+)", value.written
+        )
+        if not called:
             return value
-        first, _, rest = value.written.partition(".")
-        module = self.imported.get(first, first)
-        if not rest:
-            own = ("trl", "open_r1")
-            return module.rpartition(":")[2] if module.partition(".")[0] in own else module
-        return f"{module.replace(':', '.')}:{rest}"
+        first, _, rest = called[1].partition(".")
+        module = self.imported.get(first, first if rest else self.imported.get("*", ""))
+        module = module.replace("*", first)
+        of_library = re.match(r"(trl|open_r1)\b", module) is not None
+        if called[1] != value.written:
+            return replace(value, of_library=of_library)
+        if of_library:
+            return called[1].rpartition(".")[2] if rest else module.rpartition(":")[2]
+        if rest:
+            return f"{module.replace(':', '.')}:{rest}" if first in self.imported else value
+        return module or f":{first}"
 
 
 def _is_number(value: Any) -> bool:

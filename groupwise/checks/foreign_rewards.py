@@ -13,6 +13,15 @@ from groupwise.rewards.registry import registered
 
 OPEN_R1_REWARDS = ("accuracy", "format", "tag_count")
 """What open-r1 rewards where a recipe does not say it."""
+LIBRARY_REWARDS = frozenset(
+    """
+    accuracy format tag_count reasoning_steps cosine repetition_penalty length code binary_code ioi_code cf_code code_format
+    soft_overlong_punishment accuracy_reward format_reward tag_count_reward reasoning_steps_reward len_reward get_cosine_scaled_reward
+    get_repetition_penalty_reward code_reward binary_code_reward ioi_code_reward cf_code_reward get_code_format_reward
+    get_soft_overlong_punishment think_format_reward reasoning_accuracy_reward
+    """.split()
+)
+"""What open-r1 and TRL call rewards of their own: any other name is the user's, however much it sounds like one of ours."""
 OF_CODE = ("code", "binary_code")
 """Those of open-r1 that read the column `verification_info`."""
 OF_OPEN_R1 = frozenset(
@@ -55,7 +64,7 @@ def entry_of(
 ) -> tuple[Any, str, bool]:
     """The entry of ours for a reward, what is to be said of it, and whether something is lost; None where there is none.
 
-    `module` is where the file's own functions are.
+    `module` is where the file's own functions are, or should be where the file is no module.
     """
     if isinstance(name, Unread):
         return _called(name, module, given, open_r1)
@@ -65,6 +74,12 @@ def entry_of(
             f"{name!r:.40} is not taken over: name a reward, or path/to/file.py:function",
             True,
         )
+    return _named(name, module, given, open_r1)
+
+
+def _named(
+    name: str, module: str, given: Mapping[str, Any], open_r1: bool
+) -> tuple[Any, str, bool]:
     known = registered()
     meant = meant_by(name, known)
     if name == "length" and open_r1:
@@ -75,20 +90,23 @@ def entry_of(
         )
     if name in known:
         return name, "", False
-    if meant is not None and meant.rewards and not (name.count(".") or ":" in name):
+    if meant is not None and meant.rewards and name in LIBRARY_REWARDS:
         said = f"`{name}` is `{meant.rewards[0]}` here: {meant.remark}"
         if meant.rewards[0] == "length" and "cosine_max_len" in given:
             said += "; cosine_max_len counts characters there, and tokens here"
         fixed = OVERLONG_OF_TRL if name == "get_soft_overlong_punishment" else {}
         return _with_parameters(name, meant, {**given, **fixed}, open_r1), said, False
     if ":" in name:
-        return name, "", False
+        return module + name if name.startswith(":") else name, "", False
     if "/" in name:
         text = f"{name} is not taken over: no model scores here by its weights. The reward `judge` asks one over HTTP"
         return None, text, True
     if "." in name:
         return ":".join(name.rsplit(".", 1)), "", False
-    said = f"`{name}` is taken for a function of {module}" + (f": {meant.remark}" if meant else "")
+    said = f"`{name}` is taken for a function of {module}"
+    if meant:
+        alike = f"`{meant.rewards[0]}` here is alike, " if meant.rewards else ""
+        said += f": {alike}{meant.remark}"
     return f"{module}:{name}", said, meant is not None
 
 
@@ -98,7 +116,7 @@ def _called(
     """A reward that a call makes, `get_cosine_scaled_reward(max_len=500)`: by the function's name."""
     called = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", made.written)
     name = called[1].rpartition(".")[2] if called else ""
-    meant = meant_by(name, registered())
+    meant = meant_by(name, registered()) if made.of_library else None
     if meant is None or not meant.rewards:
         text = f"`{made.written:.60}` of line {made.line} is not taken over. Write a function that has a name in its place"
         return None, text, True

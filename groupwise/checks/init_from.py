@@ -23,6 +23,7 @@ from groupwise.checks.foreign_config import read_foreign
 from groupwise.checks.foreign_names import (
     DEFAULTS,
     LORA_DEFAULTS,
+    LOSS_DIVISORS,
     LOSSES,
     MAY_BE_NULL,
     MAY_BE_ZERO,
@@ -169,6 +170,7 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
         _lora,
         _batch,
         _length,
+        _stop,
         _algorithm,
         _schedule,
         _optimiser,
@@ -184,6 +186,15 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
         if name not in made.fates:
             _end(made, name)
     _leave_out_what_does_not_fit(made)
+    named = " ".join(
+        [
+            *(choice.reason for choice in made.choices.values()),
+            *(f"{each.name} {each.measured}" for each in made.findings),
+        ]
+    )
+    for name, fate in made.fates.items():
+        if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", named):
+            made.fates[name] = "default"  # it asked for what is so without it
     _remark_on_the_silent(made)
     return made
 
@@ -191,7 +202,9 @@ def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translati
 def _receive(made: Translation, name: str, value: Any) -> None:
     """Keep a value that can be used; of another one its key ends here."""
     number = _number(name, value)
-    idle = name in WITHOUT_EFFECT or (name == "model_name_or_path" and made.file.suffix == ".py")
+    idle = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
+        name == "model_name_or_path" and made.file.suffix == ".py"
+    )
     if name in MAY_BE_NULL and (value is None or value == 0):
         made.choose(SAME[name], None, made.origin(name))
         made.fates[name] = "taken"
@@ -278,7 +291,7 @@ def _stands_at_default(name: str, value: Any) -> bool:
 def _unfit(name: str, value: Any) -> str | None:
     """What is wrong with a value that cannot be taken over, if that is so."""
     if isinstance(value, Unread):
-        return f"is not taken over: {value.told}. Write a literal value there, or edit the written config"
+        return f"is not taken over: {value.told}. {value.remedy}"
     if value is None or name not in NUMBERS:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -377,18 +390,23 @@ def _lora(made: Translation) -> None:
     call = made.given.pop("lora_call", "")
     made.fates.pop("lora_call", None)
     keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
-    whole = made.take("full_finetuning") or made.fates.get("use_peft") == "default"
+    said = "full_finetuning" if made.take("full_finetuning") else "use_peft"
+    whole = said == "full_finetuning" or made.fates.get("use_peft") == "default"
     if whole or not (call or any(key in made.given for key in keys)):
         made.choose(
             "lora",
             None,
-            "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
+            made.origin(said)
+            if said in made.given
+            else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
             if name in made.given:
                 made.fates[name] = "default"
         return
-    if not made.take("use_peft") and call == "":
+    if made.take("use_peft"):
+        made.remark("use_peft", "trains an adapter, as the section lora does here")
+    elif call == "":
         made.remark(
             "use_peft",
             "is not in the file, where TRL trains all weights: lora is taken for what is meant",
@@ -400,11 +418,18 @@ def _lora(made: Translation) -> None:
         if name in made.given or key != "dropout" or default:
             made.choose(f"lora.{key}", value, made.origin(name) if name in made.given else origin)
     modules = made.take("lora_target_modules")
-    if modules and modules not in ("all-linear", ["all-linear"]):
+    if modules:
+        every = modules in ("all-linear", ["all-linear"])
+        listed = cast("list[Any]", modules) if isinstance(modules, list) else [modules]
         made.choose(
             "lora.target_modules",
-            modules if isinstance(modules, list) else [modules],
+            "all-linear" if every else listed,
             made.origin("lora_target_modules"),
+        )
+    elif call != "get_peft_model":
+        made.remark(
+            "lora_target_modules",
+            "is not in the file, where peft then takes few layers, mostly q_proj and v_proj; lora.target_modules takes every linear layer",
         )
 
 
@@ -452,6 +477,11 @@ def _batch(made: Translation) -> None:
             max(int(reuse), round(prompts * reuse)),
             "All groups that are sampled before these updates.",
         )
+    elif reuse < 1:
+        made.remark(
+            name,
+            f"{made.given[name]} has a step's completions drawn in several goes, by the same weights; here it is one",
+        )
     elif reuse > 1:
         made.lose(
             name,
@@ -469,6 +499,12 @@ def _length(made: Translation) -> None:
     else:
         made.choose("training.max_steps", None, "Epochs say how long.")
         _choose_or_default(made, "training.num_train_epochs", "num_train_epochs", 3)
+
+
+def _stop(made: Translation) -> None:
+    if stop := made.take("stop"):
+        texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
+        made.choose("sampler.stop", texts, made.origin("stop"))
 
 
 def _algorithm(made: Translation) -> None:
@@ -498,6 +534,12 @@ def _algorithm(made: Translation) -> None:
             )
     else:
         made.choose("algorithm.type", kind, f"From {origin}.")
+    if kind == "gspo" and loss != "grpo":
+        made.remark(
+            "loss_type",
+            f"{loss}{'' if 'loss_type' in made.given else ', as TRL has it without that key,'} "
+            f"{LOSS_DIVISORS.get(loss, 'is another loss')} there; gspo here takes the mean of each rollout's tokens, and of the rollouts",
+        )
     scale = made.take("scale_rewards")
     if kind == "dr_grpo":
         if scale not in (False, "none"):
@@ -552,7 +594,8 @@ def _correction(made: Translation) -> None:
     made.choose(
         "algorithm.importance_sampling_correction",
         mode or "sequence_mask",
-        "TRL corrects for differences between vLLM and the learner.",
+        made.origin(names[1] if mode else names[0])
+        + " TRL corrects for differences between vLLM and the learner.",
     )
     if cap is not None:
         made.choose("algorithm.importance_sampling_cap", cap, made.origin(names[2]))
@@ -634,16 +677,12 @@ def _rewards(made: Translation) -> None:
             weights.append(weight)
         if said:
             (made.lose if lost else made.remark)("reward_funcs", said)
-    if ours:
-        given = "reward_funcs" in made.given
-        origin = made.origin("reward_funcs") if given else "open-r1's default."
-        made.choose("rewards.reward_funcs", ours, origin)
-        made.fates |= {"reward_funcs": "taken"} if given else {}
-        if None not in weights:
-            made.choose("rewards.reward_weights", weights, made.origin("reward_weights"))
-    for reward, parameters in PARAMETERS.items():
-        for name in parameters.keys() & made.given.keys():
-            made.fates.setdefault(name, "taken" if f"'{reward}'" in str(ours) else "default")
+    _choose_rewards(made, ours, weights)
+    if made.file.suffix == ".ipynb" and any(str(name).startswith(":") for name in listed):
+        made.remark(
+            "reward_funcs",
+            f"are functions of the notebook: write them into {module} beside the config",
+        )
     if made.open_r1 and made.names_data and {*OF_CODE} & {*map(str, listed)}:
         made.choose(
             "data.columns",
@@ -651,6 +690,35 @@ def _rewards(made: Translation) -> None:
             "Where the data of open-r1 have the tests of code.",
         )
     _warn_of_scripts(made, {str(each).rpartition(":")[0] for each in ours})
+
+
+def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
+    written = _parameters_written(made, ours)
+    if not ours:
+        if "reward_weights" in made.given:
+            made.lose("reward_weights", "is not taken over: no reward is left that it weighs")
+        return
+    given = "reward_funcs" in made.given
+    origin = made.origin("reward_funcs") if given else "open-r1's default."
+    if written:
+        origin += f" Their parameters are from {', '.join(written)}."
+    made.choose("rewards.reward_funcs", ours, origin)
+    made.fates |= {"reward_funcs": "taken"} if given else {}
+    if None not in weights:
+        made.choose("rewards.reward_weights", weights, made.origin("reward_weights"))
+
+
+def _parameters_written(made: Translation, ours: Sequence[Any]) -> list[str]:
+    """The keys of the file that became parameters of a reward; where they did not, they stand at a default."""
+    entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
+    written: list[str] = []
+    for reward, parameters in PARAMETERS.items():
+        for name, (key, _) in parameters.items():
+            if name in made.given:
+                used = any(each["name"] == reward and key in each for each in entries)
+                made.fates.setdefault(name, "taken" if used else "default")
+                written += [name] if used else []
+    return written
 
 
 def _weights(made: Translation, number: int) -> list[Any]:
@@ -771,7 +839,10 @@ def _run(made: Translation) -> None:
     every = made.take("eval_steps")
     strategy = made.take("eval_strategy")
     if strategy == "steps":
-        _choose_or_default(made, "eval.eval_steps", "eval_steps" if every else "logging_steps", 10)
+        counted = "eval_steps" if every else "logging_steps"
+        steps = made.take(counted, 10)
+        origin = made.origin(counted) if counted in made.given else "TRL's default."
+        made.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
     else:
         made.fates |= {"eval_steps": "default"} if every else {}
         if _evaluates(made):

@@ -140,9 +140,15 @@ def check_function(function: object, where: str) -> None:
         )
     if not callable(function):
         shown = "" if function is None else f" ({function!r:.60})"
+        named = isinstance(function, str | dict)
+        remedy = (
+            " groupwise.rewards.get_reward_funcs(names, config) makes functions of names, each with its weight."
+            if named
+            else ""
+        )
         raise TaskError(
             f"{where}: expected a function (prompts, completions, **columns) -> list[float | None], "
-            f"got {type(function).__name__}{shown}."
+            f"got {type(function).__name__}{shown}.{remedy}"
         )
     for parameter in _parameters(function, where):
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:

@@ -42,9 +42,6 @@ def by_name(report: Report) -> dict[str, Finding]:
     return {finding.name: finding for finding in report.findings}
 
 
-# What is well
-
-
 def test_a_good_task_passes_everything():
     report = check(
         task(get_eval_dataset=lambda config: [{"prompt": "Say pink.", "answer": "pink"}]), PLAIN
@@ -90,9 +87,6 @@ def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
     assert "no config was given" in found["rendering"].measured
     assert found["training data"].data["prompt_length"]["unit"] == "characters"
     assert found["compute_metrics"].data == {"accuracy": 1.0}
-
-
-# What fails
 
 
 def test_a_reward_that_crashes():
@@ -148,9 +142,6 @@ def test_a_reward_that_hangs_is_given_up(
         assert found["latency"].data["calls"] == calls
 
 
-# What is warned of
-
-
 def tagged(completions, answer):
     wanted = [f"<answer>{gold}</answer>" for gold in answer]
     return [float(want in text) for text, want in zip(completions, wanted, strict=True)]
@@ -187,9 +178,6 @@ def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     assert (layout == "answer tags") is (reward is tagged), "the way that earns most"
 
 
-# What cannot be used
-
-
 def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
     with pytest.raises(TaskError, match="not found"):
         check(str(tmp_path / "no.py"))
@@ -199,9 +187,6 @@ def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
         check(task(), PLAIN, overrides=["training.lerning_rate=1"])
 
 
-# Completions that were given
-
-
 def given(tmp_path: Path, *rows: Any) -> str:
     file = tmp_path / "given.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
@@ -209,12 +194,8 @@ def given(tmp_path: Path, *rows: Any) -> str:
 
 
 def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
-    source = given(
-        tmp_path,
-        {"prompt": "Say red.", "completion": "red"},
-        {"prompt": "Say red.", "completion": "blue"},
-        {"example": 2, "completion": "black"},
-    )
+    red = [{"prompt": "Say red.", "completion": word} for word in ("red", "blue")]
+    source = given(tmp_path, *red, {"example": 2, "completion": "black"})
     report = check(task(), PLAIN, completions=source)
     said = by_name(report)["given completions"]
     assert said.data["mean"] == pytest.approx(1 / 3)

@@ -17,12 +17,6 @@ def verdict(kind: str, reward: float | None, row: int = 0, **parts: float | None
     return Verdict(row, kind, kind, MemberScore("scored", None, reward, made))
 
 
-# Trying
-
-
-# Failures and spread
-
-
 def test_a_reward_that_never_varies_is_a_problem():
     for gold in (0.3, 0.1 + 0.2):
         tried = [[verdict("gold", gold), verdict("empty", 0.3)]] * 3
@@ -30,9 +24,6 @@ def test_a_reward_that_never_varies_is_a_problem():
     unread = replace(GOLD, is_read=False)
     assert judge_spread(tried, unread).level == "warning", "right ones may look otherwise"
     assert judge_order(tried, unread).level == "skipped"
-
-
-# Order
 
 
 def test_gold_below_a_wrong_completion_is_a_problem_that_shows_the_worst_row():
@@ -47,9 +38,6 @@ def test_gold_below_a_wrong_completion_is_a_problem_that_shows_the_worst_row():
     assert "gold_completion" in said.remedy
 
 
-# Parts
-
-
 def test_parts_are_told_apart_with_their_share_of_none():
     given = [
         verdict("gold", 1.0, right=1.0, form=0.5, never=None),
@@ -62,6 +50,3 @@ def test_parts_are_told_apart_with_their_share_of_none():
     assert said["part right"].data["none_share"] == 0.25
     assert said["part form"].level == "warning"
     assert said["part never"].level == "warning"
-
-
-# The same again

@@ -44,7 +44,7 @@ trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=[xml
 if False: model = FastLanguageModel.from_pretrained("lora_model")
 """
 SCRIPT = """
-from trl.rewards import think_format_reward
+from trl.rewards import think_format_reward, get_cosine_scaled_reward
 from my_rewards import polite as nice
 base = {"learning_rate": 1e-5, "num_generations": 4, **more}
 merged = dict(base, beta=0.04) | {"adam_beta2": 0.99}
@@ -141,7 +141,8 @@ def test_a_notebook_of_unsloth_as_a_python_file_and_as_it_is() -> None:
     assert (config["training"]["prompts_per_step"], config["training"]["seed"]) == (1, 3407)
     assert config["sampler"]["max_completion_length"] == 768
     assert config["algorithm"] == {"type": "dr_grpo"}
-    assert config["rewards"]["reward_funcs"] == ["xml_count", "train.py:polite"]
+    own = ["train.py:xmlcount_reward_func", "train.py:polite"]
+    assert config["rewards"]["reward_funcs"] == own
     assert told(report) == {"min_p"}
     sources = ["%%bash\npip list 007", "x = 1 2", UNSLOTH.splitlines(keepends=True)]
     cells = [{"cell_type": "code", "source": source} for source in sources]
@@ -159,15 +160,8 @@ def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_it
     assert (config["model"]["name"], config["lora"]) == ("Qwen/Q", {"r": 8, "alpha": 4})
     rewards = ["think_format", "my_rewards:polite", "a.py:own", "length"]
     assert config["rewards"]["reward_funcs"] == rewards
-    lost = {
-        "**more",
-        "epsilon",
-        "lora_r",
-        "GRPOConfig of line 15",
-        "GRPOTrainer argument 5",
-        "command line",
-    }
-    assert told(report) == {*lost, "reward_funcs"}
+    lost = "**more,epsilon,lora_r,GRPOConfig of line 15,GRPOTrainer argument 5,command line"
+    assert told(report) == {*lost.split(","), "reward_funcs", "train_dataset"}
     said = " ".join(finding.measured for finding in report.findings)
     assert all(f"line {at}" in said for at in ("4: only", "14: its", "21: trainer.train()"))
 
@@ -178,10 +172,8 @@ def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -
     config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs={rewards})")
     training = config["training"]
     assert (training["learning_rate"], training["num_generations"]) == (2**-20, 8)
-    assert config["rewards"]["reward_funcs"] == [
-        "a.b:f",
-        {"name": "overlong", "max_length": 1280, "cache": 256},
-    ]
+    overlong = {"name": "overlong", "max_length": 1280, "cache": 256}
+    assert config["rewards"]["reward_funcs"] == ["a.b:f", overlong]
     lost = "model_name_or_path num_generations save_steps max_steps beta adam_beta1"
     assert told(report) == set(lost.split())
 
@@ -190,17 +182,10 @@ def test_what_no_config_of_ours_can_have_is_left_out_with_all_that_needs_it() ->
     config, report = small(
         "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
     )
-    assert not {"data", "target_modules", "temperature"} & {
-        *config,
-        *config["lora"],
-        *config["sampler"],
-    }
-    assert told(report) == {
-        "dataset_name",
-        "dataset_prompt_column",
-        "lora_target_modules",
-        "temperature",
-    }
+    kept = {*config, *config["lora"], *config["sampler"]}
+    assert not {"data", "target_modules", "temperature"} & kept
+    lost = "dataset_name dataset_prompt_column lora_target_modules temperature"
+    assert told(report) == set(lost.split())
 
 
 def test_the_flags_of_a_command() -> None:
@@ -217,6 +202,83 @@ def test_the_flags_of_a_command() -> None:
     assert told(report) == {"output_dir"}
 
 
+@pytest.mark.parametrize(("reward", "ours"), [
+    ("check_answer", "a.py:check_answer"), ("accuracy", "a.py:accuracy"), ("math_answer", "a.py:math_answer"),
+    ("format_reward", "utils:format_reward"), ("cosine", "math_answer"), ("trl_rewards.accuracy_reward", "math_answer"),
+    ("get_cosine_scaled_reward(max_len=9)", None), ("partial(accuracy, n=1)", None), ("self.accuracy_reward", None),
+])  # fmt: skip
+def test_a_users_own_reward_is_never_one_of_ours(reward: str, ours: str | None) -> None:
+    imports = "from trl import rewards as trl_rewards\nfrom trl.rewards import accuracy_reward as cosine, accuracy\nfrom utils import *"
+    own = "check_answer accuracy math_answer get_cosine_scaled_reward".split()
+    functions = "\n".join(f"def {name}(completions): return [0.0]" for name in own)
+    trainer = f"GRPOTrainer('tiny', [{reward}], GRPOConfig(beta=0.1, reward_weights=[2]))"
+    config, report = made("a.py", f"{imports}\n{functions}\n{trainer}")
+    expected = {"reward_funcs": [ours], "reward_weights": [2]} if ours else None
+    assert config.get("rewards") == expected
+    assert told(report) == (set() if ours else {"reward_funcs", "reward_weights"})
+
+
+def test_a_name_of_nobody_in_a_recipe_is_a_function_that_is_to_be_written() -> None:
+    config, report = small("reward_funcs: [check_answer]")
+    assert config["rewards"]["reward_funcs"] == ["rewards.py:check_answer"]
+    assert told(report) == {"reward_funcs"}
+
+
+X = {"dataset_split": "x"}
+
+
+@pytest.mark.parametrize(("rows", "data", "lost"), [
+    ('load_dataset("a/b", split="train")', {"dataset_name": "a/b"}, False),
+    ('load_dataset("a/b", "m", revision="c")["x"]', {"dataset_name": "a/b", "dataset_config": "m", "dataset_revision": "c", **X}, False),
+    ('load_dataset("json", data_files="a.jsonl", split="x").shuffle(seed=1)', {"dataset_name": "a.jsonl", **X}, False),
+    ('load_dataset("a/b", split="x").train_test_split(test_size=0.1)["train"]', {"dataset_name": "a/b", **X, "test_split_size": 0.1}, True),
+    ('load_dataset("a/b", split="x").map(f).filter(g)', {"dataset_name": "a/b", **X}, True), ("Dataset.from_list([])", None, True),
+    ("made_by_a_function()", {"dataset_name": "in/it", **X}, True), ("load_dataset(name_of(), split='x')", None, True),
+])  # fmt: skip
+def test_the_data_of_a_python_file(rows: str, data: dict[str, Any] | None, lost: bool) -> None:
+    function = "def made_by_a_function():\n    return load_dataset('in/it', split='x').map(f)\n"
+    text = f"rows = {rows}\nGRPOTrainer('tiny', f, GRPOConfig(beta=0.1), rows)"
+    config, report = made("a.py", function * ("made_by" in rows) + text)
+    assert config.get("data") == data
+    assert told(report) == ({"train_dataset"} if lost else set())
+    assert ("--task-module" in str(report.details["next"])) == (data is None)
+
+
+def test_held_out_rows_and_the_system_prompt_of_a_python_file() -> None:
+    text = """ALL, S = load_dataset("a/b"), "Think."
+def f(row): return {"prompt": [{"role": "system", "content": S}, row]}
+GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dataset=%s)"""
+    data = {"dataset_name": "a/b", "system_prompt": "Think."}
+    config, report = made("a.py", text % 'ALL["test"]')
+    assert (config["data"], told(report)) == (data | {"dataset_test_split": "test"}, set())
+    config, report = made("a.py", text % "other()" + "\n{'role': 'system', 'content': 'No.'}")
+    assert config["data"] == {"dataset_name": "a/b"}
+    assert told(report) == {"eval_dataset", "system_prompt"}
+
+
+def test_texts_that_end_a_completion() -> None:
+    config, report = small("generation_kwargs: {stop_strings: ['</a>'], min_new_tokens: 3}")
+    assert config["sampler"]["stop"] == ["</a>"]
+    assert config["sampler"]["min_completion_length"] == 3
+    sampled = "GRPOConfig(beta=0.1, vllm_sampling_params=SamplingParams(stop='x'))"
+    config, again = made("a.py", f"GRPOTrainer('tiny', f, {sampled})")
+    assert (config["sampler"]["stop"], told(report) | told(again)) == (["x"], set())
+
+
+@pytest.mark.parametrize(("lines", "name"), [
+    ("loss_type: bnpo\nimportance_sampling_level: sequence", "loss_type"), ("importance_sampling_level: sequence", "loss_type"),
+    ("steps_per_generation: 2\ngradient_accumulation_steps: 4", "steps_per_generation"), ("use_peft: true", "use_peft"),
+    ("use_peft: true", "mostly q_proj and v_proj"),
+    ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"), ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
+    ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
+    ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
+])  # fmt: skip
+def test_how_each_key_ended_is_told(lines: str, name: str) -> None:
+    _, report = small(lines)
+    said = " ".join(f"{each.name} {each.measured} {each.meaning}" for each in report.findings)
+    assert name in said
+
+
 @pytest.mark.parametrize(("line", "expected"), [
     ("loss_type: bnpo", {"preset": "trl_default"}),
     ("importance_sampling_level: sequence", {"type": "gspo", "epsilon": 0.2, "epsilon_high": 0.2}),
@@ -224,10 +286,8 @@ def test_the_flags_of_a_command() -> None:
     ("{loss_type: cispo, epsilon_high: 5.0, num_generations: 8}", {"type": "cispo", "epsilon_high": 4.0}),
 ])  # fmt: skip
 def test_losses(line: str, expected: dict[str, Any]) -> None:
-    assert (
-        made("a.yaml", line if line[0] == "{" else f"num_generations: 8\n{line}")[0]["algorithm"]
-        == expected
-    )
+    text = line if line[0] == "{" else f"num_generations: 8\n{line}"
+    assert made("a.yaml", text)[0]["algorithm"] == expected
 
 
 @pytest.mark.parametrize(("lines", "expected", "lost"), [

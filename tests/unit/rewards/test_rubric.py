@@ -330,8 +330,8 @@ def refused(call) -> str:
 
 @pytest.mark.parametrize(("value", "part"), [
     ([], "empty"), ({}, "got dict"), (None, "got NoneType"),
-    (["accuracy"], "entry 0: expected a function"), ([constant(1), (3, 1.0)], "entry 1"),
-    ([Counter], "give an instance, `Counter()`"), ([(constant(1), "1")], "weight of `f` is '1'"),
+    (["accuracy"], "groupwise.rewards.get_reward_funcs"), ([3], "entry 0: expected a function"),
+    ([constant(1), (3, 1.0)], "entry 1"), ([Counter], "give an instance, `Counter()`"), ([(constant(1), "1")], "weight of `f` is '1'"),
     ([(constant(1), float("nan"))], "finite"), ([(constant(1), True)], "weight of `f` is True"),
     ([(constant(1), 0)], "every weight is 0"), ([lambda completions, /: 1], "position only"),
 ])  # fmt: skip
