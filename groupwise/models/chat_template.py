@@ -74,6 +74,10 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
     *before, begun = chat.messages
+    if not before:
+        raise Refused(
+            "The prompt is one message of the assistant: nothing is asked before the assistant speaks. Put a message of the user before it."
+        )
     words = begun.get("content")
     if not isinstance(words, str) or not words or begun.get("tool_calls"):
         raise TaskError(
@@ -190,6 +194,10 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
         return (
             f"the chat template of the model does not parse: {reason} (line {line} of the template). Mend it, or give "
             "another one as model.chat_template."
+        )
+    if not messages:
+        return (
+            "the conversation has no message, so nothing is asked. Give it a message of the user."
         )
     roles = ", ".join(str(message.get("role")) for message in messages)
     return (

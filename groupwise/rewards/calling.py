@@ -31,6 +31,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from keyword import iskeyword
 from typing import Any, NoReturn, cast
 
 from groupwise.errors import TaskError
@@ -67,6 +68,15 @@ class TrainerState:
     is_hyper_param_search: bool = False
     trial_name: None = None
     trial_params: None = None
+    log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """From here on what TRL has before the first step: rewards are called beside the training, and are not told more."""
+    best_metric: None = None
+    best_global_step: None = None
+    best_model_checkpoint: None = None
+    total_flos: int = 0
+    num_input_tokens_seen: int = 0
+    train_batch_size: None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def epoch(self) -> float:
@@ -170,8 +180,8 @@ def check_columns(function: RewardCallable, columns: Collection[str], where: str
     if missing:
         raise TaskError(
             f"{where}: `{name_of(function)}` asks for {_quoted(missing)}, but the dataset has no such column. "
-            f"It has: {', '.join(sorted(columns)) or 'none but prompt'}. "
-            f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_of_one_completion(function, missing)}"
+            f"It has: {', '.join(sorted({*columns} - {ORIGIN})) or 'none but prompt'}. "
+            f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_of_one_completion(function, missing, columns, where)}"
         )
 
 
@@ -187,15 +197,38 @@ def column_arguments(function: RewardCallable) -> list[str]:
     ]
 
 
-def _of_one_completion(function: RewardCallable, missing: Collection[str]) -> str:
+def _of_one_completion(
+    function: RewardCallable, missing: Collection[str], columns: Collection[str], where: str
+) -> str:
     """What to do with a function that scores one completion at a time, as those of verifiers do; empty for others."""
     if not {"completion", "prompt", "state", "parser"} & set(missing):
         return ""
-    name = name_of(function)
+    own = getattr(function, "__name__", "")
+    name = own if own.isidentifier() and not iskeyword(own) else "reward"
+    takes = [
+        each.name
+        for each in _parameters(function, where)
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    lists = {"completion": "completions", "prompt": "prompts"}
+    lists |= {each: each for each in (*columns, *RESERVED) if each in takes and each not in lists}
+    row = "i"
+    while row in (name, *lists, *lists.values()):
+        row += "i"
+    given = ", ".join(
+        f"{each}={lists[each]}" + ("" if each in RESERVED else f"[{row}]")
+        for each in takes
+        if each in lists
+    )
+    asked = dict.fromkeys(["completions", *(lists[each] for each in takes if each in lists)])
+    begins, waits = ("async ", "await ") if is_async(function) else ("", "")
+    unfilled = [each for each in missing if each not in lists]
+    bound = ", ".join(f"{each}=…" for each in unfilled)
+    first = f" with functools.partial({name}, {bound}) as `{name}`" if unfilled else ""
     return (
-        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead:\n"
-        f"  def {name}_of_all(completions, answer, **columns):\n"
-        f"      return [{name}(completion=c, answer=a) for c, a in zip(completions, answer)]"
+        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead{first}:\n"
+        f"  {begins}def {name}_of_all({', '.join(asked)}, **columns):\n"
+        f"      return [{waits}{name}({given}) for {row} in range(len(completions))]"
     )
 
 

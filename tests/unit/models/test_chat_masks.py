@@ -139,16 +139,12 @@ def test_a_template_without_an_end_token_is_told_from_one_with():
     assert (row.ends, row.stretches) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("family", "messages", "said"),
-    [
-        ("gemma", [SYSTEM, *TWO_TURNS], "roles system, user"),
-        ("gemma", [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], "must alternate"),
-        ("chatml", TWO_TURNS[1:2], "begins with the assistant"),
-        ("mistral", [SYSTEM, *TWO_TURNS], r"goes on with 'be kind\\n\\n 1\+1\? \[/INST\]'"),
-        ("deepseek_r1", TWO_TURNS, r"goes on with '<think>\\n', it writes ' 2\\n</s>'"),
-    ],
-)
+@pytest.mark.parametrize(("family", "messages", "said"), [
+    ("gemma", [SYSTEM, *TWO_TURNS], "roles system, user"), ("gemma", [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], "must alternate"),
+    ("chatml", TWO_TURNS[1:2], "begins with the assistant"),
+    ("mistral", [SYSTEM, *TWO_TURNS], r"goes on with 'be kind\\n\\n 1\+1\? \[/INST\]'"),
+    ("deepseek_r1", TWO_TURNS, r"goes on with '<think>\\n', it writes ' 2\\n</s>'"),
+])  # fmt: skip
 def test_what_cannot_be_right_is_refused(family, messages, said):
     with pytest.raises(TaskError, match=said):
         masked(family, messages)

@@ -109,13 +109,14 @@ def test_a_developer_is_the_system_where_the_template_knows_none(more, role):
     assert render(tokenizer, Chat([{"role": "developer", "content": "x"}]), ask=False) == role
 
 
-@pytest.mark.parametrize("last", [
-    {"role": "assistant", "content": ""}, {"role": "assistant", "content": None},
-    {"role": "assistant", "content": "x", "tool_calls": [{}]},
+@pytest.mark.parametrize(("messages", "problem"), [
+    *(([*ASKED, {"role": "assistant", **last}], "no text or calls tools") for last in (
+        {"content": ""}, {"content": None}, {"content": "x", "tool_calls": [{}]})),
+    ([{"role": "assistant", "content": "Hi"}], "nothing is asked before"), ([], "^The conversation has no message"),
 ])  # fmt: skip
-def test_what_cannot_be_gone_on_with_is_refused(last):
-    with pytest.raises(TaskError, match="no text or calls tools"):
-        prompt_text(chat_tokenizer("chatml"), Chat([*ASKED, last]))
+def test_what_cannot_be_gone_on_with_is_refused(messages, problem):
+    with pytest.raises(TaskError, match=problem):
+        prompt_text(chat_tokenizer("chatml"), Chat(messages))
 
 
 def test_a_template_that_does_not_show_where_the_answer_begins_cannot_go_on():

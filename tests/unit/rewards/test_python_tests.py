@@ -14,6 +14,7 @@ import pickle
 import textwrap
 import zlib
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from groupwise.errors import SandboxError
 from groupwise.rewards import python_tests
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.python_tests import Case, PythonTests, RowTests, Verdict, code_in, verdict
-from groupwise.rewards.sandbox import Limits
+from groupwise.rewards.sandbox import Limits, Result
 
 LIMITS = Limits(seconds=20)
 
@@ -41,36 +42,20 @@ async def share(code: str, tests, entry_point=None, limits=LIMITS) -> tuple[int,
 # 1. code and tests
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```py\nx = 1\n```\nor\n```python3\nx = 2\n```\n```bash\nls\n```", "x = 2\n"),
-        ("  ```python\n  x\n    y\n  ```", "x\n  y\n"),
-        ("1. Do:\n\n   ```python\n   if x:\n\n       y\n   ```\n2. Done.", "if x:\n\n    y\n"),
-        ("- ```python\n  x = 1\n  ```", "x = 1\n"),
-        ("  ```python\nif x:\n  y\n  ```", "if x:\n  y\n"),  # the fence alone is indented
-        ("```python\nx = 1\n```\nIt prints:\n```\n1\n```", "x = 1\n"),
-        ("```\nx = 1\n```\nor\n```\nx = 2\n```", "x = 2\n"),
-        ("```\n1\n```\n```Python\nx = 1", "x = 1"),
-        ("```python\nx = 1\n```\nor\n```python\nx =", "x = 1\n"),  # not what was cut off
-        ("```bash\nls\n```\n", "```bash\nls\n```\n"),
-        ("```python\nx = 1\ny = 2```\nThat is it.", "x = 1\ny = 2\n"),
-        ("```python\nx = 1```\n```\n1\n```", "x = 1\n"),
-        ('```python\n"""As ```\nx"""\ny```', '"""As ```\nx"""\ny\n'),
-        ("~~~python\nx = 1\n~~~\nDone.", "x = 1\n"),
-        ("~~~~py\ns = '~~~'\n```\n~~~~", "s = '~~~'\n```\n"),
-        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
-        ("<think>```python\nx\n```</think>\ny = 2", "\ny = 2"),
-        ("```python\nx\n```\n<answer>y = 3</answer>", "y = 3"),
-        ("<answer>\n```python\ny = 3\n```\n</answer>", "y = 3\n"),
-        ("Look:\n```python\nx = 1\ny =", "x = 1\ny ="),
-        ("```python\ns = '''\n```inside\n'''\n```", "s = '''\n```inside\n'''\n"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "code"), [
+    ("x = 1", "x = 1"), ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
+    ("```py\nx = 1\n```\nor\n```python3\nx = 2\n```\n```bash\nls\n```", "x = 2\n"), ("  ```python\n  x\n    y\n  ```", "x\n  y\n"),
+    ("1. Do:\n\n   ```python\n   if x:\n\n       y\n   ```\n2. Done.", "if x:\n\n    y\n"), ("- ```python\n  x = 1\n  ```", "x = 1\n"),
+    ("  ```python\nif x:\n  y\n  ```", "if x:\n  y\n"),  # the fence alone is indented
+    ("```python\nx = 1\n```\nIt prints:\n```\n1\n```", "x = 1\n"), ("```\nx = 1\n```\nor\n```\nx = 2\n```", "x = 2\n"),
+    ("```\n1\n```\n```Python\nx = 1", "x = 1"), ("```python\nx = 1\n```\nor\n```python\nx =", "x = 1\n"),  # not what was cut off
+    ("```bash\nls\n```\n", "```bash\nls\n```\n"), ("```python\nx = 1\ny = 2```\nThat is it.", "x = 1\ny = 2\n"),
+    ("```python\nx = 1```\n```\n1\n```", "x = 1\n"), ('```python\n"""As ```\nx"""\ny```', '"""As ```\nx"""\ny\n'),
+    ("~~~python\nx = 1\n~~~\nDone.", "x = 1\n"), ("~~~~py\ns = '~~~'\n```\n~~~~", "s = '~~~'\n```\n"),
+    ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"), ("<think>```python\nx\n```</think>\ny = 2", "\ny = 2"),
+    ("```python\nx\n```\n<answer>y = 3</answer>", "y = 3"), ("<answer>\n```python\ny = 3\n```\n</answer>", "y = 3\n"),
+    ("Look:\n```python\nx = 1\ny =", "x = 1\ny ="), ("```python\ns = '''\n```inside\n'''\n```", "s = '''\n```inside\n'''\n"), ("", ""),
+])  # fmt: skip
 def test_code_is_found(text, code):
     assert code_in(text) == code
 
@@ -84,7 +69,8 @@ def test_the_block_that_defines_what_is_tested_is_the_code():
 
 
 PROGRAM = RowTests(of_program=(Case("1", "2"),))
-CASE = {"input": "1", "output": "2", "testtype": "stdin"}
+OF_LIVE_CODE_BENCH = replace(PROGRAM, common_imports=True)
+CASE = {"input": "1", "output": "2"}
 TABLE = {"inputs": ["1"], "outputs": ["2"]}
 CALL = {"input": "[1]\n2", "output": "[3]", "testtype": "functional"}
 CALLS = RowTests.of({"test_cases": {"fn_name": "f", "inputs": [[[1], 2]], "outputs": [[3]]}})
@@ -108,9 +94,20 @@ def packed(value):
     ({"input_output": json.dumps(TABLE)}, PROGRAM), ({"input_output": {"inputs": [["1"]], "outputs": [["2"]]}}, PROGRAM),
     ({"input_output": {key: np.array(value) for key, value in TABLE.items()}}, PROGRAM), ({"official_tests": [CASE]}, PROGRAM),
     ({"test_cases": {"input": ["1"], "output": ["2"]}}, PROGRAM), ({"official_tests": [CASE], "input_mode": "stdio"}, PROGRAM),
-    ({"verification_info": {"language": "python", "test_cases": [{**CASE, "testtype": "stdin_stdout", "fn_name": None}]}}, PROGRAM),
-    ({"public_test_cases": json.dumps([CASE]), "private_test_cases": "[]", "metadata": "{}"}, PROGRAM),
-    ({"public_test_cases": "[]", "private_test_cases": packed(json.dumps([CASE]))}, PROGRAM),
+    ({"verification_info": {"language": "python", "test_cases": [{**CASE, "type": "stdin_stdout", "fn_name": None}]}}, PROGRAM),
+    ({"public_test_cases": json.dumps([CASE]), "private_test_cases": "[]", "metadata": "{}"}, OF_LIVE_CODE_BENCH),
+    ({"public_test_cases": "[]", "private_test_cases": packed(json.dumps([CASE]))}, OF_LIVE_CODE_BENCH),
+    ({"tests": [{**CASE, "testtype": "stdin"}]}, OF_LIVE_CODE_BENCH), ({"test_cases": ["x", "assert f"]}, RowTests(("x", "assert f"))),
+    ({"public_tests": {"input": ["1"], "output": ["2"]}, "private_tests": {"input": [], "output": []}}, PROGRAM),
+    ({"ground_truth": json.dumps(TABLE), "reward_model": {"ground_truth": TABLE}}, PROGRAM), ({"test_cases": CASE}, PROGRAM),
+    ({"test_cases": {"input": 1, "output": 2}}, PROGRAM),
+    ({"public_tests": {"inputs": [[[1], 2]], "outputs": [[3]], "fn_name": "f"}}, CALLS),
+    ({"reward_model": {"ground_truth": json.dumps(TABLE), "style": "rule"}}, PROGRAM), ({"ground_truth": "2", "test": "a"}, RowTests("a")),
+    ({"test": "a", "entry_point": "Solution().f"}, RowTests("a", "f")), ({"test_cases": [{"input": 1, "output": "2"}]}, PROGRAM),
+    ({"public_test_cases": [CALL], "starter_code": "# def g(self):\nclass Solution:\n    def f(self, x: int):"}, CALLS),
+    *(({"verification_info": {"test_cases": [{"fn_name": "f", **given}]}}, CALLS) for given in (
+        {"input": "[[1], 2]", "output": "[3]", "type": "function_call"}, {"input": [[1], 2], "output": [3]})),
+    ({"test_cases": {"fn_name": "Solution().f", "inputs": ["[1]\n2"], "outputs": [[3]]}}, CALLS),
     ({"public_test_cases": json.dumps([CALL]), "metadata": '{"func_name": "f"}'}, CALLS),
     ({"tests": [{**CALL, "metadata": {"func_name": "f"}}]}, CALLS),
     ({"test_cases": [{**CALL, "type": "functional"}], "entry_point": "f"}, CALLS),
@@ -131,13 +128,16 @@ def test_rows_say_what_to_run(row, expected):
     ({"test_cases": {"input": "1"}}, "two lists of equal length"),
     ({"test_list": ["a"], "input_output": TABLE}, "has both `test_list` and `input_output`"),
     ({"test_cases": "1 2"}, "neither JSON nor"), ({"test": True}, "`test` that are no text"),
-    ({"test_cases": [{"input": 1, "output": "2"}]}, "expected {input"),
+    ({"test_cases": [{"input": 1, "output": "2"}], "entry_point": "f"}, "expected {input"),
+    ({"reward_model": {"ground_truth": "2"}}, "has no tests"), ({"test_cases": [{"input": True, "output": "2"}]}, "expected {input"),
+    ({"test_cases": [{"fn_name": "f", "input": [1]}]}, "expected `input` and `output`"),
+    ({"public_test_cases": [CALL], "starter_code": "def f(x): ...\ndef g(x): ..."}, "with one `fn_name`"),
     ({"private_test_cases": packed(Case)}, "asks for groupwise.rewards.python_tests.Case"),
-    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": {"a": 1}}, "no list"),
+    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": 3}, "no list"),
     ({"official_tests": [CASE], "generated_checker": "x"}, "`generated_checker` 'x', and that"),
     ({"official_tests": [CASE], "input_mode": "file"}, "standard input alone"),
     ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
-    ({"test_cases": {"inputs": [1], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
+    ({"test_cases": {"inputs": [None], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
     ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
     ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
     ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of equal length"),
@@ -166,6 +166,7 @@ def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_
 async def test_calls_of_a_table_are_tests():
     table = {"fn_name": "sum", "inputs": [[1, 2], [[3], None], [5, 5]], "outputs": [3, [3, 4], 10]}
     wrapped = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]}
+    as_text = [{"fn_name": "f", "input": [x], "output": f"[{x}]"} for x in (1, 2)]
     own_sum = "def sum(a, b): return (3, 4) if b is None else a + b if a < 5 else 0"
     cases = (
         (table, own_sum, 2),
@@ -173,6 +174,7 @@ async def test_calls_of_a_table_are_tests():
         (wrapped, "def f(x): return x", 2),
         (wrapped, "def f(x): return [x]", 2),
         (wrapped, "def f(x): return [[x]]", 0),
+        *((as_text, f"def f(x): return {found}", 2) for found in ("x", "[x]", "str([x])")),
     )
     rows = [RowTests.of({"test_cases": json.dumps(given)}) for given, _, _ in cases]
     rows[0].check()
@@ -180,7 +182,29 @@ async def test_calls_of_a_table_are_tests():
         verdict(code, row, LIMITS) for (_, code, _), row in zip(cases, rows, strict=True)
     )
     assert [each.passed for each in found] == [passed for _, _, passed in cases]
-    assert [each.of for each in found] == [3, 3, 2, 2, 2]
+    assert [each.of for each in found] == [3, 3, *[2] * 6]
+
+
+UNIMPORTED = """
+    gcd = lambda *numbers: 5
+    class Solution:
+        @cache
+        def f(self, x):
+            counts = defaultdict(int, {x: math.gcd(4, 6)})
+            return counts[x] + gcd(4, 6) + pow(2, 3, 5) + len(Counter("ab")) + (x < inf)
+    print(Solution().f(1))
+"""
+
+
+async def test_answers_of_live_code_bench_need_no_imports():
+    call = {"input": "1", "output": "13", "testtype": "functional"}
+    rows = [{"public_test_cases": [call], "entry_point": "f"}, {"test_cases": [CASE | {"output": "13"}]},
+        {"tests": "assert f(1) == 13"}]  # fmt: skip
+    found = [await verdict(textwrap.dedent(UNIMPORTED), RowTests.of(row), LIMITS) for row in rows]
+    assert [each.why for each in found] == [None] * 3
+    bare = "print(gcd(4, int(input())) + 1)"
+    rows = [{name: [CASE]} for name in ("public_test_cases", "test_cases")]
+    assert [(await verdict(bare, RowTests.of(row), LIMITS)).passed for row in rows] == [1, 0]
 
 
 LEETCODE = """
@@ -341,11 +365,21 @@ async def test_programs_are_given_input_and_their_output_is_compared():
         {"input": "1 1\n", "output": "2  \n\n"},
         {"input": "0 0\n", "output": "1"},
         {"input": "x y\n", "output": "0"},
+        {"input": "7.50 .5\n", "output": "8.0"},
     ]
-    code = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b)"
+    code = "if __name__ == '__main__':\n    a, b = map(float, input().split())\n    print(a + b)"
     found = await verdict(code, RowTests.of({"test_cases": cases}), LIMITS)
-    assert (found.passed, found.of) == (2, 4)
-    assert found.why == "case 2: finished; printed '0\\n'"
+    assert (found.passed, found.of) == (3, 5)
+    assert found.why == "case 2: finished; printed '0.0\\n'"
+
+
+@pytest.mark.parametrize(("printed", "wanted", "passes"), [
+    ("0.5000", "0.5", True), ("0.30000000001", "0.3", False), (" 1  2.0", "1.0 2e0", True), ("1 2", "1 2 2", False), ("1\n2", "1 2", False),
+    ("x 0.5", "x 0.50", False), ("sNaN", "1", False), ("1_0", "10", False), ("1e9999999999", "1", False), ("x  \n\n", "x", True),
+])  # fmt: skip
+def test_lines_of_numbers_are_compared_as_numbers(printed, wanted, passes):
+    result = Result("finished", 0, printed.encode(), b"", cut=False, seconds=0.1, held={})
+    assert Case("", wanted).passes(result) is passes
 
 
 async def test_a_solution_cannot_reach_back_into_lists_of_earlier_calls():

@@ -8,6 +8,7 @@
 
 import asyncio
 import functools
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
@@ -79,6 +80,8 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
         seen["steps"] = (trainer_state.global_step, trainer_state.max_steps)
         seen["epochs"] = (trainer_state.epoch, trainer_state.num_train_epochs)
         assert trainer_state.is_world_process_zero
+        at_start = (trainer_state.log_history, trainer_state.best_metric, trainer_state.total_flos)
+        assert at_start == ([], None, 0)
         seen["rest"] = set(kwargs)
         return [1, 1]
 
@@ -299,13 +302,13 @@ def leaves(completions, **kwargs):
 
 
 def looks_back(completions, trainer_state, **kwargs):
-    assert getattr(trainer_state, "best_metric", None) is None
-    return trainer_state.log_history
+    assert getattr(trainer_state, "save_steps", None) is None
+    return trainer_state.eval_steps
 
 
 @pytest.mark.parametrize(("function", "part"), [
     (raises, "return [1 / 0 for _ in completions]"), (raises_later, "KeyError: 'late'"),
-    (cancels, "CancelledError"), (leaves, "SystemExit"), (looks_back, "has no `log_history` here"),
+    (cancels, "CancelledError"), (leaves, "SystemExit"), (looks_back, "has no `eval_steps` here"),
 ])  # fmt: skip
 def test_exceptions_fail_the_call_and_nothing_else(function, part):
     heard = []
@@ -354,9 +357,28 @@ def test_weights_replace_those_given_and_names_are_unique():
 def test_arguments_that_nobody_gives_are_refused_with_the_columns_there_are():
     rubric = Rubric([lambda completions, gold, log_extra, hint=None: completions])
     rubric.check_columns({"gold"}, where="t")
-    message = refused(lambda: rubric.check_columns({"answer", "level"}, where="t"))
+    message = refused(lambda: rubric.check_columns({"answer", "level", "origin"}, where="t"))
     assert "asks for `gold`" in message
-    assert "answer, level" in message
+    assert "It has: answer, level. " in message
+
+
+def c(prompts, completion): ...
+async def i(completion, answer, log_metric, level=0, j=1, **state): ...
+def p(prompt, completion, parser): ...  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "body"), [
+    (c, "def c_of_all(completions, prompts, **columns):\n      return [c(prompts=prompts, completion=completions[i]) for i"),
+    (i, "async def i_of_all(completions, answer, log_metric, level, **columns):\n      return [await "
+        "i(completion=completions[ii], answer=answer[ii], log_metric=log_metric, level=level[ii]) for ii"),
+    (p, "def p_of_all(completions, prompts, **columns):\n      return [p(prompt=prompts[i], completion=completions[i]) for i"),
+    (lambda completion: 1, "def reward_of_all(completions, **columns):\n      return [reward(completion=completions[i]) for i"),
+])  # fmt: skip
+def test_a_function_of_one_completion_is_told_what_calls_it_rightly(function, body):
+    message = refused(lambda: Rubric([function]).check_columns({"answer", "level"}, where="t"))
+    assert message.endswith(f"{body} in range(len(completions))]")
+    assert ("functools.partial(p, parser=…)" in message) is (function is p)
+    exec(textwrap.dedent(message.partition("instead")[2].partition(":\n")[2]), {})
 
 
 def test_stateful_is_what_a_function_says_of_itself():
