@@ -95,7 +95,9 @@ def mask_text(tokenizer: Any, text: str) -> Masked:
 def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
     """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
     before = prompt_ids(tokenizer, prompt)
-    after = _tail(tokenizer, prompt, _closed(tokenizer, prompt + completion))
+    after = _tail(
+        tokenizer, prompt, text_ids(tokenizer, prompt), _closed(tokenizer, prompt + completion)
+    )
     mask = (int(whole),) * len(before) + (1,) * len(after)
     return Masked(before + after, mask, ends=_ended(tokenizer, after))
 
@@ -128,11 +130,12 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
         before += header if header.strip() and whole.startswith(before + header) else ""
     opening = text_ids(tokenizer, before)
-    ids = opening + _tail(tokenizer, before, whole)
-    closed = opening + _tail(tokenizer, before, _without_space_after_end(tokenizer, whole))
-    end = len(closed) if ids[: len(closed)] == closed else len(ids)
-    mask = (0,) * len(opening) + (1,) * (end - len(opening)) + (0,) * (len(ids) - end)
-    return Masked(ids, mask, ends=_ended(tokenizer, ids[len(opening) : end]))
+    said = _tail(tokenizer, before, opening, whole)
+    stripped = _without_space_after_end(tokenizer, whole)
+    closed = said if stripped == whole else _tail(tokenizer, before, opening, stripped)
+    end = len(closed) if said[: len(closed)] == closed else len(said)
+    mask = (0,) * len(opening) + (1,) * end + (0,) * (len(said) - end)
+    return Masked(opening + said, mask, ends=_ended(tokenizer, said[:end]))
 
 
 def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
@@ -151,7 +154,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
         raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
     whole = before + said["content"].removeprefix(begun) + end
     opening = text_ids(tokenizer, before)
-    after = _tail(tokenizer, before, _without_space_after_end(tokenizer, whole))
+    after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
     return Masked(
         opening + after, (0,) * len(opening) + (1,) * len(after), _ended(tokenizer, after)
     )
@@ -191,13 +194,13 @@ def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
-def _tail(tokenizer: Any, before: str, whole: str) -> tuple[int, ...]:
-    """The tokens of `whole` after those of its beginning `before`.
+def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
+    """The tokens of `whole` after those of its beginning `before`, which are `opening`.
 
     Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
     is asked with the tokens of `before`.
     """
-    opening, ids = text_ids(tokenizer, before), text_ids(tokenizer, whole)
+    ids = text_ids(tokenizer, whole)
     if ids[: len(opening)] == opening:
         return ids[len(opening) :]
     rest = text_ids(tokenizer, whole[len(before) :])

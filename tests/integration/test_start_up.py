@@ -19,6 +19,7 @@ from groupwise.models.tiny import write_tiny_model
 from tests.integration.toy_run import TOY, config
 
 BY_ARITHMETIC = ("torch", "peft", "datasets", "accelerate", "transformers.configuration_utils")
+BY_ARITHMETIC += ("mpmath", "groupwise.tunix.environment")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (
@@ -68,18 +69,21 @@ def test_dry_runs_and_checks_import_neither_torch_nor_models(tmp_path):
     tasks = {"rl": TOY, "sft": SFT, "eval": TOY}
     given += [[verb, "-t", task, "--dry-run", *model] for verb, task in tasks.items()]
     code = f"""
-import sys
+import gc, sys
 from groupwise.cli.main import main
 for words in {given!r}:
+    gc.set_threshold(700)
     sys.argv[1:] = words
     try:
         main()
     except SystemExit as ended:
         assert not ended.code, words
-    print("heavy", [m for m in {BY_ARITHMETIC!r} if m in sys.modules])
+    heavy = {BY_ARITHMETIC!r} + ("groupwise.callbacks.base",) * (words[0] == "check")
+    print("heavy", [m for m in heavy if m in sys.modules], gc.get_threshold()[0])
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [line for line in shown.stdout.splitlines() if "heavy" in line] == ["heavy []"] * 5
+    found = [line for line in shown.stdout.splitlines() if "heavy" in line]
+    assert found == [f"heavy [] {often}" for often in (10_000, 700, *[10_000] * 3)]
 
 
 MAIN = f"""

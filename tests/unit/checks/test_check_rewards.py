@@ -1,11 +1,13 @@
 """Judging rewards by what they gave to completions of known worth."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from groupwise.checks.check_gold import Gold
-from groupwise.checks.check_rewards import Verdict, judge_order, judge_parts, judge_spread
-from groupwise.rewards.scoring import MemberScore
-from groupwise.types import RewardPart
+from groupwise.checks.check_rewards import Trial, Verdict, judge_order, judge_parts, judge_spread
+from groupwise.rewards.scoring import GroupScore, MemberScore
+from groupwise.types import Example, RewardPart
 
 GOLD = Gold("answer", "plain")
 
@@ -15,6 +17,24 @@ def verdict(kind: str, reward: float | None, row: int = 0, **parts: float | None
         return Verdict(row, kind, kind, MemberScore("failed", "it raised"))
     made = tuple(RewardPart(name, value) for name, value in (parts or {"p": reward}).items())
     return Verdict(row, kind, kind, MemberScore("scored", None, reward, made))
+
+
+async def test_a_completion_that_is_tried_again_is_tokenised_once():
+    texts, asked = [], []
+
+    async def score(request):
+        asked.append([*map(tuple, request.completion_ids)])
+        request.completion_ids[0].clear()  # as a reward of this process may
+        return GroupScore(())
+
+    def tokenizer(text, **_):
+        return {"input_ids": [len(text), texts.append(text) or 0]}
+
+    scorer: Any = SimpleNamespace(score=score)
+    trial = Trial(scorer, tokenizer)
+    for _ in range(2):
+        await trial.score(Example(0, "?", {}), ["a", "bb", "a"])
+    assert (texts, asked) == (["a", "bb"], [[(1, 0), (2, 0), (1, 0)]] * 2)
 
 
 def test_a_reward_that_never_varies_is_a_problem():

@@ -213,7 +213,7 @@ MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ 5 & 6 \end{pmatrix}"
     ("solution", "answer"),
     [
         ("#### 3\n#### 1,234", "1,234"),
-        (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"First \boxed{1}. Then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("<think>a\nb</think><answer> 7 </answer>", "7"),
         (" 42 ", "42"),
         ("a\nlong text", None),
