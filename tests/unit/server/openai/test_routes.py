@@ -161,7 +161,7 @@ async def test_calls_of_tools_are_read_from_the_text(
     messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [wrote]}]
     messages.append({"role": "tool", "tool_call_id": "1", "content": "c"})
     body = {**CHAT, "messages": messages, "store": True, "tools": [TOOL], **more}
-    async with asking(tmp_path, pace=0.01, settings={"max_completion_length": 60}) as (served, c):
+    async with asking(tmp_path, pace=0.001, settings={"max_completion_length": 60}) as (served, c):
         whole = await c.chat(**{**body, "n": 2, "logprobs": True})
         pieces = await c.streamed("/v1/chat/completions", {**body, "n": 2})
         kept: Any = await record(served, whole["group_id"])
