@@ -44,7 +44,6 @@ from groupwise.algorithms.knobs import Clash, Clashes, idle
 from groupwise.algorithms.presets import PRESETS, Preset
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.algorithms.sft import Sft
-from groupwise.callbacks.registry import unknown_callback
 from groupwise.data.config import DataConfig
 from groupwise.data.suspicions import SignalsConfig
 from groupwise.foreign_keys import FOREIGN_TO_RL, FOREIGN_VALUES
@@ -573,6 +572,10 @@ def unknown_callbacks(tree: Tree) -> list[str]:
     """A problem for each entry of `callbacks` that names nothing, as far as that shows without running code."""
     entries: Any = tree.value(("callbacks",))
     given = cast("list[object]", entries) if isinstance(entries, list) else []
+    if not given:
+        return []
+    from groupwise.callbacks.registry import unknown_callback  # which most configs do without
+
     names = [_name_of(entry) for entry in given]
     where = tree.origin(("callbacks",))
     return [

@@ -16,7 +16,7 @@ _OVERLONG = (
     "algorithm.mask_truncated_completions leaves rollouts that were cut off out of the loss"
 )
 _RESUME = "give --resume or --resume-from RUN@STEP on the command line"
-_MACHINE = "a run has this machine alone, one GPU or the cores of its CPU, of which run.processes and run.threads say how many are used"
+_MACHINE = "here it is scale.learners, one process for each GPU; run.processes and run.threads say how many cores of a CPU are used"
 _CHECKPOINTS = "the callback push_to_hub_revision uploads each checkpoint"
 _REWARDS = "rewards.reward_funcs names the rewards, each with its parameters"
 _SANDBOX = "the reward python_tests runs code in boxes of its own, on this machine"
@@ -74,7 +74,7 @@ FOREIGN_TO_RL: dict[str, str] = {
     "vllm_gpu_memory_utilization": _named("sampler.gpu_memory_utilization"),
     "eval_on_start": _named("eval.before_and_after"),
     "evaluation": "here it is the section eval",
-    "attn_implementation": "the attention that suits the machine is chosen by itself",
+    "attn_implementation": "the attention implementation is chosen automatically",
     **dict.fromkeys(("init_adapter_repo", "init_adapter"), _named("model.adapter")),
     **dict.fromkeys(("use_rslora", "rs_lora"), _named("lora.rslora")),
     **dict.fromkeys(
@@ -149,6 +149,26 @@ FOREIGN_TO_RL: dict[str, str] = {
     ),
     **dict.fromkeys(("max_seq_len", "seq_len", "max_length"), _named("model.max_seq_length")),
     **dict.fromkeys(("lora_r", "lora_rank", "max_lora_rank", "rank"), _named("lora.r")),
+    **dict.fromkeys(
+        ("peft", "peft_config", "lora_config", "qlora", "adapter_config"),
+        "here it is the section lora: lora.r, lora.alpha, lora.dropout, lora.target_modules",
+    ),
+    **dict.fromkeys(("stop_strings", "stop_words", "stop_sequences"), _named("sampler.stop")),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort"),
+        "what the chat template reads stands in model.chat_template_kwargs, each under its name",
+    ),
+    "actor_rollout_ref": (
+        "it is a section of verl: its model is the section model here, its actor is training and algorithm, its rollout is sampler and "
+        "training.num_generations, and its ref is algorithm.beta"
+    ),
+    **dict.fromkeys(
+        ("actor", "policy"),
+        "elsewhere it is a section of what learns; here that is model, training and algorithm",
+    ),
+    "trainer": "it is a section of verl and others; here its keys stand in training, eval and run",
+    "generator": "it is a section of SkyRL; here it is sampler, and training.num_generations",
+    "orchestrator": "it is a section of prime-rl; here its keys stand in training, data and eval",
     "lora_alpha": _named("lora.alpha"),
     "lora_dropout": _named("lora.dropout"),
     "lora_target_modules": _named("lora.target_modules"),
@@ -359,7 +379,6 @@ FOREIGN_TO_RL: dict[str, str] = {
             "dataset_text_field",
             "truncation_mode",
             "load_best_model_at_end",
-            "eval_on_start",
         ),
         _SFT,
     ),
@@ -389,7 +408,12 @@ _OF_RL_ALONE = (
         "data.curriculum",
         "data.easy_pool",
     ),
-    *("the reward ", "data.max_prompt_length", "eval.before_and_after", "eval.samples_per_prompt"),
+    *(
+        "the reward ",
+        "data.max_prompt_length",
+        "eval.before_and_after",
+        "eval.samples_per_prompt",
+    ),
     *(
         "training.num_generations",
         "training.prompts_per_step",
@@ -398,7 +422,7 @@ _OF_RL_ALONE = (
     ),
 )
 """What an advice speaks of that a supervised run has not."""
-_KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold")
+_KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold", "eval_on_start")
 
 
 def _for_sft(name: str, advice: str) -> str | None:

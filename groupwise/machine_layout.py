@@ -18,7 +18,6 @@ from groupwise.ranks import ahead
 from groupwise.ranks.launched import launched, refuse_other_number
 from groupwise.sft_config import SftConfig
 from groupwise.task_parts import longest_completion
-from groupwise.tunix.environment import look
 from groupwise.unsloth import library
 
 AnyConfig = RunConfig | SftConfig
@@ -181,6 +180,8 @@ def _cores() -> int:
 
 def _of_tunix(config: RunConfig) -> Layout:
     """Of a worker in its own environment, on all devices that JAX sees or as many as the mesh has."""
+    from groupwise.tunix.environment import look  # with the messages of its worker
+
     found = look()
     platform = "cuda" if found.platform == "gpu" else found.platform
     bfloat16 = config.model.dtype == "bfloat16" or (

@@ -12,6 +12,7 @@ what exists nearby, or the traceback cut down to the user's own frames (`explain
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -19,6 +20,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 import sysconfig
@@ -31,6 +33,8 @@ from types import ModuleType
 from typing import Any
 
 from groupwise.errors import TaskError
+
+logger = logging.getLogger(__name__)
 
 _OTHER_PIP_NAMES = {
     "PIL": "pillow",
@@ -105,6 +109,44 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
     if "." in target or target in builtins or target in announced or _exists(target):
         return None
     return _not_found(spec, target, kind, builtins, announced)
+
+
+def trains_when_imported(source: str | bytes) -> str | None:
+    """Which statement of a module would train as soon as it is imported, `line 40: trainer.train()`; None where none would.
+
+    `model.train()` is none: that switches PyTorch's dropout on. What is no Python has none either.
+    """
+    try:
+        outer: list[ast.AST] = list(reversed(ast.parse(source).body))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    while outer:
+        node = outer.pop()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if node.func.attr == "train" and not owner.endswith("model"):
+                return f"line {node.lineno}: {ast.unparse(node):.60}"
+        if isinstance(node, ast.If) and runs_as_script(node.test):
+            outer += reversed(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            outer += reversed(list(ast.iter_child_nodes(node)))
+    return None
+
+
+def runs_as_script(test: ast.expr) -> bool:
+    """Whether it is the condition `__name__ == "__main__"`, which no import fulfils."""
+    return sorted(ast.unparse(test).split(" == ")) == ["'__main__'", "__name__"]
+
+
+def _warn_of_training(source: bytes, file: str | Path, kind: str) -> None:
+    if statement := trains_when_imported(source):
+        logger.warning(
+            "The %s file %s trains when it is imported (%s), which happens now, in each process that needs it. Put that below "
+            '`if __name__ == "__main__":`, or the functions into a file of their own.',
+            kind,
+            file,
+            statement,
+        )
 
 
 def explain(error: BaseException) -> str:
@@ -222,7 +264,9 @@ def _run_file(module: ModuleType, path: Path, kind: str) -> None:
 
     def run() -> None:
         # Compiled here and not by the loader: its cache takes an edit within the same second for none.
-        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        source = path.read_bytes()
+        _warn_of_training(source, path, kind)
+        exec(compile(source, str(path), "exec"), module.__dict__)
 
     try:
         run_user_code(run, what=f"The {kind} file {path} cannot be loaded")
@@ -284,7 +328,14 @@ def _make_working_directory_importable() -> None:
 
 def _import(name: str, kind: str) -> ModuleType:
     what = f"The {kind} module `{name}` cannot be imported"
-    return run_user_code(lambda: importlib.import_module(name), what=what)
+
+    def run() -> ModuleType:
+        found = _find_spec(name) if name not in sys.modules else None
+        if found is not None and found.origin and found.origin.endswith(".py"):
+            _warn_of_training(Path(found.origin).read_bytes(), found.origin, kind)
+        return importlib.import_module(name)
+
+    return run_user_code(run, what=what)
 
 
 def _announced(group: str | None) -> dict[str, str]:

@@ -48,6 +48,25 @@ DATASET_COLUMN = "dataset_name"
 """The column that names the set of a mixture that a row is from; it stands for the label where there is none."""
 
 
+class NumberedRow(dict[str, Any]):
+    """A row that knows its number in the data of its user, from 0, however many were left out before it."""
+
+    def __init__(self, columns: Mapping[str, Any], number: int | None) -> None:
+        super().__init__(columns)
+        self.number = number
+
+
+def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that take the place of a row's, and keep its number."""
+    return NumberedRow(columns, getattr(row, "number", None))
+
+
+def number_of(row: Mapping[str, Any], place: int) -> int:
+    """The number of a row in its user's data; its place where nobody numbered it."""
+    number = getattr(row, "number", None)
+    return place if number is None else number
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """One row of a task: the prompt and every other column of its dataset, which the rewards receive."""
@@ -56,6 +75,11 @@ class Example:
     """Position in the dataset, from 0."""
     prompt: Prompt
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def row_number(self) -> int:
+        """See `number_of`; for messages, since rows of several sources may have the same."""
+        return number_of(self.columns, self.index)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,9 +58,10 @@ class TrainerArgs:
         vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
-        there = ", ".join(sorted(name for name in vars(self) if not name.startswith("_")))
+        there = [each for each in vars(self) if not each.startswith("_")]
+        near = get_close_matches(name, there, n=3, cutoff=0.0)
         raise AttributeError(
-            f"these `args` have no `{name}`; there is no Trainer here. There are: {there}"
+            f"these `args` have no `{name}`; there is no Trainer here. The nearest are {', '.join(near)}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -111,14 +111,8 @@ def check_dataset(
             + (f", or set data.max_prompt_length={room} to leave them out" if room > 0 else ""),
             {"too_long": long, "room": room},
         )
-    for odd in (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples)):
-        yield Finding(
-            f"{name}: prompts",
-            "warning",
-            odd,
-            "the model may be asked otherwise than is meant",
-            "look at the first prompts, which --json shows as the model sees them",
-        )
+    odd = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
+    yield from _hardly_meant(name, odd)
     yield from _repeated(name, examples, same)
     yield from _incomplete(name, examples)
 
@@ -149,8 +143,11 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
         try:
             found = task.sft_rows(hook, config, tokenizer, limit)
             formatted = task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
-            for index, row in enumerate(() if formatted else found):
-                teacher_example(index, row, text_field="text", where=f"{task.described}: {hook}")
+            where = f"{task.described}: {hook}"
+            examples = [
+                teacher_example(index, row, text_field="text", where=where).example
+                for index, row in enumerate(() if formatted else found)
+            ]
         except TaskError as error:
             yield Finding(
                 name, "problem", str(error), "groupwise sft would refuse to start", "mend the hook"
@@ -165,6 +162,7 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
             + ("; the formatting function was not called" if formatted else ""),
             data={"rows": len(found), "columns": columns},
         )
+        yield from _hardly_meant(name, odd_prompts(tokenizer, examples))
 
 
 def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: SameAs) -> Finding:
@@ -177,7 +175,7 @@ def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: S
         "overlap",
         "warning",
         f"{len(shared)} of {len(held_out)} held-out prompts are also trained on "
-        f"(held-out row {shared[0].index} for example)",
+        f"(held-out row {shared[0].row_number} for example)",
         "the evaluation partly measures what was learnt by heart",
         "split the rows before they are returned, by prompt",
         data,
@@ -257,6 +255,17 @@ def rows(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
 
 
+def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
+    for warning in warnings:
+        yield Finding(
+            f"{name}: prompts",
+            "warning",
+            warning,
+            "the model may be asked otherwise than is meant",
+            "look at the first prompts, which --json shows as the model sees them",
+        )
+
+
 def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:
     """Prompts that occur several times."""
     counts = Counter(map(same, examples))
@@ -264,7 +273,7 @@ def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[
     if not surplus:
         return
     key, most = counts.most_common(1)[0]
-    places = [example.index for example in examples if same(example) == key][:3]
+    places = [example.row_number for example in examples if same(example) == key][:3]
     yield Finding(
         f"{name}: duplicates",
         "warning",

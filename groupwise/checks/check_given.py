@@ -66,7 +66,7 @@ async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[V
     """The verdicts, a list for each group."""
     return [
         [
-            Verdict(group.example.index, "given", text, member)
+            Verdict(group.example.row_number, "given", text, member)
             for text, member in zip(
                 group.texts, await trial.score(group.example, group.texts), strict=True
             )

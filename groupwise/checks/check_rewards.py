@@ -16,6 +16,7 @@ from typing import Any
 
 from groupwise.checks.check_gold import LAYOUTS, Gold, accepted_forms, cases_of, laid_out
 from groupwise.checks.findings import Finding, Level
+from groupwise.models.tokens import text_ids
 from groupwise.rewards.rubric import NO_REWARD
 from groupwise.rewards.scoring import MemberScore, Scorer, ScoreRequest, unscored
 from groupwise.rewards.text import as_completion
@@ -63,6 +64,7 @@ class Trial:
     """Calls in a row, up to the last one, that took too long."""
     reason: str | None = None
     """What the last of these took too long with."""
+    _ids_of: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     @property
     def given_up(self) -> str | None:
@@ -99,9 +101,12 @@ class Trial:
         self.reason = reasons[0] if reasons else None
 
     def _ids(self, text: str) -> list[int]:
+        """The tokens of a completion; most are tried on many rows and more than once, so each is cut up only once."""
         if self.tokenizer is None:
             return []
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if text not in self._ids_of:
+            self._ids_of[text] = text_ids(self.tokenizer, text)
+        return list(self._ids_of[text])
 
 
 async def find_layout(
@@ -150,7 +155,7 @@ async def try_cases(
         members = await trial.score(example, [case.text for case in cases])
         tried.append(
             [
-                Verdict(example.index, case.kind, case.text, member)
+                Verdict(example.row_number, case.kind, case.text, member)
                 for case, member in zip(cases, members, strict=True)
             ]
         )

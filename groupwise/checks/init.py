@@ -47,9 +47,8 @@ from groupwise.config import resolved, stem_of, view
 from groupwise.errors import TaskError, UsageError
 from groupwise.loops.rl_prepare import RlPrepared, planned_sizes, prepare_rl
 from groupwise.loops.sft_prepare import SftPrepared, planned_sft_sizes, prepare_sft, teacher_way
-from groupwise.models.load import hollow_model
 from groupwise.models.machine import choose_device, has_bfloat16
-from groupwise.models.plan import count_parameters, prompt_room
+from groupwise.models.plan import all_parameters, prompt_room
 from groupwise.models.probes import free_memory
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.rollouts.teacher import read_lessons
@@ -186,7 +185,7 @@ def _longest(prepared: RlPrepared) -> int:
 
 
 def _parameters(draft: Draft) -> int:
-    return count_parameters(hollow_model(draft.loaded().config.model).parameters())
+    return all_parameters(draft.loaded().config.model)
 
 
 def _draws(draft: Draft) -> int | None:

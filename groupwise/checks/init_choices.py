@@ -326,7 +326,7 @@ class Answers:
 def wanted_completion(answers: Answers | None, turns: bool) -> tuple[int, str]:
     """Tokens of a completion, and why so many."""
     if answers is None and turns:
-        return UNKNOWN_TURN, "of one turn; nothing in the task says how long they are"
+        return UNKNOWN_TURN, "tokens of one turn; the task has no example of a turn's length"
     if answers is None:
         return UNKNOWN_COMPLETION, "nothing in the task says how long answers are; look at a few"
     known = f"the longest of {answers.count} ({answers.source}) has {answers.longest} tokens"

@@ -1,119 +1,81 @@
 """`groupwise init --from FILE`: the GRPO config of TRL, open-r1 or Unsloth as one of ours.
 
-Each value that is taken over keeps its origin as a comment. What means something else here, and what has no equal, is told: silence means
-that nothing is lost. Where a file leaves out what TRL then decides (all weights are trained, the loss is `dapo`), it is written down.
+Each value that is taken over keeps its origin as a comment. What means something else here, what has no equal and what cannot be read is
+told by its name, and how each key of the file ended stands in the report. Where a file leaves out what
+TRL then decides (all weights are trained, the loss is `dapo`), it is written down.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
+from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.checks.findings import Finding, Findings, OnFinding, Report
-from groupwise.checks.foreign_config import NotPlain, read_foreign
+from groupwise.checks.foreign_config import read_foreign
+from groupwise.checks.foreign_names import (
+    DEFAULTS,
+    LORA_DEFAULTS,
+    LOSS_DIVISORS,
+    LOSSES,
+    MAY_BE_NULL,
+    MAY_BE_ZERO,
+    NO_EQUAL,
+    NUMBERS,
+    REMARKS,
+    SAME,
+    SCALES,
+    SCHEDULES,
+    TRL_BATCH,
+    TRL_GENERATIONS,
+    TRL_LEARNING_RATE,
+    TRL_LENGTH,
+    WHOLE,
+    WITHOUT_EFFECT,
+)
+from groupwise.checks.foreign_python import Unread
+from groupwise.checks.foreign_rewards import (
+    OF_CODE,
+    OPEN_R1_REWARDS,
+    PARAMETERS,
+    entry_of,
+    is_open_r1,
+)
 from groupwise.checks.init_choices import Choice
 from groupwise.checks.init_file import rendered
 from groupwise.config import load_config, resolved
-from groupwise.errors import UsageError
+from groupwise.data.config import DatasetConfig
+from groupwise.errors import ConfigError, UsageError
 from groupwise.foreign_keys import FOREIGN_TO_RL
-from groupwise.rewards.other_names import Meant, meant_by
-from groupwise.rewards.registry import registered
+from groupwise.plugins import trains_when_imported
 
 CODE = "init_failed"
 
-SAME = {
-    "model_name_or_path": "model.name", "model_name": "model.name", "model_revision": "model.revision",
-    "trust_remote_code": "model.trust_remote_code", "max_seq_length": "model.max_seq_length", "load_in_4bit": "model.load_in_4bit",
-    "load_in_8bit": "model.load_in_8bit", "chat_template_kwargs": "model.chat_template_kwargs",
-    "lora_r": "lora.r", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout", "use_rslora": "lora.rslora",
-    "temperature": "sampler.temperature", "max_completion_length": "sampler.max_completion_length",
-    "beta": "algorithm.beta", "epsilon": "algorithm.epsilon", "epsilon_high": "algorithm.epsilon_high", "delta": "algorithm.delta",
-    "mask_truncated_completions": "algorithm.mask_truncated_completions",
-    "max_steps": "training.max_steps", "num_train_epochs": "training.num_train_epochs",
-    "warmup_steps": "training.warmup_steps", "warmup_ratio": "training.warmup_ratio", "weight_decay": "training.weight_decay",
-    "adam_beta1": "training.adam_beta1", "adam_beta2": "training.adam_beta2", "adam_epsilon": "training.adam_epsilon",
-    "max_grad_norm": "training.max_grad_norm", "seed": "training.seed", "gradient_checkpointing": "training.gradient_checkpointing",
-    "num_generations": "training.num_generations", "num_iterations": "training.num_iterations",
-    "dataset_name": "data.dataset_name", "dataset_config": "data.dataset_config", "dataset_train_split": "data.dataset_split",
-    "dataset_test_split": "data.dataset_test_split", "dataset_prompt_column": "data.prompt_column",
-    "dataset_solution_column": "data.answer_column", "max_prompt_length": "data.max_prompt_length",
-    "shuffle_dataset": "data.shuffle", "system_prompt": "data.system_prompt", "reward_weights": "rewards.reward_weights",
-    "save_steps": "run.save_steps", "save_total_limit": "run.save_total_limit", "logging_steps": "run.logging_steps",
-    "run_name": "run.name", "output_dir": "run.dir", "wandb_project": "run.wandb_project", "wandb_entity": "run.wandb_entity",
-    "wandb_run_group": "run.wandb_group", "hub_model_id": "run.hub.repo_id", "hub_model_revision": "run.hub.revision",
-    "hub_private_repo": "run.hub.private", "log_unique_prompts": "run.log_unique_prompts",
-}  # fmt: skip
-"""Keys whose values mean the same under ours."""
-
-WITHOUT_EFFECT = frozenset(
-    """
-    attn_implementation bf16 tf32 fp16 torch_dtype task_type lora_task_type bias lora_bias use_cache do_train do_eval
-    logging_strategy logging_first_step log_level log_level_replica log_completions num_completions_to_print
-    remove_unused_columns ddp_timeout ddp_find_unused_parameters
-    dataloader_num_workers dataloader_drop_last dataloader_pin_memory gradient_checkpointing_kwargs overwrite_output_dir
-    overwrite_hub_revision push_to_hub push_to_hub_revision hub_strategy hub_token save_strategy report_to logging_dir
-    use_vllm vllm_mode vllm_device vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_server_host vllm_server_port
-    vllm_max_model_length vllm_enable_sleep_mode gpu_memory_utilization fast_inference max_model_len ds3_gather_for_generation
-    deepspeed fsdp fsdp_config auto_find_batch_size full_determinism per_device_eval_batch_size eval_accumulation_steps
-    disable_tqdm model_init_kwargs cast_lm_head_to_fp32 shuffle_buffer use_peft full_finetuning processing_class tokenizer
-    eval_dataset train_dataset dataset args peft_config callbacks token device_map loftq_config benchmarks dataset_mixer packing
-    """.split()
-)
-"""What decides how something is computed or shown there, and not what is learnt."""
-
-REMARKS = {
-    "bf16": "the number format is model.dtype here, which suits model and machine by itself",
-    "fp16": "half precision is bfloat16 or float32 here (model.dtype); fp16 would need loss scaling",
-    "use_vllm": "the engine is sampler.engine: torch samples in the run, vllm at servers (sampler.url) or one that the run starts",
-    "push_to_hub": "run.hub.repo_id names where the result goes; without it nothing is uploaded",
-    "report_to": "run.report_to names the sinks; nothing is sent anywhere by default",
-    "do_eval": "eval.eval_steps says how often held-out prompts are answered",
-    "benchmarks": "the callback benchmark_on_checkpoint takes them as suites",
-    "train_dataset": "the rows come from data.dataset_name, or from get_rl_dataset of a task file",
-    "dataset": "the rows come from data.dataset_name, or from get_rl_dataset of a task file",
-    "callbacks": "callbacks are named under `callbacks`; see docs/how-to/callbacks.md",
-}  # fmt: skip
-"""What to say of some of them that people miss."""
-
-NO_EQUAL = {
-    "use_dora": "DoRA is not supported: only the low-rank factors are trained (lora, or lora: null for all weights)",
-    "modules_to_save": "only the low-rank factors of lora are trained; `lora: null` trains all weights",
-    "top_p": "training samples the whole distribution, which the learner's probabilities are those of; eval.top_p restricts evaluations",
-    "top_k": "training samples the whole distribution, which the learner's probabilities are those of; eval.top_k restricts evaluations",
-    "min_p": "training samples the whole distribution, which the learner's probabilities are those of; eval.min_p restricts evaluations",
-    "repetition_penalty": "training samples the model's own distribution; the reward `repetition` makes repeating cost something",
-    "top_entropy_quantile": "all tokens teach here",
-    "sync_ref_model": "the reference stays the start of the run",
-    "ref_model_mixup_alpha": "the reference stays the start of the run",
-    "ref_model_sync_steps": "the reference stays the start of the run",
-    "use_liger_loss": "the loss is computed in pieces here by itself",
-    "use_liger_kernel": "the loss is computed in pieces here by itself",
-}  # fmt: skip
-
-TRL_BATCH, TRL_GENERATIONS = 8, 8
-"""TRL's defaults of per_device_train_batch_size and num_generations."""
-TRL_LEARNING_RATE, TRL_LENGTH = 1e-6, 256
-"""The same of learning_rate and max_completion_length."""
-LOSSES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
-"""TRL's loss_type, and the algorithm here."""
-SCALES = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none"}
+Fate = Literal["taken", "default", "no effect", "no equal", "unread"]
+"""How a key of the file ended: `default` says nothing on either side, `no effect` decides nothing of what is learnt."""
 
 
 @dataclass(slots=True)
 class Translation:
     """A foreign config on its way."""
 
-    file: str
+    file: Path
     given: dict[str, Any]
     """Its keys under their usual names."""
     processes: int
+    open_r1: bool = False
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
-    used: set[str] = field(default_factory=set[str])
+    fates: dict[str, Fate] = field(default_factory=dict[str, Fate])
+    chat_template: str | None = None
+    """What is written into a file of its own."""
 
     def choose(self, key: str, value: Any, reason: str) -> None:
         """Write a value under our key."""
@@ -121,20 +83,28 @@ class Translation:
 
     def take(self, name: str, default: Any = None) -> Any:
         """The value of a foreign key, which is dealt with then."""
-        self.used.add(name)
-        value = self.given.get(name)
-        return default if value is None else value
+        if name in self.given:
+            self.fates.setdefault(name, "taken")
+        return self.given.get(name, default)
 
-    def say(self, name: str, text: str, *, lost: bool) -> None:
-        """Tell what became of a key."""
-        self.findings.append(
-            Finding(
-                name,
-                "warning" if lost else "ok",
-                text,
-                "" if not lost else "the run learns without it",
-            )
-        )
+    def origin(self, name: str) -> str:
+        """Where a value comes from."""
+        return f"From {name} of {self.file.name}."
+
+    def remark(self, name: str, text: str) -> None:
+        """Tell what means something else here, or decides nothing."""
+        self.findings.append(Finding(name, "ok", text))
+
+    def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
+        """Tell what is not taken over, and why."""
+        self.findings.append(Finding(name, "warning", text))
+        if name in self.given or fate == "unread":
+            self.fates[name] = fate
+
+    @property
+    def names_data(self) -> bool:
+        """Whether the config says where the rows come from."""
+        return bool(self.choices.keys() & {"data.dataset_name", "data.dataset_mixture"})
 
 
 def init_from(
@@ -155,18 +125,17 @@ def init_from(
         raise UsageError(
             f"{target} exists and is kept. Give --force to write it anew, or another name with --out."
         )
-    made = translate(file.name, given, processes or given.get("num_processes") or 1)
+    made = translate(file, given, processes or _processes(given))
+    if made.chat_template is not None:
+        template = target.with_suffix(".jinja")
+        template.write_text(made.chat_template)
+        made.choose("model.chat_template", str(template), made.origin("chat_template"))
     findings = Findings(on_finding)
     for choice in made.choices.values():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
-    for finding in made.findings:
-        findings.add(finding)
+    findings.extend(made.findings)
     ordered = sorted(made.choices.values(), key=lambda choice: SECTIONS.index(choice.path[0]))
-    task = (
-        ""
-        if "data.dataset_name" in made.choices or "data.dataset_mixture" in made.choices
-        else " --task-module TASK.py"
-    )
+    task = "" if made.names_data else " --task-module TASK.py"
     words = [
         f"groupwise check --config {target}{task}",
         f"groupwise rl --config {target}{task} --dry-run",
@@ -174,7 +143,13 @@ def init_from(
     ]
     target.write_text(rendered(f"Written by groupwise init from {file.name}.", words, ordered))
     config = load_config(target).config
-    details = {"file": str(target), "command": "rl", "config": resolved(config), "next": words}
+    details = {
+        "file": str(target),
+        "command": "rl",
+        "config": resolved(config),
+        "keys": made.fates,
+        "next": words,
+    }
     return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
 
 
@@ -184,92 +159,190 @@ SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sample
 # --- translating ---------------------------------------------------------------------------------
 
 
-def translate(file: str, given: Mapping[str, Any], processes: int) -> Translation:
-    """Our choices for foreign keys, and what is to be said of the others."""
+def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translation:
+    """Our choices for foreign keys, and how each of these ended."""
     made = Translation(file, {}, processes)
     for name, value in given.items():
-        if unfit := _unfit(name, value):
-            if name not in WITHOUT_EFFECT and name != "model_name_or_path":
-                made.say(name, unfit, lost=True)
-        elif value is not None:
-            made.given[name] = value
-    for step in (_model, _lora, _batch, _length, _algorithm, _schedule, _rewards, _data, _run):
+        _receive(made, name, value)
+    made.open_r1 = is_open_r1(given) and file.suffix not in (".py", ".ipynb")
+    for step in (
+        _model,
+        _lora,
+        _batch,
+        _length,
+        _stop,
+        _algorithm,
+        _schedule,
+        _optimiser,
+        _data,
+        _rewards,
+        _run,
+    ):
         step(made)
     for name, key in SAME.items():
-        if name in made.given and name not in made.used and not _says_nothing(made.given[name]):
-            made.choose(key, made.take(name), _from(made, name))
+        if name in made.given and name not in made.fates:
+            _take_same(made, name, key)
     for name in made.given:
-        if name not in made.used and name not in SAME:
-            _tell(made, name)
+        if name not in made.fates:
+            _end(made, name)
+    _leave_out_what_does_not_fit(made)
+    named = " ".join(
+        [
+            *(choice.reason for choice in made.choices.values()),
+            *(f"{each.name} {each.measured}" for each in made.findings),
+        ]
+    )
+    for name, fate in made.fates.items():
+        if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", named):
+            made.fates[name] = "default"  # it asked for what is so without it
+    _remark_on_the_silent(made)
     return made
 
 
-_WHOLE = frozenset(
-    """
-    num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations
-    max_steps max_completion_length max_prompt_length max_seq_length lora_r warmup_steps save_steps logging_steps eval_steps
-    save_total_limit seed
-    """.split()
-)
-_NUMBERS = _WHOLE | frozenset(
-    """
-    num_train_epochs learning_rate beta epsilon epsilon_high delta temperature lora_alpha lora_dropout warmup_ratio weight_decay
-    adam_beta1 adam_beta2 adam_epsilon max_grad_norm vllm_importance_sampling_cap
-    """.split()
-)
-_MAY_BE_ZERO = frozenset({"warmup_steps", "seed", "max_steps"})
+def _receive(made: Translation, name: str, value: Any) -> None:
+    """Keep a value that can be used; of another one its key ends here."""
+    number = _number(name, value)
+    idle = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
+        name == "model_name_or_path" and made.file.suffix == ".py"
+    )
+    if name in MAY_BE_NULL and (value is None or value == 0):
+        made.choose(SAME[name], None, made.origin(name))
+        made.fates[name] = "taken"
+    elif not (unfit := _unfit(name, number)):
+        if _stands_at_default(name, number):
+            made.fates[name] = "default"
+        else:
+            made.given[name] = number
+    elif name in NO_EQUAL:
+        made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+        made.fates[name] = "no equal"
+    elif idle:
+        made.fates[name] = "no effect"
+    else:
+        made.lose(name, unfit, "unread")
+
+
+def _processes(given: Mapping[str, Any]) -> int:
+    """How many devices the run had, where the file tells: a dump has the completions of all of them, and those of each."""
+    counted = given.get("num_processes")
+    names = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
+    whole, device, steps = (given.get(name) for name in names)
+    if not isinstance(counted, int) and all(
+        isinstance(each, int) for each in (whole, device, steps)
+    ):
+        counted = cast("int", whole) // max(1, cast("int", device) * cast("int", steps))
+    return max(1, counted) if isinstance(counted, int) else 1
+
+
+def _leave_out_what_does_not_fit(made: Translation) -> None:
+    """Values that no config of ours can have, each with what is said of it."""
+    for _ in range(len(made.choices)):
+        tree: dict[str, Any] = {}
+        for choice in made.choices.values():
+            section = tree
+            for part in choice.path[:-1]:
+                section = section.setdefault(part, {})
+            section[choice.path[-1]] = choice.value
+        try:
+            load_config(tree)
+            return
+        except ConfigError as error:
+            said = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
+        refused = [(key, text) for key, text in said if key in made.choices]
+        for key, text in dict(refused).items():
+            if key in made.choices:  # or what it needs has taken it along
+                _leave_out(made, key, f"{key}{text.rstrip('.')}")
+        if not refused:
+            return  # whoever reads the file is told
+
+
+def _leave_out(made: Translation, key: str, why: str) -> None:
+    source = re.match(r"From ([\w.]+)", made.choices.pop(key).reason)
+    if source is not None:
+        made.lose(source[1], f"is not taken over: {why}", "unread")
+    if key == "model.name":
+        made.choose(key, "tiny", "Put yours here.")
+    if key in ("data.dataset_name", "data.dataset_mixture"):
+        for other in [each for each in made.choices if each.startswith("data.")]:
+            if other.removeprefix("data.") in DatasetConfig.model_fields:
+                _leave_out(made, other, "nothing says where the rows come from")
+
+
+def _number(name: str, value: Any) -> Any:
+    """A number that is written as text, as 1e-6 is in YAML for TRL."""
+    if name in NUMBERS and isinstance(value, str):
+        try:
+            return int(value) if value.isdecimal() else float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _stands_at_default(name: str, value: Any) -> bool:
+    """Whether a key says nothing: it is empty, or TRL and we decide the same without it."""
+    if value is None or (isinstance(value, str | list | dict) and not value):
+        return True
+    default = DEFAULTS.get(name)
+    return name in DEFAULTS and (
+        value in default if isinstance(default, tuple) else value == default
+    )
 
 
 def _unfit(name: str, value: Any) -> str | None:
     """What is wrong with a value that cannot be taken over, if that is so."""
-    if isinstance(value, NotPlain):
-        return f"is not taken over: only running the file tells what `{value.written:.60}` is. Write its value there, or into the result"
-    if value is None or name not in _NUMBERS:
+    if isinstance(value, Unread):
+        return f"is not taken over: {value.told}. {value.remedy}"
+    if value is None or name not in NUMBERS:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"is not taken over: {value!r:.40} is no number. Write the number into the result"
-    if name in _WHOLE and value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return f"is not taken over: {value!r:.40} is no number. Edit the written config"
+    if name in WHOLE and value != int(value) and not (name == "warmup_steps" and 0 < value < 1):
         return f"is not taken over: {value} is a share of the run there; here it is a whole number"
-    if name in _WHOLE and value == 0 and name not in _MAY_BE_ZERO:
-        return "is not taken over: 0 is no number of them"
+    if name in WHOLE and value == 0 and name not in MAY_BE_ZERO:
+        return "is not taken over: it must be at least 1"
     return None
 
 
-def _from(made: Translation, name: str) -> str:
-    return f"From {name} of {made.file}."
+def _take_same(made: Translation, name: str, key: str) -> None:
+    """Take a value whose key means the same, where the section that we have has the key."""
+    section, _, own = key.partition(".")
+    if section == "data" and own in DatasetConfig.model_fields and not made.names_data:
+        made.lose(
+            name,
+            f"is not taken over: {key} has no effect until data.dataset_name says where the rows come from",
+        )
+    elif section == "algorithm" and own not in _knobs(made):
+        made.lose(name, f"is not taken over: {made.choices['algorithm.type'].value} has no {own}")
+    else:
+        made.choose(key, made.take(name), made.origin(name))
+
+
+def _knobs(made: Translation) -> frozenset[str]:
+    kind = made.choices.get("algorithm.type")
+    return frozenset(each.name for each in fields(ALGORITHMS[kind.value if kind else "dapo"]))
 
 
 def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> Any:
     """Write the value of a foreign key under ours, or TRL's default where the file has none; the value."""
-    reason = _from(made, name) if name in made.given else "TRL's default."
+    reason = made.origin(name) if name in made.given else "TRL's default."
     value = made.take(name, default)
     made.choose(key, value, reason)
     return value
 
 
-def _says_nothing(value: Any) -> bool:
-    return value in ("", [], {})
-
-
-def _tell(made: Translation, name: str) -> None:
+def _end(made: Translation, name: str) -> None:
     """What became of a key that is not taken over."""
     value = made.given[name]
-    if _says_nothing(value) or value is False:
-        return
     if name in NO_EQUAL:
-        if not (name in ("top_p", "repetition_penalty") and value == 1) and not (
-            name == "top_k" and value in (0, -1)
-        ):
-            made.say(name, f"is not taken over: {NO_EQUAL[name]}", lost=True)
-    elif name in WITHOUT_EFFECT:
-        if name in REMARKS:
-            made.say(name, REMARKS[name], lost=False)
+        made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+    elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
+        made.fates[name] = "no effect"
+        if name in REMARKS and value is not False:
+            made.remark(name, REMARKS[name])
     elif advice := _advice(name):
-        made.say(name, f"is not taken over: {advice}", lost=True)
-    elif made.file.endswith(".json"):
-        return  # a dump holds all keys of transformers, most of them at their defaults
+        made.lose(name, f"is not taken over: {advice}")
     else:
-        made.say(name, "is not taken over: nothing here has that name", lost=True)
+        made.lose(name, "is not taken over: nothing here has that name")
 
 
 def _advice(name: str) -> str | None:
@@ -277,51 +350,87 @@ def _advice(name: str) -> str | None:
     return FOREIGN_TO_RL.get(name) or next((FOREIGN_TO_RL[each] for each in matching), None)
 
 
+def _remark_on_the_silent(made: Translation) -> None:
+    """One line for all that decides nothing of what is learnt, and one for what is the same on both sides."""
+    told = {finding.name for finding in made.findings}
+    for fate, subject, text in (
+        ("no effect", "keys without effect", "say how it is computed or shown, not what is learnt"),
+        ("default", "keys at a default", "say what is so without them"),
+    ):
+        names = [name for name, its in made.fates.items() if its == fate and name not in told]
+        if names:
+            made.remark(subject, f"{text}: {', '.join(names)}")
+
+
 def _model(made: Translation) -> None:
-    if "model_name_or_path" not in made.given and "model_name" not in made.given:
-        made.choose("model.name", "tiny", f"{made.file} names no model: put yours here.")
-        made.say(
-            "model_name_or_path",
-            "is not in the file: model.name is `tiny` until you name yours",
-            lost=True,
-        )
+    if "model_name_or_path" not in made.given:
+        made.choose("model.name", "tiny", f"{made.file.name} names no model: put yours here.")
+        if "model_name_or_path" not in {finding.name for finding in made.findings}:
+            made.lose(
+                "model_name_or_path",
+                "is not in the file: model.name is `tiny` until you name yours",
+            )
     if made.given.get("load_in_4bit") or made.given.get("load_in_8bit"):
         made.choose("model.backend", "unsloth", "Weights in 4 or 8 bits are held by this backend.")
     if (checkpointing := made.take("gradient_checkpointing")) is not None:
         made.choose(
             "training.gradient_checkpointing",
             bool(checkpointing),
-            _from(made, "gradient_checkpointing"),
+            made.origin("gradient_checkpointing"),
         )
-    for name in ("load_in_4bit", "load_in_8bit", "trust_remote_code"):
-        if made.given.get(name) is False:
-            made.used.add(name)
+    template = made.take("chat_template")
+    if isinstance(template, str):
+        if "{" in template:
+            made.chat_template = template
+        else:
+            made.choose("model.chat_template", template, made.origin("chat_template"))
 
 
 def _lora(made: Translation) -> None:
+    call = made.given.pop("lora_call", "")
+    made.fates.pop("lora_call", None)
     keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
-    if made.take("use_peft") is False or not any(key in made.given for key in keys):
+    said = "full_finetuning" if made.take("full_finetuning") else "use_peft"
+    whole = said == "full_finetuning" or made.fates.get("use_peft") == "default"
+    if whole or not (call or any(key in made.given for key in keys)):
         made.choose(
             "lora",
             None,
-            "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
+            made.origin(said)
+            if said in made.given
+            else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
         )
-        made.used |= {"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"}
+        for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
+            if name in made.given:
+                made.fates[name] = "default"
         return
-    _choose_or_default(made, "lora.r", "lora_r", 16)
-    _choose_or_default(made, "lora.alpha", "lora_alpha", 32)
+    if made.take("use_peft"):
+        made.remark("use_peft", "trains an adapter, as the section lora does here")
+    elif call == "":
+        made.remark(
+            "use_peft",
+            "is not in the file, where TRL trains all weights: lora is taken for what is meant",
+        )
+    for key, default in zip(("r", "alpha", "dropout"), LORA_DEFAULTS[call], strict=True):
+        origin = f"The default of {call or 'TRL'}."
+        name = f"lora_{key}"
+        value = made.take(name, default)
+        if name in made.given or key != "dropout" or default:
+            made.choose(f"lora.{key}", value, made.origin(name) if name in made.given else origin)
     modules = made.take("lora_target_modules")
-    if modules and modules not in ("all-linear", ["all-linear"]):
+    if modules:
+        every = modules in ("all-linear", ["all-linear"])
+        listed = cast("list[Any]", modules) if isinstance(modules, list) else [modules]
         made.choose(
             "lora.target_modules",
-            [modules] if isinstance(modules, str) else list(modules),
-            _from(made, "lora_target_modules"),
+            "all-linear" if every else listed,
+            made.origin("lora_target_modules"),
         )
-    for name in ("bias", "lora_bias"):
-        if made.take(name, "none") not in ("none", False, 0):
-            made.say(name, f"is not taken over: {NO_EQUAL['modules_to_save']}", lost=True)
-    if made.given.get("use_rslora") is False:
-        made.used.add("use_rslora")
+    elif call != "get_peft_model":
+        made.remark(
+            "lora_target_modules",
+            "is not in the file, where peft then takes few layers, mostly q_proj and v_proj; lora.target_modules takes every linear layer",
+        )
 
 
 def _batch(made: Translation) -> None:
@@ -343,34 +452,59 @@ def _batch(made: Translation) -> None:
         f"{generations}.",
     )
     if prompts != whole:
-        made.say(
+        made.remark(
             "per_device_train_batch_size",
             f"{completions} completions are no whole groups of {generations}: a step has {whole} groups",
-            lost=False,
         )
-    reuse = Fraction(made.take("steps_per_generation", accumulated), accumulated)
-    made.take("generation_batch_size")
+    sampled = made.take("generation_batch_size")
+    steps = made.take("steps_per_generation")
+    if sampled is not None and steps is not None:
+        made.fates["generation_batch_size"] = "default"  # a dump has both, and the steps say it
+    elif sampled is not None:
+        steps = Fraction(sampled, device * made.processes)
+    reuse = Fraction(accumulated if steps is None else steps, accumulated)
+    name = (
+        "steps_per_generation" if "steps_per_generation" in made.given else "generation_batch_size"
+    )
     if reuse > 1 and reuse.denominator == 1:
         made.choose(
             "training.minibatches",
             int(reuse),
-            "steps_per_generation over gradient_accumulation_steps: updates for each generation.",
+            f"{name} over gradient_accumulation_steps: updates for each generation.",
         )
         made.choose(
             "training.prompts_per_step",
-            whole * int(reuse),
+            max(int(reuse), round(prompts * reuse)),
             "All groups that are sampled before these updates.",
+        )
+    elif reuse < 1:
+        made.remark(
+            name,
+            f"{made.given[name]} has a step's completions drawn in several goes, by the same weights; here it is one",
+        )
+    elif reuse > 1:
+        made.lose(
+            name,
+            f"{made.given[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a whole number",
         )
 
 
 def _length(made: Translation) -> None:
+    _choose_or_default(made, "sampler.max_completion_length", "max_completion_length", TRL_LENGTH)
     steps = made.take("max_steps", -1)
-    made.used.add("num_train_epochs")
     if steps > 0:
-        made.choose("training.max_steps", steps, _from(made, "max_steps"))
+        made.choose("training.max_steps", int(steps), made.origin("max_steps"))
+        if "num_train_epochs" in made.given:
+            made.fates["num_train_epochs"] = "default"
     else:
         made.choose("training.max_steps", None, "Epochs say how long.")
         _choose_or_default(made, "training.num_train_epochs", "num_train_epochs", 3)
+
+
+def _stop(made: Translation) -> None:
+    if stop := made.take("stop"):
+        texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
+        made.choose("sampler.stop", texts, made.origin("stop"))
 
 
 def _algorithm(made: Translation) -> None:
@@ -378,195 +512,308 @@ def _algorithm(made: Translation) -> None:
     level = made.take("importance_sampling_level", "token")
     kind = "gspo" if level == "sequence" else LOSSES.get(loss)
     origin = "importance_sampling_level sequence" if kind == "gspo" else f"loss_type {loss}"
+    if level not in ("token", "sequence"):
+        made.lose(
+            "importance_sampling_level",
+            f"{level} is not taken over: there are token, and sequence as gspo",
+        )
     if kind is None:
-        made.say(
+        made.lose(
             "loss_type",
             f"{loss} is no algorithm here: there are {', '.join(LOSSES)}, and `dapo` stands in its place",
-            lost=True,
         )
         kind = "dapo"
     if kind == "dapo":
-        made.choose(
-            "algorithm.preset",
-            "trl_default",
-            f"{origin}: the loss that TRL has by default."
-            if "loss_type" not in made.given
-            else f"From {origin}.",
-        )
+        given = "loss_type" in made.given
+        said = f"From {origin}." if given else f"{origin}: the loss that TRL has by default."
+        made.choose("algorithm.preset", "trl_default", said)
         if loss == "bnpo":
-            made.say(
+            made.remark(
                 "loss_type",
                 "bnpo divides by the tokens of each device's batch; here it is all tokens of the step",
-                lost=False,
             )
     else:
         made.choose("algorithm.type", kind, f"From {origin}.")
-    if (scale := made.take("scale_rewards")) is not None and kind != "dr_grpo":
-        made.choose(
-            "algorithm.scale_rewards", SCALES.get(scale, "group"), _from(made, "scale_rewards")
+    if kind == "gspo" and loss != "grpo":
+        made.remark(
+            "loss_type",
+            f"{loss}{'' if 'loss_type' in made.given else ', as TRL has it without that key,'} "
+            f"{LOSS_DIVISORS.get(loss, 'is another loss')} there; gspo here takes the mean of each rollout's tokens, and of the rollouts",
         )
-    elif kind == "dr_grpo" and scale not in (None, False, "none"):
-        made.say(
-            "scale_rewards",
-            f"{scale} is not taken over: dr_grpo never divides by the spread of a group",
-            lost=True,
-        )
-    correction, cap = (
-        made.take("vllm_importance_sampling_correction"),
-        made.take("vllm_importance_sampling_cap"),
-    )
-    if correction and made.given.get("use_vllm"):
-        made.choose(
-            "algorithm.importance_sampling_correction",
-            made.take("vllm_importance_sampling_mode", "sequence_mask"),
-            "TRL corrects for differences between vLLM and the learner.",
-        )
-        if cap is not None:
-            made.choose(
-                "algorithm.importance_sampling_cap",
-                cap,
-                _from(made, "vllm_importance_sampling_cap"),
+    scale = made.take("scale_rewards")
+    if kind == "dr_grpo":
+        if scale not in (False, "none"):
+            made.remark(
+                "scale_rewards",
+                f"{'group, as TRL has it without that key' if scale is None else scale}, divides by the spread of rewards there; dr_grpo "
+                "here never does. `algorithm.type: grpo` does, and divides by each rollout's length",
             )
-    if made.given.get("mask_truncated_completions") is False:
-        made.used.add("mask_truncated_completions")
+    elif scale is not None:
+        made.choose(
+            "algorithm.scale_rewards", SCALES.get(str(scale), "group"), made.origin("scale_rewards")
+        )
+        if str(scale) not in SCALES:
+            made.lose(
+                "scale_rewards", f"{scale!r:.40} is not taken over: there are group, batch, none"
+            )
+    _clip(made, kind)
+    _correction(made)
+
+
+def _clip(made: Translation, kind: str) -> None:
+    """Where the range of ratios is another one by itself, or written otherwise."""
+    if kind == "gspo":
+        _choose_or_default(made, "algorithm.epsilon", "epsilon", 0.2)
+        high = "epsilon_high" if "epsilon_high" in made.given else "epsilon"
+        _choose_or_default(made, "algorithm.epsilon_high", high, 0.2)
+    elif kind == "cispo":
+        if isinstance(cap := made.take("epsilon_high"), int | float) and cap > 1:
+            made.choose(
+                "algorithm.epsilon_high",
+                cap - 1,
+                f"{made.origin('epsilon_high')} There it is the largest weight, here what it may have above 1.",
+            )
+        else:
+            made.lose(
+                "epsilon_high",
+                f"{'TRL without it' if cap is None else cap} caps each weight below 1; here the cap is 5, algorithm.epsilon_high 4",
+            )
+
+
+def _correction(made: Translation) -> None:
+    """TRL's correction for what vLLM computes otherwise than the learner."""
+    names = [
+        f"vllm_importance_sampling_{each}" for each in ("correction", "mode", "cap", "clip_min")
+    ]
+    correction, mode, cap, _ = map(made.take, names)
+    if not made.given.get("use_vllm") or not correction:
+        for name in names:
+            if name in made.given:
+                made.fates[name] = "default"
+        return
+    made.choose(
+        "algorithm.importance_sampling_correction",
+        mode or "sequence_mask",
+        made.origin(names[1] if mode else names[0])
+        + " TRL corrects for differences between vLLM and the learner.",
+    )
+    if cap is not None:
+        made.choose("algorithm.importance_sampling_cap", cap, made.origin(names[2]))
+    if names[3] in made.given:
+        made.lose(names[3], "is not taken over: ratios have a cap alone")
 
 
 def _schedule(made: Translation) -> None:
     _choose_or_default(made, "training.learning_rate", "learning_rate", TRL_LEARNING_RATE)
-    wanted = made.take("lr_scheduler_type")
-    floor = made.take("lr_scheduler_kwargs")
-    known = {
-        "linear": "linear",
-        "cosine": "cosine",
-        "constant": "constant",
-        "constant_with_warmup": "constant",
-        "cosine_with_min_lr": "cosine",
-    }
-    if wanted is not None:
-        course = known.get(str(wanted))
-        made.choose(
-            "training.lr_scheduler_type", course or "linear", _from(made, "lr_scheduler_type")
+    wanted = str(made.take("lr_scheduler_type", "linear")).rpartition(".")[2].lower()
+    given = made.take("lr_scheduler_kwargs", {})
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = json.loads(given)
+    course, same, other = SCHEDULES.get(wanted, ("linear", {}, "is no course of transformers"))
+    if "lr_scheduler_type" in made.given:
+        made.choose("training.lr_scheduler_type", course, made.origin("lr_scheduler_type"))
+        if other:
+            made.lose("lr_scheduler_type", f"{wanted} {other}; {course} stands in its place")
+    odd = (
+        {
+            name: value
+            for name, value in cast("Mapping[str, Any]", given).items()
+            if value != same.get(name)
+        }
+        if isinstance(given, Mapping)
+        else cast("Any", given)
+    )
+    if odd:
+        floor = (
+            "cosine ends at 0 here" if "min_lr" in str(odd) else f"{course} has no such argument"
         )
-        if course is None:
-            made.say(
-                "lr_scheduler_type",
-                f"{wanted} is not taken over: there are constant, linear and cosine",
-                lost=True,
-            )
-        elif wanted == "cosine_with_min_lr" or floor:
-            made.say(
-                "lr_scheduler_kwargs",
-                f"{floor} is not taken over: cosine ends at 0 here",
-                lost=True,
-            )
-    if made.given.get("warmup_steps") in (0, 0.0):
-        made.used.add("warmup_steps")
-    if made.given.get("warmup_ratio") in (0, 0.0):
-        made.used.add("warmup_ratio")
+        made.lose("lr_scheduler_kwargs", f"{odd!r:.80} is not taken over: {floor}")
+    _warm_up(made, wanted)
+
+
+def _warm_up(made: Translation, schedule: str) -> None:
+    warmup = made.take("warmup_steps", 0)
+    if "warmup_steps" in made.given:
+        key = "warmup_ratio" if warmup < 1 else "warmup_steps"
+        made.choose(f"training.{key}", warmup, made.origin("warmup_steps"))
+        if "warmup_ratio" in made.given:
+            made.fates["warmup_ratio"] = "default"  # the steps go before, there as well
+    if schedule == "constant" and made.given.keys() & {"warmup_steps", "warmup_ratio"}:
+        for name in ("warmup_steps", "warmup_ratio"):
+            made.choices.pop(f"training.{name}", None)
+            if name in made.given:
+                made.fates[name] = "default"
+        made.remark(
+            "lr_scheduler_type", "constant has no warm-up in transformers, so none is taken over"
+        )
+
+
+def _optimiser(made: Translation) -> None:
     optimiser = str(made.take("optim", "adamw"))
     if "adamw" not in optimiser:
-        made.say("optim", f"{optimiser} is not taken over: the optimiser is AdamW", lost=True)
+        made.lose("optim", f"{optimiser} is not taken over: the optimiser is AdamW")
     elif "8bit" in optimiser:
-        made.say(
-            "optim",
-            f"{optimiser} holds its state in 8 bits; AdamW does so in float32 here",
-            lost=False,
+        made.remark(
+            "optim", f"{optimiser} holds its state in 8 bits; AdamW does so in float32 here"
         )
 
 
 def _rewards(made: Translation) -> None:
-    names = made.take("reward_funcs")
-    listed = [names] if isinstance(names, str) else list(cast("Sequence[Any]", names or ()))
-    known, ours = registered(), list[Any]()
-    for name in listed:
-        if not isinstance(name, str):
-            made.say(
-                "reward_funcs",
-                f"{name!r:.40} is not taken over: name a reward, or path/to/file.py:function",
-                lost=True,
+    names = made.take("reward_funcs", list(OPEN_R1_REWARDS) if made.open_r1 else [])
+    listed = cast("list[Any]", names) if isinstance(names, list) else [names]
+    module = made.file.name if made.file.suffix == ".py" else "rewards.py"
+    ours: list[Any] = []
+    weights: list[Any] = []
+    for name, weight in zip(listed, _weights(made, len(listed)), strict=True):
+        entry, said, lost = entry_of(name, module, made.given, made.open_r1)
+        if entry is not None and entry in ours:
+            said, lost = (
+                f"`{name}` is not taken over: `{entry}` does the same, and is there already",
+                True,
             )
-            continue
-        meant = meant_by(name, known)
-        if name in known or ":" in name:
-            ours.append(name)
-        elif "." in name:
-            ours.append(":".join(name.rsplit(".", 1)))
-        elif meant is not None and meant.rewards:
-            ours.append(_with_parameters(made, meant))
-            made.say(
-                "reward_funcs", f"`{name}` is `{meant.rewards[0]}` here: {meant.remark}", lost=False
+        elif entry is not None:
+            ours.append(entry)
+            weights.append(weight)
+        if said:
+            (made.lose if lost else made.remark)("reward_funcs", said)
+    _choose_rewards(made, ours, weights)
+    if made.file.suffix == ".ipynb" and any(str(name).startswith(":") for name in listed):
+        made.remark(
+            "reward_funcs",
+            f"are functions of the notebook: write them into {module} beside the config",
+        )
+    if made.open_r1 and made.names_data and {*OF_CODE} & {*map(str, listed)}:
+        made.choose(
+            "data.columns",
+            {"test_cases": "verification_info.test_cases"},
+            "Where the data of open-r1 have the tests of code.",
+        )
+    _warn_of_scripts(made, {str(each).rpartition(":")[0] for each in ours})
+
+
+def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
+    written = _parameters_written(made, ours)
+    if not ours:
+        if "reward_weights" in made.given:
+            made.lose("reward_weights", "is not taken over: no reward is left that it weighs")
+        return
+    given = "reward_funcs" in made.given
+    origin = made.origin("reward_funcs") if given else "open-r1's default."
+    if written:
+        origin += f" Their parameters are from {', '.join(written)}."
+    made.choose("rewards.reward_funcs", ours, origin)
+    made.fates |= {"reward_funcs": "taken"} if given else {}
+    if None not in weights:
+        made.choose("rewards.reward_weights", weights, made.origin("reward_weights"))
+
+
+def _parameters_written(made: Translation, ours: Sequence[Any]) -> list[str]:
+    """The keys of the file that became parameters of a reward; where they did not, they stand at a default."""
+    entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
+    written: list[str] = []
+    for reward, parameters in PARAMETERS.items():
+        for name, (key, _) in parameters.items():
+            if name in made.given:
+                used = any(each["name"] == reward and key in each for each in entries)
+                made.fates.setdefault(name, "taken" if used else "default")
+                written += [name] if used else []
+    return written
+
+
+def _weights(made: Translation, number: int) -> list[Any]:
+    """The weight of each reward, by their order; None of each where the file gives none that can be used."""
+    weights = made.take("reward_weights")
+    if weights is None:
+        return [None] * number
+    given = cast("list[Any]", weights) if isinstance(weights, list) else [weights]
+    numbers = all(isinstance(each, int | float) for each in given)
+    if len(given) == number and numbers:
+        return given
+    made.lose(
+        "reward_weights",
+        f"{weights!r:.60} is not taken over: there are {number} rewards, and each has one number",
+    )
+    return [None] * number
+
+
+def _warn_of_scripts(made: Translation, modules: set[str]) -> None:
+    for module in sorted(each for each in modules if each.endswith(".py")):
+        path = made.file.parent / module
+        statement = trains_when_imported(path.read_bytes()) if path.is_file() else None
+        if statement is not None:
+            made.findings.append(
+                Finding(
+                    "reward_funcs",
+                    "warning",
+                    f"{module} trains when it is imported ({statement}), as it is for its rewards",
+                    "the run would begin with that training",
+                    'put it below `if __name__ == "__main__":`, or the rewards into a file of their own',
+                )
             )
-        else:
-            module = made.file if made.file.endswith(".py") else "rewards.py"
-            ours.append(f"{module}:{name}")
-            made.say(
-                "reward_funcs",
-                f"`{name}` is taken for a function of {module}"
-                + (f": {meant.remark}" if meant else ""),
-                lost=meant is not None,
-            )
-    if ours:
-        made.choose("rewards.reward_funcs", ours, _from(made, "reward_funcs"))
-
-
-_PARAMETERS = {
-    "length": {
-        "cosine_max_len": "max_length", "cosine_min_value_wrong": "wrong_short", "cosine_max_value_wrong": "wrong_long",
-        "cosine_min_value_correct": "right_long", "cosine_max_value_correct": "right_short",
-    },
-    "repetition": {"repetition_n_grams": "n", "repetition_max_penalty": "max_penalty"},
-    "overlong": {"max_completion_len": "max_length", "soft_punish_cache": "cache"},
-}  # fmt: skip
-"""open-r1's keys of its rewards, and ours."""
-
-
-def _with_parameters(made: Translation, meant: Meant) -> Any:
-    reward = meant.rewards[0]
-    given: dict[str, Any] = dict(meant.parameters)
-    for theirs, ours in _PARAMETERS.get(reward, {}).items():
-        if theirs in made.given:
-            given[ours] = made.take(theirs)
-    if reward == "overlong":
-        given.setdefault("max_length", made.given.get("max_completion_length", TRL_LENGTH))
-    return {"name": reward, **given} if given else reward
 
 
 def _data(made: Translation) -> None:
-    mixture = made.take("dataset_mixture")
-    if isinstance(mixture, Mapping):
-        mixture = cast("Mapping[str, Any]", mixture)
-        sets = list(_sets(made, mixture))
-        made.choose("data.dataset_mixture", sets, _from(made, "dataset_mixture"))
-        for theirs, ours in (("seed", "data.seed"), ("test_split_size", "data.test_split_size")):
-            if (value := mixture.get(theirs)) is not None:
-                made.choose(ours, value, f"From dataset_mixture.{theirs} of {made.file}.")
-    if made.given.get("dataset_train_split") == "train":
-        made.used.add("dataset_train_split")
-    if (
-        "dataset_test_split" in made.given
-        and not made.given.get("do_eval")
-        and made.given.get("eval_strategy", "no") == "no"
-    ):
-        made.used.add("dataset_test_split")
-        made.say(
-            "dataset_test_split",
-            "is not taken over: without eval_strategy nothing is evaluated on it",
-            lost=False,
+    name = "dataset_mixture" if "dataset_mixture" in made.given else "datasets"
+    mixture: Any = made.take(name)
+    if isinstance(mixture, list):  # TRL has the keys of a mixture at the top
+        mixture = {
+            "datasets": cast("Any", mixture),
+            "test_split_size": made.take("test_split_size"),
+        }
+    whole = cast("Mapping[str, Any]", mixture if isinstance(mixture, Mapping) else {})
+    sets = list(_sets(made, name, whole.get("datasets")))
+    if sets:
+        made.choose("data.dataset_mixture", sets, made.origin(name))
+        for key in ("seed", "test_split_size"):
+            if (value := whole.get(key)) is not None:
+                made.choose(f"data.{key}", value, made.origin(f"{name}, {key},"))
+        for key in ("dataset_name", "dataset_config", "dataset_test_split"):
+            if key in made.given:
+                made.lose(key, f"is not taken over: {name} names the data")
+    elif "dataset_name" in made.given:
+        made.choose("data.dataset_name", made.take("dataset_name"), made.origin("dataset_name"))
+    if mixture is not None and not sets:
+        made.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
+    if made.open_r1 and made.names_data:
+        made.choose(
+            "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
         )
 
 
-def _sets(made: Translation, mixture: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for each in cast("Sequence[Mapping[str, Any]]", mixture.get("datasets") or ()):
-        entry: dict[str, Any] = {"source": each.get("id")}
-        entry |= {
-            key: each[key] for key in ("config", "split", "weight") if each.get(key) is not None
+def _evaluates(made: Translation) -> bool:
+    return made.given.get("eval_strategy", "no") not in ("no", False)
+
+
+def _sets(made: Translation, name: str, several: Any) -> Iterator[dict[str, Any]]:
+    """The sets of a mixture as open-r1 (`id`, `config`) and TRL (`path`, `name`) write them."""
+    for each in cast("Sequence[Any]", several if isinstance(several, list) else ()):
+        if not isinstance(each, Mapping):
+            made.lose(name, f"{each!r:.40} is not taken over: it is no set")
+            continue
+        given = {
+            key: value
+            for key, value in cast("Mapping[str, Any]", each).items()
+            if value is not None
         }
-        if columns := each.get("columns"):
-            made.say(
-                "dataset_mixture",
-                f"the columns {', '.join(columns)} of {each.get('id')} are kept as all others are",
-                lost=False,
+        source = given.pop("id", None) or given.pop("path", None)
+        entry: dict[str, Any] = {"source": source}
+        for ours, theirs in (
+            ("config", "config"),
+            ("config", "name"),
+            ("split", "split"),
+            ("weight", "weight"),
+            ("weight", "fraction"),
+        ):
+            if theirs in given:
+                entry[ours] = given.pop(theirs)
+        if columns := given.pop("columns", None):
+            made.remark(
+                name,
+                f"the columns {columns} of {source} are kept as all others are",
             )
+        for key in given:
+            made.lose(name, f"{key} of {source} is not taken over: no set here has it")
         yield entry
 
 
@@ -577,18 +824,50 @@ def _run(made: Translation) -> None:
         made.choose(
             "run.dir",
             str(folder.parent) if str(folder.parent) != "." else "runs",
-            _from(made, "output_dir"),
+            made.origin("output_dir"),
         )
         if not made.given.get("run_name"):
-            made.choose("run.name", folder.name, _from(made, "output_dir"))
+            made.choose("run.name", folder.name, made.origin("output_dir"))
+    evaluates = made.given.get("do_eval") or _evaluates(made)
+    if "dataset_test_split" in made.given and not evaluates:
+        made.fates["dataset_test_split"] = "default"
+        made.remark(
+            "dataset_test_split",
+            "is not taken over: without eval_strategy nothing is evaluated on it",
+        )
+    _sinks(made)
+    every = made.take("eval_steps")
+    strategy = made.take("eval_strategy")
+    if strategy == "steps":
+        counted = "eval_steps" if every else "logging_steps"
+        steps = made.take(counted, 10)
+        origin = made.origin(counted) if counted in made.given else "TRL's default."
+        made.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
+    else:
+        made.fates |= {"eval_steps": "default"} if every else {}
+        if _evaluates(made):
+            made.lose(
+                "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
+            )
+    if made.given.get("push_to_hub") is not True or "hub_model_id" not in made.given:
+        for name in made.given.keys() & {"hub_model_id", "hub_model_revision", "hub_private_repo"}:
+            made.fates[name] = "default"
+
+
+def _sinks(made: Translation) -> None:
     sinks = made.take("report_to")
-    named = [sinks] if isinstance(sinks, str) else list(cast("Sequence[Any]", sinks or ()))
+    named = cast("list[Any]", sinks) if isinstance(sinks, list) else [sinks]
     known = [each for each in named if each in ("wandb", "tensorboard", "trackio", "mlflow")]
     if known:
-        made.choose("run.report_to", known, _from(made, "report_to"))
-    every = made.take("eval_steps")
-    if made.take("eval_strategy", made.given.get("evaluation_strategy", "no")) == "steps" and every:
-        made.choose("eval.eval_steps", every, _from(made, "eval_steps"))
-    made.used.add("evaluation_strategy")
-    if made.given.get("push_to_hub") is not True:
-        made.used |= {"hub_model_id", "hub_model_revision", "hub_private_repo"}
+        made.choose("run.report_to", known, made.origin("report_to"))
+    for each in named:
+        if each not in (*known, None, "none"):
+            text = "is not taken over: there are wandb, tensorboard, trackio, mlflow"
+            made.lose("report_to", f"{each} {text}")
+    tables = {*known} - {"tensorboard"}
+    names = (
+        {"wandb_project", "wandb_entity", "wandb_run_group"} if "wandb" not in known else set[str]()
+    )
+    for name in made.given.keys() & (names | (set() if tables else {"log_unique_prompts"})):
+        made.fates[name] = "default"
+        made.remark(name, "is not taken over: report_to names no such sink")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from groupwise.cli.output import collect_seldom, write_json
 from groupwise.cli.rl import JsonOption, Overrides, TaskOption
 
 OptionalConfig = Annotated[
@@ -37,9 +38,9 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Check a task and its rewards before any training. No model is loaded."""
+    collect_seldom()
     from groupwise.checks.check import check as run
     from groupwise.cli import findings
-    from groupwise.cli.output import write_json
 
     report = run(
         task_module,

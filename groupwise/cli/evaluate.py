@@ -175,7 +175,7 @@ def _evaluate_task(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    from groupwise.cli.output import write_json, write_result
+    from groupwise.cli.output import collect_seldom, write_json, write_result
 
     given: dict[str, Any] = {
         "overrides": tuple(overrides or ()),
@@ -183,6 +183,7 @@ def _evaluate_task(
         "output": output,
     }
     if dry_run:
+        collect_seldom()
         from groupwise.evaluation.evaluate import plan_each
 
         write_json(plan_each(config, task_module, policy or ["base"], **given))

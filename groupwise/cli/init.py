@@ -41,7 +41,8 @@ def init(
         typer.Option(
             "--from",
             metavar="FILE",
-            help="In place of a task and a model: the GRPO config of TRL, open-r1 or Unsloth, as YAML, as JSON, or in a Python file.",
+            help="In place of a task and a model: the GRPO config of TRL, open-r1 or Unsloth: YAML, JSON, a shell script, "
+            "a Python file or a notebook.",
         ),
     ] = None,
     processes: Annotated[
@@ -60,7 +61,12 @@ def init(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Default: the task's name with .yaml."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Default: TASK.yaml, TASK-sft.yaml, or with --from FILE-groupwise.yaml.",
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write the file anew if it is there.")

@@ -94,7 +94,10 @@ def rl(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
-    from groupwise.cli.output import write_json, write_result
+    from groupwise.cli.output import collect_seldom, write_json, write_result
+
+    if dry_run:
+        collect_seldom()
     from groupwise.cli.printing import next_commands, print_advice, print_section
     from groupwise.loops.rl_start import rl as train
 

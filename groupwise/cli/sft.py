@@ -36,7 +36,10 @@ def sft(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model on given answers (supervised fine-tuning)."""
-    from groupwise.cli.output import write_json, write_result
+    from groupwise.cli.output import collect_seldom, write_json, write_result
+
+    if dry_run:
+        collect_seldom()
     from groupwise.loops.sft_start import sft as train
 
     result = train(

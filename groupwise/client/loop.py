@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -34,8 +33,10 @@ from groupwise.rewards.calling import (
     RESERVED,
     RewardCallable,
     call,
+    call_plain,
     check_columns,
     check_function,
+    is_async,
     name_of,
 )
 from groupwise.rewards.scoring import ScoreRequest
@@ -139,7 +140,7 @@ async def train_async(
         loop = _Loop(
             client,
             examples,
-            _Scoring(reward_function, thread, groups_per_step, target),
+            _Scoring(reward_function, thread, groups_per_step, target, len(examples)),
             _Share(
                 first_draw if first_draw is not None else done * groups_per_step,
                 (target - done) * groups_per_step,
@@ -220,13 +221,19 @@ class _Scoring:
     """Asks the reward function, and counts how often it failed."""
 
     def __init__(
-        self, function: RewardCallable, thread: Executor, groups_per_step: int, max_steps: int
+        self,
+        function: RewardCallable,
+        thread: Executor,
+        groups_per_step: int,
+        max_steps: int,
+        examples: int,
     ) -> None:
         self.failed = 0
         self._name = name_of(function)
         self._function = _in_thread(function, thread)
         self._groups_per_step = groups_per_step
         self._max_steps = max_steps
+        self._steps_per_epoch = examples / groups_per_step
         self._in_a_row = 0
 
     async def rewards(
@@ -258,6 +265,7 @@ class _Scoring:
             columns={name: [value] * count for name, value in example.items() if name != "prompt"},
             global_step=group.draw // self._groups_per_step,
             max_steps=self._max_steps,
+            steps_per_epoch=self._steps_per_epoch,
         )
 
 
@@ -267,16 +275,13 @@ def _nothing(_: str) -> None:
 
 def _in_thread(function: RewardCallable, thread: Executor) -> Callable[..., Awaitable[Any]]:
     """A function that is not async, called without keeping the loop from its work."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 — an object whose `__call__` is async
-    ):
+    if is_async(function):
         return function
 
     @functools.wraps(function)  # the signature says which arguments it takes
     async def called(**arguments: Any) -> Any:
-        work = functools.partial(function, **arguments)
-        answer = await asyncio.get_running_loop().run_in_executor(thread, work)
-        return await answer if inspect.isawaitable(answer) else answer
+        work = functools.partial(call_plain, function, arguments)
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
 
     return called
 

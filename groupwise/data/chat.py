@@ -16,17 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from groupwise.data.messages import (
-    NumberedRow,
-    Unusable,
-    messages_of,
-    named_messages,
-    number_of,
-    prompt_of,
-)
+from groupwise.data.messages import Unusable, messages_of, named_messages, prompt_of
 from groupwise.data.order import Share
 from groupwise.errors import TaskError
-from groupwise.types import Message, Prompt
+from groupwise.types import Message, NumberedRow, Prompt, number_of
 
 Row = dict[str, Any]
 
@@ -94,7 +87,8 @@ def with_prompts(
     strict: bool,
     unscorable: Callable[[Row], str | None] = lambda row: None,
 ) -> Rows:
-    """The rows with their column `prompt` as text or chat messages. Raises TaskError where no row is left, or one is not `strict`ly.
+    """The rows with their column `prompt` as text or chat messages. Raises TaskError if no row is left, or with
+    `strict` if any row cannot be used.
 
     `unscorable` says why a row, without its prompt, is of no use to those who score it.
     """
@@ -198,7 +192,7 @@ def _unusable(
     remedy = (
         "Mend them, or set data.strict to false to leave them out."
         if strict
-        else ("data.prompt_column and data.columns say which columns are meant.")
+        else "Check data.prompt_column and data.columns: they name the columns that are read."
     )
     return "\n".join([f"{where}: {begin}:", *lines, remedy])
 
@@ -293,7 +287,8 @@ def _with_lines(text: str, row: Row, columns: Sequence[str]) -> str:
 def _with_system(
     messages: list[Message], system_prompt: str | None, changes: list[str]
 ) -> list[Message]:
-    if not system_prompt or any(m["role"] in ("system", "developer") for m in messages):
+    own = [m for m in messages if m["role"] in ("system", "developer")]
+    if not system_prompt or any(m["content"].strip() for m in own):
         return messages
-    changes.append("the system prompt was put before (data.system_prompt)")
-    return [{"role": "system", "content": system_prompt}, *messages]
+    changes.append("the system prompt was prepended (data.system_prompt)")
+    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m not in own)]

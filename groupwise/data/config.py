@@ -93,9 +93,10 @@ def _worded(key: str, given: Mapping[str, Any]) -> str:
     if key in known:
         allowed = describe(known[key]) or "text, or a section with keys of its own"
         return f"{key} is {as_given(given[key])}; it must be {allowed}"
-    near = nearest(key, known)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{key!r} is not a key; {hint}there are {', '.join(known)}"
+    elsewhere = {"id": "source", "path": "source", "name": "config", "fraction": "weight"}
+    near = [elsewhere[key]] if key in elsewhere else nearest(key, known)
+    hint = f"did you mean {' or '.join(near)}" if near else "every set has `source` or `task`"
+    return f"{key!r} is not a key; {hint}"
 
 
 MixtureEntries = Annotated[tuple[dict[str, Any], ...], AfterValidator(_readable)]

@@ -11,10 +11,11 @@ from itertools import islice
 from typing import Any, cast
 
 from groupwise.data.content import canonical, untold
-from groupwise.data.messages import Unusable, like, number_of, prompt_of
+from groupwise.data.messages import Unusable, prompt_of
+from groupwise.data.sources import row_numbers
 from groupwise.errors import TaskError
 from groupwise.plugins import printable
-from groupwise.types import Example, Prompt
+from groupwise.types import Example, NumberedRow, Prompt, like, number_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ def read_rows(
     expected = _EXPECTED.format(holding)
     _refuse_endless(rows, where, limit, limited_by)
     stream = _iterated(rows, where, limit, expected)
+    if (numbers := row_numbers(rows)) is not None:
+        stream = map(NumberedRow, stream, numbers)
     found = [_columns(index, row, where, expected) for index, row in enumerate(stream)]
     if not found:
         raise TaskError(f"{where} returned an empty dataset. {expected}.")
@@ -115,13 +118,14 @@ def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
 
 
 def _example(index: int, columns: dict[str, Any], where: str) -> Example:
+    here = f"{where}: row {number_of(columns, index)}"
     if "prompt" not in columns:
         there = ", ".join(columns) or "none"
         raise TaskError(
-            f"{where}: row {index} has no column `prompt`. It has: {there}. Rename the one that holds the "
+            f"{here} has no column `prompt`. It has: {there}. Rename the one that holds the "
             "prompt, as text or as a list of chat messages."
         )
-    return Example(index, checked_prompt(columns.pop("prompt"), f"{where}: row {index}"), columns)
+    return Example(index, checked_prompt(columns.pop("prompt"), here), columns)
 
 
 def _refuse_broken_text(value: Any, where: str) -> None:

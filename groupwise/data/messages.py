@@ -1,4 +1,5 @@
-"""Chat messages from whatever form rows keep them in: dicts, parallel lists, arrays, ShareGPT, parts of text, JSON text.
+"""Chat messages from whatever form rows keep them in: dicts, parallel lists, arrays, ShareGPT, parts of text, JSON text, and a mapping
+that has any of these under `messages` or `conversations`.
 
 What can be read in one way alone is read so; for anything else `Unusable` says what is wrong.
 """
@@ -7,43 +8,32 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 from groupwise.data.template_columns import without_nulls
-from groupwise.types import Message, Prompt
+from groupwise.types import Message, Prompt, like
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHARE_GPT = {
+OTHER_ROLES = {
     "human": "user",
-    "user": "user",
     "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
+    "model": "assistant",
     "observation": "tool",
-    "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
 }
-"""Names under `from`, and the roles that they are here."""
+"""What ShareGPT, Gemini, OpenAI's older interface and Llama call these roles."""
 
+WHOLE = ("messages", "conversations")
+"""Names under which a mapping holds a whole conversation."""
 
-class NumberedRow(dict[str, Any]):
-    """A row that knows its number in the data of its user, from 0, however many were left out before it."""
-
-    def __init__(self, columns: Mapping[str, Any], number: int | None) -> None:
-        super().__init__(columns)
-        self.number = number
-
-
-def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns that take the place of a row's, and keep its number."""
-    return NumberedRow(columns, getattr(row, "number", None))
-
-
-def number_of(row: Mapping[str, Any], place: int) -> int:
-    """The number of a row in its user's data; its place where nobody numbered it."""
-    number = getattr(row, "number", None)
-    return place if number is None else number
+_WRITTEN = re.compile(
+    r"""\s*(?:\[\s*\{\s*["'](?:role|content|from)["']|\{\s*["'](?:role|messages|conversations)["'])"""
+)
+"""How messages begin that were written as text, as JSON or as Python shows them."""
 
 
 class Unusable(Exception):
@@ -68,7 +58,9 @@ def messages_of(value: Any) -> list[Message]:
         return messages_in(value) or [{"role": "user", "content": value}]
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        value = _parallel(cast("Mapping[str, Any]", value))
+        value = _listed(cast("Mapping[str, Any]", value))
+    if isinstance(value, list) and value and all(map(_is_part, cast("list[Any]", value))):
+        value = [{"role": "user", "content": value}]
     if not isinstance(value, list | tuple) or not value:
         raise Unusable(
             "there are no messages" if value in ([], ()) else "it is no text and no messages"
@@ -95,14 +87,15 @@ def messages_in(text: str) -> list[Message] | None:
 
 def looks_like_messages(text: str) -> bool:
     """Whether a text begins as messages do that were written as text."""
-    begins = "".join(text[:200].split())
-    return begins.startswith(
-        ('[{"role"', "[{'role'", '[{"content"', "[{'content'", '[{"from"', "[{'from'")
-    )
+    return _WRITTEN.match(text) is not None
 
 
-def _parallel(value: Mapping[str, Any]) -> list[Any]:
-    """One message, or lists of roles and contents of one length."""
+def _listed(value: Mapping[str, Any]) -> Any:
+    """The messages of a mapping: one message, lists of roles and contents of one length, or a conversation and nothing else."""
+    given = {name: entry for name, entry in value.items() if entry is not None}
+    if len(given) == 1 and next(iter(given)) in WHOLE:
+        whole = next(iter(given.values()))
+        return _listed(cast("Mapping[str, Any]", whole)) if isinstance(whole, Mapping) else whole
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, list | tuple) or not isinstance(content, list | tuple):
         return [value]
@@ -112,55 +105,72 @@ def _parallel(value: Mapping[str, Any]) -> list[Any]:
     return [{"role": one, "content": text} for one, text in zip(roles, contents, strict=True)]
 
 
+def _is_part(entry: Any) -> bool:
+    """Whether it is a part of what one message says, with a type and no role."""
+    return isinstance(entry, Mapping) and "type" in entry and not {"role", "from"} & entry.keys()
+
+
 def message_of(value: Any) -> Message:
     """One message with its role, and its text unless it calls tools. Raises Unusable."""
     if not isinstance(value, Mapping):
         raise Unusable("a message is no mapping of role and content")
-    message = without_nulls(_from_share_gpt(cast("Mapping[str, Any]", value)))
+    message = without_nulls(_with_our_names(cast("Mapping[str, Any]", value)))
     role = message.get("role")
     if not isinstance(role, str):
         raise Unusable("a message has no text under `role`")
-    if role not in ROLES:
-        raise Unusable(f"a message has the role {role!r:.30}; there are {', '.join(ROLES)}")
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [_with_arguments(call) for call in calls]
+    message["role"] = OTHER_ROLES.get(role.lower(), role.lower())
+    if message["role"] not in ROLES:
+        known = ", ".join((*ROLES, *OTHER_ROLES))
+        raise Unusable(f"a message has the role {role!r:.30}; there are {known}")
+    calls = message.pop("tool_calls", None)
+    if isinstance(calls, str):
+        calls = _of_json(calls)
+    if not calls and (older := message.pop("function_call", None)):
+        calls = [{"type": "function", "function": older}]
+    if calls:
+        if not isinstance(calls, list):
+            raise Unusable("the tool calls of a message are no list")
+        message["tool_calls"] = [with_arguments(call) for call in cast("list[Any]", calls)]
         if "content" not in message:
             return message
+    elif message["role"] == "system":
+        message.setdefault("content", "")  # some templates have a default, which it takes away
     return {**message, "content": _text(message.get("content"))}
 
 
-def _from_share_gpt(value: Mapping[str, Any]) -> dict[str, Any]:
+def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of ShareGPT, which has `from` and `value`, with `role` and `content`; any other as it is."""
     message = {str(key): entry for key, entry in value.items()}
     if message.get("role") is not None or not {"from", "value"} <= message.keys():
         return message
-    said = message.pop("from")
-    if said not in SHARE_GPT:
-        raise Unusable(
-            f"a message is from {said!r:.30} (ShareGPT); known are {', '.join(SHARE_GPT)}"
-        )
-    return {"role": SHARE_GPT[said], "content": message.pop("value")} | {
-        key: entry for key, entry in message.items() if key != "role"
-    }
+    ours = {"role": message.pop("from"), "content": message.pop("value")}
+    return {**message, **ours}
 
 
-def _with_arguments(call: Any) -> Any:
+def with_arguments(call: Any) -> Any:
     """A tool call whose arguments are an object, as templates want them, also where they are given as JSON text."""
     if not isinstance(call, Mapping):
         raise Unusable("a tool call is no mapping of a function and its arguments")
     given = dict(cast("Mapping[str, Any]", call))
     if isinstance(given.get("function"), Mapping):
-        return {**given, "function": _with_arguments(given["function"])}
+        return {**given, "function": with_arguments(given["function"])}
     arguments = given.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            parsed: Any = json.loads(arguments)
-            if isinstance(parsed, dict):
-                given["arguments"] = parsed
+    if isinstance(arguments, str) and isinstance(parsed := _of_json(arguments), dict):
+        given["arguments"] = parsed
     return given
+
+
+def _of_json(text: str) -> Any:
+    """What a text is the JSON of; the text itself where it is none."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return text
 
 
 def _text(content: Any) -> str:
     """Text, or parts of which each is text."""
+    if isinstance(content, Mapping):
+        content = [content]
     if isinstance(content, list | tuple):
         parts = [_part(part) for part in cast("Sequence[Any]", content)]
         content = "".join(parts)
@@ -186,15 +196,25 @@ def ends_begun(prompt: Sequence[Message]) -> bool:
 
 def named_messages(row: dict[str, Any]) -> dict[str, Any]:
     """The row with its conversation under `messages`, also where it keeps it as ShareGPT does, under `conversations`."""
-    if row.get("messages") is not None or not isinstance(row.get("conversations"), list | tuple):
+    found = row.get("conversations")
+    if row.get("messages") is not None or found is None:
         return row
-    return like(row, {**row, "messages": row["conversations"]})
+    if isinstance(found, str) and not looks_like_messages(found):
+        return row
+    return like(row, {**row, "messages": found})
 
 
 def joined(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
     """A conversation, where the first words of the assistant may go on with those that the prompt ends with."""
-    if not ends_begun(prompt) or not said:
+    begun = begun_words(prompt, said)
+    if begun is None:
         return [*prompt, *said]
-    *before, begun = prompt
     first, *later = said
-    return [*before, {**first, "content": begun["content"] + first["content"]}, *later]
+    return [*prompt[:-1], {**first, "content": begun + first.get("content", "")}, *later]
+
+
+def begun_words(prompt: Sequence[Message], said: Sequence[Message]) -> str | None:
+    """The words at the end of a prompt that what is said next goes on with; None where that is no answer, or a call ends it."""
+    if not ends_begun(prompt) or prompt[-1].get("tool_calls"):
+        return None
+    return prompt[-1].get("content", "") if said and said[0].get("role") == "assistant" else None

@@ -13,9 +13,9 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from groupwise.data.chat import Row
-from groupwise.data.messages import like
 from groupwise.data.order import Share, Stream
 from groupwise.errors import TaskError
+from groupwise.types import like
 
 Join = Literal["same", "common", "all"]
 """Columns of a mixture: those that all sets have, and no others; those that all have, without the others; or all."""

@@ -20,12 +20,11 @@ from groupwise.data.chat import (
     with_teacher,
 )
 from groupwise.data.config import DatasetConfig, MixtureEntry
-from groupwise.data.messages import like
 from groupwise.data.mixture import Part, joined, split
 from groupwise.data.pipelines import Pipeline, find_pipeline
 from groupwise.data.sources import no_column, read_source
 from groupwise.errors import TaskError
-from groupwise.types import DATASET_COLUMN, TASK_COLUMN
+from groupwise.types import DATASET_COLUMN, TASK_COLUMN, like
 
 KNOWN_BY = ("prompt", "messages", "text", "input_ids")
 """The columns by which rows are the same, of which none may be trained on and held out."""

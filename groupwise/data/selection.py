@@ -91,7 +91,12 @@ class Selection:
     @property
     def epochs(self) -> float:
         """Passes over the data so far."""
-        return self.turns / self._sizes.order.length
+        return self.turns / self.turns_in_an_epoch
+
+    @property
+    def turns_in_an_epoch(self) -> int:
+        """Turns of one pass over the data."""
+        return self._sizes.order.length
 
     def plan(self, block: int, step: int, slots: int) -> None:
         """Choose for the slots of a block that begins at a step; what was chosen before stands."""

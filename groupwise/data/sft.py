@@ -1,32 +1,32 @@
-"""Rows of a teacher, in any of the forms that people keep them in, as checked examples.
+"""SFT rows, in any of the forms that people keep them in, as checked examples.
 
     messages                   a conversation; also with `tools` and `chat_template_kwargs`
     prompt, completion         both text, or both messages, or messages and a text
     text                       (or the column that `dataset_text_field` names) trained whole
     input_ids, labels          tokens; labels -100 are not trained (or `completion_mask`, `assistant_masks`; without: trained whole)
 
-A formatting function turns rows of any other form into text or messages first. Which form a row has is decided by its columns, in the
-order above from tokens down. Nothing here tokenises: that is done where the tokenizer is known.
+A formatting function turns rows of any other form into text or messages first. A row has the first form whose columns it has: tokens,
+then messages, prompt and completion, text. Nothing here tokenises: that is done where the tokenizer is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from groupwise.data.examples import checked_prompt
 from groupwise.data.messages import (
     Unusable,
-    ends_begun,
+    begun_words,
     joined,
+    messages_in,
     messages_of,
     named_messages,
-    number_of,
 )
 from groupwise.data.template_columns import ARGUMENTS, for_template
 from groupwise.errors import TaskError
-from groupwise.types import Example, Message, Prompt
+from groupwise.types import Example, Message, Prompt, number_of
 
 IGNORED = -100
 """The label of a token that does not teach."""
@@ -45,6 +45,8 @@ class Conversation:
     """Messages before this one are the prompt: an assistant's turn among them is not trained."""
     tools: tuple[Any, ...] = ()
     template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    prefill: str = ""
+    """Words that the message at `begins` starts with and that are the end of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +140,23 @@ def _content(row: Mapping[str, Any], text_field: str, where: str) -> tuple[Conte
 
 def _completion(row: Mapping[str, Any], where: str) -> Content:
     prompt, completion = checked_prompt(row["prompt"], where), row["completion"]
+    if isinstance(completion, str):
+        completion = messages_in(completion) or _text(completion, where, "completion")
     if isinstance(prompt, str):
         if not isinstance(completion, str):
+            given = row["completion"]
+            kind = "JSON text of messages" if isinstance(given, str) else type(given).__name__
             raise TaskError(
-                f"{where}: `prompt` is text, but `completion` is {type(completion).__name__}. Give both as text or both as "
-                "chat messages."
+                f"{where}: `prompt` is text, but `completion` is {kind}. Give both as text or both as chat messages; "
+                "data.prompt_format: chat makes the prompt what a user says."
             )
-        return Completion(prompt, _text(completion, where, "completion"))
+        return Completion(prompt, completion)
     if isinstance(completion, str):
-        completion = [{"role": "assistant", "content": _text(completion, where, "completion")}]
+        completion = [{"role": "assistant", "content": completion}]
     answer = _messages(completion, where, "completion")
-    return _conversation(joined(prompt, answer), len(prompt) - ends_begun(prompt), row, where)
+    begun = begun_words(prompt, answer)
+    chat = _conversation(joined(prompt, answer), len(prompt) - (begun is not None), row, where)
+    return replace(chat, prefill=begun or "")
 
 
 def _conversation(
@@ -262,8 +270,9 @@ def _asked(content: Content) -> Prompt:
     match content:
         case Completion(prompt=prompt):
             return prompt
-        case Conversation(messages=messages, begins=begins):
+        case Conversation(messages=messages, begins=begins, prefill=prefill):
             later = (n for n, m in enumerate(messages) if n >= begins and m["role"] == "assistant")
-            return list(messages[: next(later)])
+            before = list(messages[: next(later)])
+            return [*before, {"role": "assistant", "content": prefill}] if prefill else before
         case _:
             return ""

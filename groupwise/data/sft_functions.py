@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from groupwise.data.messages import like, number_of
 from groupwise.data.sft import IGNORED, Tokens, tokens_of
 from groupwise.errors import TaskError
 from groupwise.plugins import run_user_code
+from groupwise.types import like, number_of
 
 FORMLESS = ("messages", "prompt", "completion", "input_ids", "labels")
 """Columns that a formatted row no longer has, because they would say that it has another form."""

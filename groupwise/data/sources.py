@@ -4,10 +4,10 @@
     read_source("data/sums.csv", split="train[:90%]", columns={"prompt": "question", "answer": "solution"})
     read_source("openai/gsm8k", "main", split="train", revision="e53f048")
 
-A source is a file or folder where one of that name exists, where it begins with `./`, `/` or `~`, or where it ends like a file
-that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds names: ours, then theirs;
-theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a `TaskError` that names the file,
-and the line where there is one.
+A source is a file or folder where one of that name exists, where it begins with `.`, `/` or `~`, where it has more than one `/`, or
+where it ends like a file that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds
+names: ours, then theirs; theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a
+`TaskError` that names the file, and the line where there is one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from groupwise import hub
 from groupwise.data.order import Stream
 from groupwise.errors import TaskError
 from groupwise.plugins import nearest
+from groupwise.types import NumberedRow, like
 
 Row = dict[str, Any]
 
@@ -106,7 +107,8 @@ def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str
 
 def _with_our_names(row: Row, columns: Mapping[str, str]) -> Row:
     named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
-    return {**named, **{name: value for name, value in row.items() if name not in columns}}
+    others = {name: value for name, value in row.items() if name not in columns}
+    return like(row, {**named, **others})
 
 
 def _has(row: Row, path: str) -> bool:
@@ -139,7 +141,7 @@ class _Split:
     def is_whole(self) -> bool:
         return self.start is None and self.stop is None
 
-    def of(self, rows: list[Row]) -> list[Row]:
+    def of(self, rows: Sequence[Row]) -> Sequence[Row]:
         return rows[_place(self.start, len(rows)) : _place(self.stop, len(rows))]
 
 
@@ -181,9 +183,11 @@ def _local(source: str, split: str, limit: int | None, seed: int | None) -> list
     if wanted.is_whole and seed is not None and limit is not None:
         # Counted first, since all of them may not fit into memory.
         chosen = {*sample(sum(1 for _ in rows()), limit, seed)}
-        return [row for place, row in enumerate(rows()) if place in chosen]
-    whole = wanted.of(list(rows()))
-    return whole[:limit] if seed is None else [whole[at] for at in sample(len(whole), limit, seed)]
+        return [NumberedRow(row, at) for at, row in enumerate(rows()) if at in chosen]
+    whole = wanted.of([NumberedRow(row, at) for at, row in enumerate(rows())])
+    if seed is None:
+        return list(whole[:limit])
+    return [whole[at] for at in sample(len(whole), limit, seed)]
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
@@ -419,11 +423,32 @@ def _of_hub(
     finally:
         if shown:
             library.enable_progress_bars()
+    numbers = row_numbers(found) or range(len(found))
     if limit is None:
-        return list(found)
-    return list(
-        found.take(limit) if seed is None else found.select(sample(len(found), limit, seed))
-    )
+        return list(map(NumberedRow, found, numbers))
+    places = range(len(found))[:limit] if seed is None else sample(len(found), limit, seed)
+    return [
+        NumberedRow(row, numbers[at]) for row, at in zip(found.select(places), places, strict=True)
+    ]
+
+
+def row_numbers(dataset: Any) -> Sequence[int] | None:
+    """The numbers that the rows of a Dataset have in its split, of which it may be a slice or shuffled; None: they count from 0.
+
+    A Dataset of the library datasets remembers which slice was loaded, and how it was filtered, shuffled or selected from; only where one
+    piece was selected, it forgets where that began.
+    """
+    wanted = _SPLIT.fullmatch(str(getattr(dataset, "split", None)))
+    splits: Mapping[str, Any] = getattr(getattr(dataset, "info", None), "splits", None) or {}
+    first = 0
+    if wanted is not None and wanted["name"] in splits:
+        whole = range(splits[wanted["name"]].num_examples)
+        loaded = whole[_place(wanted["start"], len(whole)) : _place(wanted["stop"], len(whole))]
+        first = loaded.start if len(loaded) == dataset.data.num_rows else 0
+    indices: Any = getattr(dataset, "_indices", None)
+    if not hasattr(indices, "column"):
+        return range(first, first + len(dataset)) if first else None
+    return [first + place for place in indices.column(0).to_pylist()]
 
 
 def _not_had(

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 from groupwise.errors import TaskError
@@ -29,7 +30,7 @@ class ForTemplate:
 def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
     """Read both columns. Raises TaskError, which starts with `where`, for values of the wrong type and for misspelt column names."""
     for name in columns:
-        if name != ARGUMENTS and (name == "enable_thinking" or _nearly_arguments(name.lower())):
+        if _nearly_arguments(name):
             raise TaskError(
                 f"{where}: the column `{name}` has no effect: what the chat template receives stands in the column `{ARGUMENTS}`, such as "
                 '{"enable_thinking": false}. Rename the column, or leave it out.'
@@ -37,10 +38,13 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
     return ForTemplate(_tools(columns.get(TOOLS), where), _arguments(columns.get(ARGUMENTS), where))
 
 
+@cache  # each row has the same columns, and likeness takes its time
 def _nearly_arguments(name: str) -> bool:
-    """Such as `template_kwargs`; `chat_template` and `chat_template_id` say which template a row had."""
-    likeness = difflib.SequenceMatcher(None, name, ARGUMENTS).ratio()
-    return likeness >= ALIKE and any(part in name for part in ("kw", "arg", "param", "option"))
+    """Such as `template_kwargs` and `enable_thinking`; `chat_template` and `chat_template_id` say which template a row had."""
+    if not any(part in name.lower() for part in ("kw", "arg", "param", "option")):
+        return name == "enable_thinking"
+    likeness = difflib.SequenceMatcher(None, name.lower(), ARGUMENTS).ratio()
+    return name != ARGUMENTS and likeness >= ALIKE
 
 
 def _tools(value: Any, where: str) -> tuple[Any, ...]:

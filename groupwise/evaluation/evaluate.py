@@ -217,12 +217,13 @@ async def answer_held_out(
     tokenizer: Any,
     policy: str,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    trainer: tuple[int, int] = (0, 1),
+    trainer: tuple[int, int, float | None] = (0, 1, None),
     on_metrics_failed: Callable[[RewardWorkerError], None] | None = None,
 ) -> EvalResult:
     """Answer every prompt, score the answers, and let the task measure them.
 
-    `trainer` is what reward functions see as `trainer_state`: steps done, and steps in all (1 where nothing is trained). Where
+    `trainer` is what reward functions see as `trainer_state`: steps done, steps in all (1 where nothing is trained), and steps of
+    a pass over the rows. Where
     the task's own metrics fail, `on_metrics_failed` is told and they are left out; without it, RewardWorkerError is raised.
     """
     total = len(asked.prompts.examples)

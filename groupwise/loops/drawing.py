@@ -61,7 +61,7 @@ async def score(run: TaskRun, group: Group, step: int) -> Group:
         return group
     if any(part.weight for rollout in group.rollouts for part in rollout.parts):
         run.unrewarded = False
-    scored = await score_group(run.scorer, group, step, run.max_steps)
+    scored = await score_group(run.scorer, group, step, run.max_steps, run.steps_per_epoch)
     return run.algorithm.shaped(scored, run.longest_completion)
 
 

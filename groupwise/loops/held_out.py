@@ -115,7 +115,7 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
                 run.tokenizer,
                 label,
                 on_progress=lambda done, total: run.progress.phase("evaluating", done, total),
-                trainer=(run.step, run.max_steps),
+                trainer=(run.step, run.max_steps, run.steps_per_epoch),
                 on_metrics_failed=lambda error: run.say(
                     f"warning: after {run.step} steps the task's own metrics of the held-out prompts are left out: {error}"
                 ),

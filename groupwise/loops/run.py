@@ -265,6 +265,11 @@ class TaskRun(Run):
         """See `Training.epoch`."""
         return self.selection.epochs
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that a pass over the rows takes, where each has its turn."""
+        return self.selection.turns_in_an_epoch / self.config.training.prompts_per_step
+
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""
         schedule = self.schedule

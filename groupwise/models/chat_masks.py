@@ -3,7 +3,8 @@
 For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and with the turn.
 The second begins with the first, and what it has more is the turn, its end token included. So a turn is trained after exactly the
 tokens that the model sees when it is asked for it. Where a template marks the assistant's words itself (`{% generation %}`), its marks
-are taken instead.
+are taken instead. Of a turn whose first words are the prompt's (a prefill), what follows these is trained, after what the model is asked
+with.
 
 Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then the tokens after which a later
 turn is written are not those that an earlier turn was written in, and the two cannot share a row: a new one starts. Where nothing is
@@ -13,22 +14,26 @@ rewritten, all turns stand in one row.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.errors import TaskError
 from groupwise.models.chat_template import (
+    PROBE,
     Chat,
     Refused,
-    arguments_of,
+    apply,
     header_of,
+    prompt_text,
     render,
     template_of,
 )
 from groupwise.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING = {"reasoning_content", "reasoning", "thinking"}
+"""Keys of a message under which templates find what was thought."""
 SHOWN = 40
 """Characters of a text that a message shows."""
 
@@ -50,8 +55,12 @@ def assistant_turns(chat: Chat) -> list[int]:
     return [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
 
 
-def mask_turns(tokenizer: Any, chat: Chat, turns: Sequence[int]) -> list[Masked]:
+def mask_turns(
+    tokenizer: Any, chat: Chat, turns: Sequence[int], prefills: Mapping[int, str] | None = None
+) -> list[Masked]:
     """The conversation up to the last of these turns, as few rows as its template allows, with the turns trained.
+
+    `prefills` has the words that a turn begins with and that its prompt ends with.
 
     A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` where
     that is all there is or the template refuses the messages, and `TaskError` where no mask could be right.
@@ -59,7 +68,12 @@ def mask_turns(tokenizer: Any, chat: Chat, turns: Sequence[int]) -> list[Masked]
     rows: list[Masked] = []
     marked = MARKS.search(template_of(tokenizer, chat))
     for turn in turns if marked else [turn for turn in turns if turn] or turns:
-        row = _mask_turn(tokenizer, chat, turn)
+        begun = (prefills or {}).get(turn)
+        row = (
+            _rest_of_turn(tokenizer, chat, turn, begun)
+            if begun
+            else _mask_turn(tokenizer, chat, turn)
+        )
         if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
             row = _joined(rows.pop(), row)
         rows.append(row)
@@ -81,7 +95,9 @@ def mask_text(tokenizer: Any, text: str) -> Masked:
 def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
     """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
     before = prompt_ids(tokenizer, prompt)
-    after = _tail(tokenizer, prompt, _closed(tokenizer, prompt + completion))
+    after = _tail(
+        tokenizer, prompt, text_ids(tokenizer, prompt), _closed(tokenizer, prompt + completion)
+    )
     mask = (int(whole),) * len(before) + (1,) * len(after)
     return Masked(before + after, mask, ends=_ended(tokenizer, after))
 
@@ -104,27 +120,54 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     before = _render(tokenizer, chat, turn, ask=True)
     whole = _render(tokenizer, chat, turn + 1, ask=False)
     if not whole.startswith(before):
+        if chat.messages[turn - 1]["role"] == "assistant":
+            raise Refused(
+                "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
+                "Make them one turn, or leave one out."
+            )
         raise TaskError(_rewritten(turn, before, whole))
     if before == _render(tokenizer, chat, turn, ask=False):
         header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
         before += header if header.strip() and whole.startswith(before + header) else ""
     opening = text_ids(tokenizer, before)
-    ids = opening + _tail(tokenizer, before, whole)
-    closed = opening + _tail(tokenizer, before, _without_space_after_end(tokenizer, whole))
-    end = len(closed) if ids[: len(closed)] == closed else len(ids)
-    mask = (0,) * len(opening) + (1,) * (end - len(opening)) + (0,) * (len(ids) - end)
-    return Masked(ids, mask, ends=_ended(tokenizer, ids[len(opening) : end]))
+    said = _tail(tokenizer, before, opening, whole)
+    stripped = _without_space_after_end(tokenizer, whole)
+    closed = said if stripped == whole else _tail(tokenizer, before, opening, stripped)
+    end = len(closed) if said[: len(closed)] == closed else len(said)
+    mask = (0,) * len(opening) + (1,) * end + (0,) * (len(said) - end)
+    return Masked(opening + said, mask, ends=_ended(tokenizer, said[:end]))
+
+
+def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
+    """The conversation up to one assistant turn, trained behind its first words, with the end that the template gives to a turn."""
+    asked = [*chat.messages[:turn], {"role": "assistant", "content": begun}]
+    before = prompt_text(tokenizer, replace(chat, messages=asked))
+    said = chat.messages[turn]
+    if said.keys() & REASONING:
+        raise Refused(
+            "the prompt begins a turn whose reasoning is given apart, so which words come first cannot be told. Write the reasoning into "
+            "the completion."
+        )
+    probe = [*chat.messages[:turn], {**said, "content": PROBE}]
+    _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
+    if not found:
+        raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
+    whole = before + said["content"].removeprefix(begun) + end
+    opening = text_ids(tokenizer, before)
+    after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
+    return Masked(
+        opening + after, (0,) * len(opening) + (1,) * len(after), _ended(tokenizer, after)
+    )
 
 
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
-    marked = tokenizer.apply_chat_template(
-        list(chat.messages[: turn + 1]),
-        tools=list(chat.tools) or None,
+    marked = apply(
+        tokenizer,
+        replace(chat, messages=chat.messages[: turn + 1]),
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,
-        **arguments_of(tokenizer, chat),
     )
     ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
     earlier = text_ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
@@ -151,13 +194,13 @@ def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
-def _tail(tokenizer: Any, before: str, whole: str) -> tuple[int, ...]:
-    """The tokens of `whole` after those of its beginning `before`.
+def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
+    """The tokens of `whole` after those of its beginning `before`, which are `opening`.
 
     Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
     is asked with the tokens of `before`.
     """
-    opening, ids = text_ids(tokenizer, before), text_ids(tokenizer, whole)
+    ids = text_ids(tokenizer, whole)
     if ids[: len(opening)] == opening:
         return ids[len(opening) :]
     rest = text_ids(tokenizer, whole[len(before) :])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.errors import TaskError
+from groupwise.models.tool_calls import written_calls
 from groupwise.types import Message, Prompt
 
 PROBE = "⟦words⟧"
@@ -32,13 +33,26 @@ GIVEN = frozenset(
         "documents",
         "add_generation_prompt",
         "continue_final_message",
+        "conversation",
+        "chat_template",
         "tokenize",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
     }
 )
 """What no argument of a row may be called."""
 
-_THOUGHTS = re.compile(r"<(?P<name>[^<>/\s|]+)>\s*(?:</(?P=name)>\s*)?$")
-"""Reasoning that a template opens, or opens and closes, before the assistant's words."""
+_THOUGHTS = re.compile(
+    r"(?P<opens>[<[◁](?P<name>[^<>[\]◁▷/\s|]+)[>\]▷]|<\|begin_of_thought\|>|<\|channel\|>analysis(?:<\|message\|>)?)"
+    r"\s*(?:[<[◁]/(?P=name)[>\]▷]\s*)?$"
+)
+"""Reasoning that a template opens, or opens and closes, before the assistant's words: `<think>`, `[THINK]`, `◁think▷`, a channel."""
 
 
 class Refused(TaskError):
@@ -60,6 +74,10 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
     *before, begun = chat.messages
+    if not before:
+        raise Refused(
+            "The prompt is one message of the assistant: nothing is asked before the assistant speaks. Put a message of the user before it."
+        )
     words = begun.get("content")
     if not isinstance(words, str) or not words or begun.get("tool_calls"):
         raise TaskError(
@@ -78,23 +96,31 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
             )
         opening += header
     thoughts = _THOUGHTS.search(opening)
-    if thoughts is not None and f"<{thoughts['name']}>" in words:
+    if thoughts is not None and thoughts["opens"] in words:
         opening = opening[: thoughts.start()]  # the words open them themselves
     return opening + words
 
 
 def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
     """What the template makes of all messages; `ask` adds what makes the model answer. Raises Refused where it does not take them."""
-    arguments = arguments_of(tokenizer, chat)
-    messages = list(chat.messages)
+    return apply(tokenizer, chat, add_generation_prompt=ask, tokenize=False)
+
+
+def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
+    """What `apply_chat_template` makes of all messages. Raises Refused where the template does not take them."""
+    arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
+    template, messages = template_of(tokenizer, chat), list(chat.messages)
+    if "developer" not in template:  # a younger name for who gives a model its instructions
+        messages = [
+            {**each, "role": "system"} if each.get("role") == "developer" else each
+            for each in messages
+        ]
     try:
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=list(chat.tools) or None,
-            add_generation_prompt=ask,
-            tokenize=False,
-            **arguments,
-        )
+        if any(message.get("tool_calls") for message in messages):
+            messages, arguments["chat_template"] = written_calls(
+                tokenizer, messages, template, arguments
+            )
+        return tokenizer.apply_chat_template(messages, **arguments, **how)
     except (
         Exception
     ) as error:  # a template is a program of the model's makers and raises what it likes
@@ -118,7 +144,7 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
     if own := sorted(GIVEN & arguments.keys()):
         raise TaskError(
-            f"chat_template_kwargs has {', '.join(own)}, which every template receives anyway. Leave it out."
+            f"chat_template_kwargs has {', '.join(own)}, which are for `apply_chat_template` itself. Leave it out."
         )
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -168,6 +194,10 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
         return (
             f"the chat template of the model does not parse: {reason} (line {line} of the template). Mend it, or give "
             "another one as model.chat_template."
+        )
+    if not messages:
+        return (
+            "the conversation has no message, so nothing is asked. Give it a message of the user."
         )
     roles = ", ".join(str(message.get("role")) for message in messages)
     return (

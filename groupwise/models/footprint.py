@@ -5,24 +5,30 @@ The engines are above this room, and each says for itself what it keeps and why:
 `groupwise.sampler.slot_engine`; activations in `groupwise.learner.native.body`. Here it is counted, and tests hold the engines' own
 tensors against these numbers.
 
-A `Footprint` is that of one process whose engines are known. The functions below count what one kind of engine holds.
+A `Footprint` is that of one process whose engines are known. The functions below count what one kind of engine holds. None of this
+needs torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING
 
 from groupwise.models.config import ModelConfig
-from groupwise.models.logprobs import CHUNK
-from groupwise.models.native import compiled
-from groupwise.models.native.compiled import LANES, STRETCH, multiple
-from groupwise.models.native.packed import ROWS
-from groupwise.models.native.weights import head_size, refusal
-from groupwise.models.plan import Decoding
+from groupwise.models.native.facts import (
+    CHUNK,
+    LANES,
+    ROWS,
+    STRETCH,
+    head_size,
+    multiple,
+    without_numba,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from groupwise.models.plan import Decoding
 
 FLOAT = 4
 """Bytes of a float32 number."""
@@ -77,18 +83,28 @@ class Sizes:
         return self.fused + others * self.hidden
 
 
-def saved_by_bits(config: ModelConfig, model: PreTrainedModel, dtype: str) -> float:
-    """Bytes by which the weights are smaller where they are held in 4 or 8 bits: those of all linear layers but the output head."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """A model as it is trained, without its weights: how many numbers it has, and which engines can compute it."""
+
+    sizes: Sizes
+    parameters: int
+    trained: int
+    linear: int
+    """Weights of all linear layers but the output head."""
+    native: bool
+    """Whether it has a native form; on a processor that needs numba, too."""
+    in_bfloat16: bool
+    """Whether it was published in that format."""
+    dropout: float
+
+
+def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
+    """Bytes by which the weights are smaller where those of `linear` layers are held in 4 or 8 bits."""
     if not (config.load_in_4bit or config.load_in_8bit):
         return 0.0
     each = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
-    head = model.get_output_embeddings()
-    weights = sum(
-        module.weight.numel()
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
-    )
-    return weights * (bytes_of(dtype) - each)
+    return linear * (bytes_of(dtype) - each)
 
 
 def sizes_of(config: PreTrainedConfig) -> Sizes:
@@ -181,32 +197,22 @@ class Footprint:
 
 
 def footprint_of(
-    config: PreTrainedConfig,
-    hollow: PreTrainedModel,
-    *,
-    dtype: str,
-    device: str,
-    full: bool,
-    dropout: bool,
-    samples: bool,
+    counts: Counts, *, dtype: str, device: str, full: bool, by_modules: bool, samples: bool
 ) -> Footprint:
-    """Engines are chosen as by those who have the weights (`groupwise.models.native.weights.native_model`).
-
-    `config` is that of the model's text part, `hollow` the model as it is trained, without storage.
-    """
+    """Engines are chosen as by those who have the weights (`groupwise.models.native.weights.native_model`); with `by_modules`, or where
+    an adapter has dropout, transformers' modules learn."""
     size, on_cpu = bytes_of(dtype), device == "cpu"
-    computable = not on_cpu or compiled.refusal(getattr(torch, dtype)) is None
-    native = computable and refusal(hollow) is None
+    native = counts.native and (not on_cpu or without_numba() is None)
     # Frozen weights that were published in bfloat16 are packed as that, whatever they are computed in.
-    packed = 2 if config.dtype == torch.bfloat16 and not full else size
+    packed = 2 if counts.in_bfloat16 and not full else size
     return Footprint(
-        sizes=sizes_of(config),
+        sizes=counts.sizes,
         size=size,
         full=full,
         on_cpu=on_cpu,
         samples=samples,
         native_sampler=native and samples,
-        native_learner=native and not full and not dropout,
+        native_learner=native and not full and not by_modules and counts.dropout == 0,
         packed=packed if native and samples and on_cpu else 0,
     )
 

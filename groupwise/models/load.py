@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from groupwise.errors import ModelError
 from groupwise.models.config import Dtype, ModelConfig
 from groupwise.models.hub import fetch_weights
-from groupwise.models.machine import has_bfloat16
-from groupwise.models.tokenizer import ResolvedModel, explained, quiet, resolve
+from groupwise.models.tokenizer import explained, located, quiet, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
     """The model's weights, in evaluation mode, no parameter trainable."""
-    resolved = _located(config)
+    resolved = located(config)
     with quiet(), explained(config, resolved, "model"):
         loaded = AutoModelForCausalLM.from_pretrained(
             resolved.location,
@@ -44,7 +43,7 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
 
 def read_model_config(config: ModelConfig) -> PreTrainedConfig:
     """What the model says of itself; no weights are read."""
-    resolved = _located(config)
+    resolved = located(config)
     with quiet(), explained(config, resolved, "model"):
         return AutoConfig.from_pretrained(
             resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
@@ -70,20 +69,10 @@ def hollow_model(config: ModelConfig) -> PreTrainedModel:
 
 def model_folder(config: ModelConfig) -> Path:
     """The folder with the model's files, which are fetched from the hub if need be; see `groupwise.models.hub.fetch_weights`."""
-    resolved = _located(config)
+    resolved = located(config)
     if resolved.local:
         return Path(resolved.location)
     return fetch_weights("@".join(filter(None, [resolved.location, resolved.revision])))
-
-
-def _located(config: ModelConfig) -> ResolvedModel:
-    resolved = resolve(config)
-    if resolved.local and config.revision is not None:
-        raise ModelError(
-            f"model.revision is {config.revision!r}, but it has no effect: {config.name!r} stands on this machine, not on "
-            "the hub. Leave the key out, or give a hub id as model.name."
-        )
-    return resolved
 
 
 def _refuse_gaps(report: Mapping[str, Any]) -> None:
@@ -98,20 +87,6 @@ def _refuse_gaps(report: Mapping[str, Any]) -> None:
         raise ValueError(f"{len(gaps)} of its tensors are missing or of another shape: {shown}")
 
 
-def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
-    """`model.dtype`, or for `auto` what suits: float32 to train all weights, else bfloat16 where the processor has it."""
-    if full and config.dtype == "bfloat16":
-        raise ModelError(
-            "model.dtype: bfloat16 cannot train all weights (lora: null): small updates vanish in its rounding. "
-            "Set model.dtype to float32 or auto, or train an adapter (lora: {r: 16})."
-        )
-    if config.dtype != "auto":
-        return config.dtype
-    if full:
-        return "float32"
-    return "bfloat16" if has_bfloat16(device) else "float32"
-
-
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion: of the model's config, its generation config and the tokenizer."""
     return _stops_of(model.config, model.generation_config, tokenizer)
@@ -121,7 +96,7 @@ def described_stop_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """The same of a model that is not loaded."""
-    resolved = _located(config)
+    resolved = located(config)
     try:
         generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())
     except OSError:  # a model need not have one

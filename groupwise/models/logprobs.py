@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from groupwise.models.decoder import Decoder
-
-CHUNK = 256
-"""Rows of logits held at a time: 50 MB in float32 for a vocabulary of 49,152."""
+from groupwise.models.native.facts import CHUNK
 
 NEVER = -1e30
 """A logit of probability 0. Unlike -inf it may stand in a sum of probabilities times logits, as the entropy is, and in its gradient."""

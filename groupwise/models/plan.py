@@ -4,20 +4,29 @@ Memory is that of the engines that will compute the model: our own where it has 
 (`groupwise.models.footprint`). Of a run with several processes it is that of all of them: what the first one made before it was forked
 they share as long as nobody writes to it.
 
-Importing this costs nothing: torch, transformers and peft are imported by what needs them.
+Most models are counted by arithmetic (`groupwise.models.decoder_shapes`). Only for the others torch, transformers' models and peft are
+imported, which takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.models.decoder_shapes import read_decoder
+from groupwise.models.footprint import (
+    Counts,
+    Sizes,
+    bytes_of,
+    footprint_of,
+    saved_by_bits,
+    sizes_of,
+    slot_cache,
+)
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
 MIB = 2**20
 PROCESS_MIB = 600.0
@@ -80,24 +89,21 @@ class Decoding:
     """Tokens of the longest one."""
 
 
-class _Hollow(NamedTuple):
-    """The model as it is trained, without storage."""
-
-    model: PreTrainedModel
-    trained: Iterable[Parameter]
-    dropout: float
-
-
 def prompt_room(config: ModelConfig, completion: int) -> int:
     """Most tokens that a prompt may have beside a completion of so many."""
-    described = _described(config)
-    limits = [getattr(described, "max_position_embeddings", None), config.max_seq_length]
+    shapes = read_decoder(config)
+    longest = (
+        getattr(_described(config), "max_position_embeddings", None)
+        if shapes is None
+        else shapes.longest
+    )
+    limits = [longest, config.max_seq_length]
     return min((limit for limit in limits if limit), default=1 << 30) - completion
 
 
 def vocabulary(config: ModelConfig) -> int:
     """How many token ids the model has an embedding for: 0 up to one less."""
-    return _described(config).vocab_size
+    return _sizes(config).vocabulary
 
 
 def plan_model(
@@ -113,24 +119,20 @@ def plan_model(
     processes: int = 1,
     parts: int = 1,
 ) -> ModelPlan:
-    """Count parameters on a model without storage, and estimate the memory of a run.
+    """Count parameters, and estimate the memory of a run.
 
     `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. Frozen weights the
     processes share; of weights that are trained each has its own, beside those that they were forked from. `parts`: into how many the
     weights are divided of which a process has one; they are then computed by modules.
     """
-    from groupwise.models.footprint import footprint_of, saved_by_bits
-
-    hollow = _hollow(config, lora)
-    trained = count_parameters(hollow.trained)
-    total = trained if lora is None else all_parameters(config)
+    counts = count(config, lora)
+    trained, total = counts.trained, counts.parameters
     held = footprint_of(
-        _described(config),
-        hollow.model,
+        counts,
         dtype=dtype,
         device=device,
         full=lora is None,
-        dropout=hollow.dropout > 0 or parts > 1 or config.backend == "unsloth",
+        by_modules=parts > 1 or config.backend == "unsloth",
         samples=decoding is not None,
     )
     copies = 1 if lora else processes + (processes > 1)
@@ -139,7 +141,7 @@ def plan_model(
     memory = MemoryPlan(
         process=_processes_mib(processes) if device == "cpu" else 0.0,
         weights=copies
-        * (held.served(total) - saved_by_bits(config, hollow.model, dtype))
+        * (held.served(total) - saved_by_bits(config, counts.linear, dtype))
         / parts
         / MIB,
         trained=held.trained(trained, processes) / full / MIB,
@@ -158,9 +160,7 @@ def largest_microbatch(budget: int, longest: int, everything: int) -> int:
 
 def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
     """What the sampler holds of so many tokens on a GPU: their keys and values in all layers."""
-    from groupwise.models.footprint import bytes_of, sizes_of, slot_cache
-
-    return slot_cache(sizes_of(_described(config)), bytes_of(dtype), tokens)
+    return slot_cache(_sizes(config), bytes_of(dtype), tokens)
 
 
 def _processes_mib(processes: int) -> float:
@@ -172,31 +172,57 @@ def _processes_mib(processes: int) -> float:
 
 def all_parameters(config: ModelConfig) -> int:
     """How many numbers the model has."""
-    from groupwise.models.load import hollow_model
-
-    return count_parameters(hollow_model(config).parameters())
+    return count(config, None).parameters
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
     """How many numbers are trained: those of the adapter (the given one or a new one), or all."""
-    return count_parameters(_hollow(config, lora).trained)
+    return count(config, lora).trained
 
 
-def _hollow(config: ModelConfig, lora: LoraConfig | None) -> _Hollow:
+def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+    """By arithmetic where the model's config.json allows it, else on a model without storage."""
+    shapes = read_decoder(config)
+    counted = None if shapes is None else shapes.counts(config, lora)
+    return _hollow_counts(config, lora) if counted is None else counted
+
+
+def _hollow_counts(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+    import torch
+    from torch import nn
+
     from groupwise.models.adapters import hollow_adapter, starting_config
     from groupwise.models.load import hollow_model
+    from groupwise.models.native.weights import refusal
 
-    if lora is None:
-        model = hollow_model(config)
-        return _Hollow(model, model.parameters(), 0.0)
-    adapted = hollow_adapter(config, starting_config(config, lora))
-    trained = adapted.parameters("hollow").values()
-    return _Hollow(adapted.base, trained, adapted.config.lora_dropout)
+    model = hollow_model(config)
+    parameters = sum(each.numel() for each in model.parameters())
+    trained, dropout = parameters, 0.0
+    if lora is not None:
+        adapted = hollow_adapter(config, starting_config(config, lora))
+        model, dropout = adapted.base, adapted.config.lora_dropout
+        trained = sum(each.numel() for each in adapted.parameters("hollow").values())
+    head = model.get_output_embeddings()
+    linear = sum(
+        module.weight.numel()
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
+    )
+    described = _described(config)
+    return Counts(
+        sizes=sizes_of(described),
+        parameters=parameters,
+        trained=trained,
+        linear=linear,
+        native=refusal(model) is None,
+        in_bfloat16=described.dtype == torch.bfloat16,
+        dropout=dropout,
+    )
 
 
-def count_parameters(parameters: Iterable[Parameter]) -> int:
-    """Numbers in all of them together."""
-    return sum(parameter.numel() for parameter in parameters)
+def _sizes(config: ModelConfig) -> Sizes:
+    shapes = read_decoder(config)
+    return sizes_of(_described(config)) if shapes is None else shapes.sizes
 
 
 def _described(config: ModelConfig) -> PreTrainedConfig:

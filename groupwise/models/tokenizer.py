@@ -62,6 +62,17 @@ def resolve(config: ModelConfig) -> ResolvedModel:
     return ResolvedModel(name, config.revision, local=False)
 
 
+def located(config: ModelConfig) -> ResolvedModel:
+    """As `resolve`, for whoever reads more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
+    resolved = resolve(config)
+    if resolved.local and config.revision is not None:
+        raise ModelError(
+            f"model.revision is {config.revision!r}, but it has no effect: {config.name!r} stands on this machine, not on "
+            "the hub. Leave the key out, or give a hub id as model.name."
+        )
+    return resolved
+
+
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and what that receives."""
     resolved = resolve(config)

@@ -90,7 +90,8 @@ class Session:
     @cached_property
     def ref_model(self) -> Any:
         """The model as it was before the training (transformers), which the KL penalty refers to. Loaded when first asked for."""
-        from groupwise.models.load import choose_dtype, load_model
+        from groupwise.models.load import load_model
+        from groupwise.models.machine import choose_dtype
 
         dtype = choose_dtype(self.settings.model, full=False, device="cpu")
         return load_model(self.settings.model, dtype).requires_grad_(False)

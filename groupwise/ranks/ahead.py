@@ -95,8 +95,8 @@ def gpu_count() -> int:
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
-    """See `groupwise.models.load.choose_dtype`."""
-    return _answer("groupwise.models.load:choose_dtype", config, full, device)
+    """See `groupwise.models.machine.choose_dtype`."""
+    return _answer("groupwise.models.machine:choose_dtype", config, full, device)
 
 
 def choose_device() -> str:

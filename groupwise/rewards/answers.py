@@ -15,6 +15,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
+from groupwise.rewards.boxes import closing, last_boxed
 from groupwise.rewards.equality import numeric_value
 from groupwise.rewards.math_parser import LONGEST, Node, ParseError, parse, plain_signs
 from groupwise.rewards.meaning import trees_match
@@ -22,56 +23,12 @@ from groupwise.rewards.units import is_unit, words_of
 
 # Where an answer stands
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{]))")
-_BETWEEN_BOXES = re.compile(r"[\s$,;.]*(?:(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})[\s$,;]*)?")
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}` or `\fbox{}` of a text; None where there is none, or it is not closed.
-
-    Boxes that follow each other with only commas, `and` or `or` between them are a list.
-    """
-    boxes: list[tuple[int, int, str]] = []
-    place = 0
-    while found := _BOX.search(text, place):
-        inside = _inside(text, found)
-        if inside is None:
-            return None
-        place = inside[0]
-        boxes.append((found.start(), *inside))
-    while len(boxes) > 1 and not boxes[-1][2].strip():
-        boxes.pop()  # an empty box says nothing
-    if not boxes:
-        return None
-    listed = [boxes[-1][2]]
-    for before, after in zip(boxes[-2::-1], boxes[:0:-1], strict=False):
-        between = _BETWEEN_BOXES.fullmatch(text, before[1], after[0])
-        if between is None or "." in between.group() or not between.group().strip(" $"):
-            break
-        listed.insert(0, before[2])
-    return ", ".join(listed)
-
-
-def _inside(text: str, found: re.Match[str]) -> tuple[int, str] | None:
-    r"""Where a box ends, and what is in it; of `\boxed 5` the next character or command."""
-    if not found.group().endswith("{"):
-        next_one = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
-        return None if next_one is None else (next_one.end(), next_one.group())
-    end = closing(text, found.end())
-    return None if end is None else (end + 1, text[found.end() : end])
-
-
-def closing(text: str, start: int) -> int | None:
-    """Where the brace that was opened just before `start` closes; None: nowhere."""
-    depth = 1
-    for brace in re.compile(r"(?<!\\)[{}]").finditer(text, start):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return brace.start()
-    return None
-
-
 _HEADING = re.compile(r"\W*(?:final\s+)?answer\W*", re.IGNORECASE)
+_DENIED = re.compile(
+    r"\b(?:incorrect|wrong|not|unclear|unsure)\b|n['’]t\b|\b(?:if|whether)\s+(?:the\s+)?(?:final\s+)?$",
+    re.IGNORECASE,
+)
+"""Before `answer` in a line that gives none."""
 _ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$", re.IGNORECASE)
 
 
@@ -82,7 +39,10 @@ def final_line_answer(text: str) -> str | None:
     if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
         return lines[-1].strip("* ")
     found = _ANNOUNCED.search(lines[-1]) if lines else None
-    return found[1].removesuffix(" I hope it is correct.").strip("* ") or None if found else None
+    if found is None or _DENIED.search(lines[-1][: found.start()]):
+        return None
+    said = re.sub(r"\*+(?=[.\s]*$)", "", found[1].removesuffix(" I hope it is correct."))
+    return said.strip("* ") or None
 
 
 _AMOUNT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+"
@@ -113,6 +73,9 @@ _SAID_FIRST = re.compile(
 )
 """`The answer is`, `=`, `####`, and `The total cost is` before a number."""
 _WRAPPED = re.compile(r"([\"'`*_])(?!\1)([^\"'`*_]+)\1")
+_ENVIRONMENT = re.compile(
+    r"\\begin\{((?:align|equation|gather|split|multline)(?:ed)?\*?)\}(.*)\\end\{\1\}", re.DOTALL
+)
 _BOLD_FIRST = re.compile(r"\*\*([^*]+)\*\*(?![\w(\\{*^])")
 
 
@@ -127,15 +90,15 @@ def strip_wrapping(text: str) -> str:
     return text
 
 
+def _without_environment(text: str) -> str:
+    r"""`\begin{aligned} x &= 3 \end{aligned}`, of a single row."""
+    found = _ENVIRONMENT.fullmatch(text)
+    return found[2].replace("&", "") if found and r"\\" not in found[2] else text
+
+
 def _without_box(text: str) -> str:
     inner = last_boxed(text)
-    return text if inner is None or _numbers_around_box(text, inner) else inner
-
-
-def _numbers_around_box(text: str, inner: str) -> bool:
-    """Whether numbers without words stand around a box: then the box alone is not the answer."""
-    around = re.sub(r"\\[a-zA-Z]+", " ", text.replace(inner, " "))
-    return bool(re.search(r"\d", around)) and not re.search(r"[^\W\d_]{2,}", around)
+    return text if inner is None else inner
 
 
 def _without_bold(text: str) -> str:
@@ -154,8 +117,10 @@ def _without_dollars(text: str) -> str:
 
 
 def _without_empty_end(text: str) -> str:
-    r"""Without `\text{.}` or a lone backslash at the end."""
-    return re.sub(r"\\text\s*\{[\s.,;]*\}$|(?<!\\)\\$", "", text)
+    r"""Without `\text{.}`, `\text{(final answer)}` or a lone backslash at the end."""
+    return re.sub(
+        r"(?:\\q?quad\s*)?\\text\s*\{[\s.,;]*\(?(?:final answer)?\)?[\s.]*\}$|(?<!\\)\\$", "", text
+    )
 
 
 def _without_quotes(text: str) -> str:
@@ -164,6 +129,9 @@ def _without_quotes(text: str) -> str:
 
 
 def _without_announcement(text: str) -> str:
+    upright = _UPRIGHT.match(text)
+    if upright and _SAID_FIRST.match(upright[1]):
+        text = upright[1] + text[upright.end() :]
     said = _SAID_FIRST.match(text)
     counts = said and (said["what"] is None or is_unit(said["what"], upright=False))
     return text[said.end() :] if said and counts else text
@@ -183,8 +151,8 @@ def _without_style(text: str) -> str:
 
 
 _UNWRAPPING: tuple[Callable[[str], str], ...] = (
-    _without_box, _without_bold, _without_dollars, _without_empty_end, _without_quotes, _without_announcement, _without_full_stop,
-    _without_style,
+    _without_environment, _without_box, _without_bold, _without_dollars, _without_empty_end, _without_quotes, _without_announcement,
+    _without_full_stop, _without_style,
 )  # fmt: skip
 
 
@@ -229,6 +197,10 @@ _LETTER_WITH_TEXT = re.compile(
     r"(?!.*(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Z]\s*[).:])([^\s,;|&=<>].*)",
     re.DOTALL,
 )
+_TAKEN_BACK = re.compile(
+    r"\s\(?[A-H][).:]\s*\S|[,;]\s*\(?[A-H]\W*$|\bis [A-H]\W*$|^ is(?:n['’]t)?\b|\b(?:wrong|incorrect)\b|\bis not (?:right|correct)\b"
+)
+"""Behind the letter of a choice: another choice, or that it is none."""
 _GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
 """How a gold answer begins that is a choice with its text, `(B) 12`; names such as `E. coli` do not."""
 
@@ -252,14 +224,14 @@ def _choice(text: str) -> tuple[str, str] | None:
     if found := _LETTER.fullmatch(unstyled):
         return (found[1] or found[2]).upper(), ""
     found = _LETTER_WITH_TEXT.fullmatch(unstyled)
-    return (found[1], found[2]) if found else None
+    return (found[1], found[2]) if found and not _TAKEN_BACK.search(f" {found[2]}") else None
 
 
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
 
 
 def _times_match(gold: str, answer: str) -> bool | None:
-    """None where one of them is no time of day."""
+    """None where one of them is no time of day. `17:00` is `5:00 p.m.`"""
     one, other = _time_of_day(gold), _time_of_day(answer)
     return None if one is None or other is None else one == other
 
@@ -269,7 +241,10 @@ def _time_of_day(text: str) -> tuple[int, int, int, str] | None:
     found = _TIME.fullmatch(unstyled.strip())
     if found is None:
         return None
-    return int(found[1]), int(found[2]), int(found[3] or 0), (found[4] or "").casefold()
+    hour, half = int(found[1]), (found[4] or "").casefold()
+    if hour >= 13:
+        hour, half = hour - 12, half or "p"
+    return hour, int(found[2]), int(found[3] or 0), half
 
 
 def normalized_text(text: str) -> str:

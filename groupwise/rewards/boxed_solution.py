@@ -33,9 +33,9 @@ WRAPPER = "Solution"
 """The class whose methods answers in the way of LeetCode are."""
 
 
-def serve(code: str) -> None:
-    """Serve the tests until they have ended."""
-    _Solution(code, Line(FIRST_CHANNEL)).serve()
+def serve(code: str, *, common_imports: bool) -> None:
+    """Serve the tests until they have ended; `common_imports`: common modules need no import, see `known_names`."""
+    _Solution(code, Line(FIRST_CHANNEL), common_imports=common_imports).serve()
     os._exit(0)  # no thread of the solution is waited for
 
 
@@ -60,8 +60,9 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Solution:
-    def __init__(self, code: str, line: Line) -> None:
+    def __init__(self, code: str, line: Line, *, common_imports: bool) -> None:
         self._code = code
+        self._common_imports = common_imports
         self._line = line
         self._module = types.ModuleType(MODULE)
         self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
@@ -98,11 +99,19 @@ class _Solution:
         return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
 
     def _load(self) -> list[str]:
-        """Run the solution's text; the names that there are then."""
+        """Run the solution's text; the names that there are then.
+
+        What it does once it has defined something is an example of its use, such as one that reads input, which may fail.
+        """
         sys.modules[MODULE] = self._module
-        self._module.__dict__["__builtins__"] = known_names()
+        self._module.__dict__["__builtins__"] = known_names(common_imports=self._common_imports)
         program = compile(self._code, f"<{MODULE}>", "exec", dont_inherit=True)
-        exec(program, self._module.__dict__)
+        try:
+            exec(program, self._module.__dict__)
+        except Exception:
+            own = (each for each in vars(self._module).values() if hasattr(each, "__module__"))
+            if not any(each.__module__ == MODULE for each in own):
+                raise
         there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
         return [name for name in there if not name.startswith("__")]
 

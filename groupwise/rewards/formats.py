@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import Tag, Tags, marks
+from groupwise.rewards.tags import Tag, Tags, check_tag, marks
 from groupwise.rewards.text import CompletionText, completion_texts
 
 BLANK = r"[\s\u200b\u200c\u200d\u2060\ufeff]"
@@ -114,6 +114,29 @@ class MatchFormat(_Layout):
             return self.right
         opened, _, answered, _ = self.tags.counts(without_empty_pairs(self.tags, text))
         return self.begun if opened or answered else self.wrong
+
+
+@reward("think_format")
+@dataclass(frozen=True, slots=True)
+class ThinkFormat:
+    """`right` for reasoning in one pair of tags at the beginning and something behind it, which needs no tags; else 0. As in TRL."""
+
+    reasoning_tag: Tag = "think"
+    right: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_tag(self.reasoning_tag)
+
+    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+        """A number for each completion, which depends on nothing else."""
+        texts = completion_texts(completions, columns, self.reasoning_tag)
+        return [self.right if self._is_one(text) else 0.0 for text in texts]
+
+    def _is_one(self, text: str) -> bool:
+        opened, closed = marks(self.reasoning_tag)
+        begins = text.startswith(opened) and text.count(opened) == 1
+        inside, _, behind = text.removeprefix(opened).partition(closed)
+        return begins and not _is_blank(inside) and not _is_blank(behind)
 
 
 def both_pairs(tags: Tags, text: str) -> bool:

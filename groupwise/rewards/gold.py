@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
-from groupwise.rewards.answers import last_boxed
+from groupwise.rewards.boxes import last_boxed
 from groupwise.rewards.calling import RESERVED
 from groupwise.rewards.tags import Tag, last_tagged
 
@@ -72,7 +72,9 @@ def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | 
     divided = at_mark(text)
     if divided is not None:
         return divided[1]
-    inner = last_boxed(text) if boxes else None
+    if not boxes or "box" not in text:
+        return None
+    inner = last_boxed(text)
     return None if inner is None else inner.strip()
 
 

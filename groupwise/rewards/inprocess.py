@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from groupwise.errors import GroupwiseError, RewardWorkerError, RunError
 from groupwise.plugins import explain
+from groupwise.rewards.calling import loop_of_thread
 from groupwise.rewards.plain import plain
 from groupwise.rewards.rubric import NO_REWARD, Rubric
 from groupwise.rewards.scoring import GroupScore, ScoreRequest, unscored
@@ -161,7 +162,8 @@ class InProcessScorer:
         """The task's metrics, as JSON values; without a time limit, because nothing could be done about it."""
 
         async def work(job: Work) -> dict[str, Any]:
-            return plain(self._scorer.compute_metrics(prompts, completions, rows))
+            with loop_of_thread():
+                return plain(self._scorer.compute_metrics(prompts, completions, rows))
 
         try:
             return await self._thread.call(work)

@@ -101,6 +101,14 @@ _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         for command, names in _SAME_COMMANDS.items()
     ),
     (r"\.\.\.", r"\\ldots"),
+    (
+        r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:boldsymbol|mathbf|bf|underline|mathit)(?=\s*\{?\s*[-\d])",
+        "",
+    ),
+    (r"(\.\d*)\\dot\s*\{?(\d)\}?$", r"\1\\overline{\2}"),
+    (r"(?<![\d.])(\d*\.\d*?)(\d{1,3}?)\2{2,}\s*\\ldots\s*$", r"\1\\overline{\2}"),
+    (r"(?<!\w)\(?([0-9A-F]+)\)?\s*(?:\\text\s*\{\s*)?(?:in\s+)?base\s*\}?\s*(\d+)\}?$", r"\1_{\2}"),
+    (r"^\(([0-9]+)\)_", r"\1_"),
     (r"\\var(epsilon|phi|theta|rho|sigma)(?![a-zA-Z])", r"\\\1"),
     (
         r"\\textdegree(?![a-zA-Z])|\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])",
@@ -345,13 +353,19 @@ class _Parser:
         return Node("relation", tuple(sides), name="".join(signs))
 
     def _worded_name(self) -> Node | None:
-        """The name in `Area = 5`."""
-        token = self._peek()
+        r"""The name in `Area = 5` and `\text{Area of } \triangle ABC = 5`."""
+        token, ahead = self._peek(), 1
         long = token.kind == "styled" or (token.kind == "word" and len(token.text) > 3)
-        if not long or self._peek(1).text != "=" or not is_unit(token.text, upright=False):
+        if not long or not is_unit(token.text, upright=False):
             return None
-        self._place += 1
-        return Node("name", name=token.text.strip())
+        while (
+            self._peek(ahead).text in (r"\triangle", r"\angle") or self._peek(ahead).text.isupper()
+        ):
+            ahead += 1
+        if self._peek(ahead).text != "=":
+            return None
+        words = [self._next().text.strip() for _ in range(ahead)]
+        return Node("name", name=" ".join(words))
 
     def _quantity(self) -> Node:
         """A sum, with a unit before or behind it."""
@@ -498,6 +512,8 @@ class _Parser:
 
     def _signed_product(self) -> Node:
         if self._take("-"):
+            if self._is("-", "+"):
+                raise ParseError("two signs")
             return Node("*", (number_node(-1), self._signed_product()))
         if self._take("+"):
             return self._signed_product()
@@ -700,14 +716,16 @@ class _Parser:
             base = self._base_of_digits()
             if found.decimal or base.kind != "number":
                 raise ParseError("a number with an index")
+            if base.value == 10:
+                return found
             return Node("based", (base,), name=mantissa)
         return self._mixed(found)
 
     def _base_of_digits(self) -> Node:
         r"""`_8`, `_{8}` and `_{\text{eight}}`."""
-        braced = self._is("{") and self._peek(1).kind == "styled"
+        braced = self._is("{") and self._peek(1).kind in ("styled", "word")
         token = self._peek(braced)
-        if token.kind == "styled" and token.text.strip() in _BASES:
+        if token.kind in ("styled", "word") and token.text.strip() in _BASES:
             self._place += 1 + braced
             if braced:
                 self._expect("}")
@@ -890,6 +908,8 @@ class _Parser:
             return Node("call", arguments, name=f"arc{name}")
         if base is not None:
             arguments, name = (*arguments, base), "log_"
+        if name in ("gcd", "lcm", "min", "max"):
+            arguments = tuple(sorted(arguments, key=repr))
         found = Node("call", arguments, name=name)
         return found if power is None else Node("^", (found, power))
 

@@ -15,11 +15,11 @@ from typing import Any
 from groupwise.rewards.answers import (
     answer_matches,
     final_line_answer,
-    last_boxed,
     literal_number,
     matches_literally,
     voting_key,
 )
+from groupwise.rewards.boxes import last_boxed
 from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import starts_with_both_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
@@ -55,9 +55,13 @@ class MathAnswer:
     not_numeric: float = -0.5
     """Tolerant: there is no answer, or it or the gold answer is no number, so that no distance can be told."""
     answer_tag: Tag = "answer"
+    reasoning_tag: Tag | None = None
+    """A reasoning tag beside those that models use, which are known."""
 
     def __post_init__(self) -> None:
         check_tag(self.answer_tag)
+        if self.reasoning_tag is not None:
+            Tags(self.reasoning_tag, self.answer_tag)
         grades = (self.exact, self.trimmed, self.within_10_percent, self.within_20_percent)
         if (
             sorted(grades, reverse=True) != list(grades)
@@ -80,8 +84,9 @@ class MathAnswer:
     ) -> list[float]:
         """One of the values above for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        texts = completion_texts(completions, columns)
-        answers = [answer_of(text, self.answer_tag, untagged=self.untagged) for text in texts]
+        own = () if self.reasoning_tag is None else (self.reasoning_tag,)
+        texts = completion_texts(completions, columns, *own)
+        answers = [answer_of(text, self.answer_tag, *own, untagged=self.untagged) for text in texts]
         record_answers(log_extra, (each and voting_key(each) for each in answers))
         return [
             self._value(text, answer, forms)
@@ -164,14 +169,14 @@ class PureAccuracyMath:
         )
 
 
-def answer_of(text: str, tag: Tag, *, untagged: bool = True) -> str | None:
+def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> str | None:
     """A completion's answer: in the last answer tag, and if it has none and `untagged`, in the last box or as its last line announces it.
 
-    None where there is none or nothing is in it.
+    What stands in `reasoning` tags, or in those that models use, is none. None where there is none or nothing is in it.
     """
-    found = last_tagged(text, tag)
+    said = after_reasoning(text, *reasoning)
+    found = last_tagged(said, tag, listed=True)
     if found is None and untagged:
-        said = after_reasoning(text)
         found = final_line_answer(said) if (inner := last_boxed(said)) is None else inner
     return (found or "").strip() or None
 

@@ -232,7 +232,7 @@ def _same_bound(one: Node, other: Node) -> bool:
 # What is said
 
 _ORDERED = ("x", "y", "z", "w")
-"""Letters whose values may be given as a pair or triple."""
+"""The order of these letters in a pair or triple; that of others is the alphabet's."""
 
 
 def trees_match(gold: Node, answer: Node) -> bool:
@@ -265,8 +265,12 @@ def _meant(node: Node) -> Node:
         return _chain(node)
     if node.kind == "relation" and "≈" in node.name:
         return _approximate(node)
+    if (pairs := _named_places(node)) is not None:
+        return Node("list", tuple(_as_relations(pairs)), name="and")
     if node.kind == "set" or (node.kind == "list" and node.name in (",", "or", "and")):
         parts = [each for part in node.parts for each in _branches(_meant(part))]
+        if node.kind == "set":
+            parts = list(dict.fromkeys(parts))
         return Node(node.kind, tuple(parts), name=node.name)
     if (
         (node.kind == "relation" and node.name == "=")
@@ -304,7 +308,7 @@ def _chain(node: Node) -> Node:
     """`x = 2 + 3 = 5`: a name and one value, however often that is written. Raises Undecided where the values differ."""
     first, *rest = node.parts
     named = first.kind in ("name", "applied")
-    values = rest if named else node.parts
+    values = [each for each in rest if each.kind != "name"] or rest if named else node.parts
     if any(not expressions_equal(values[0], each) for each in values[1:]):
         raise Undecided("a chain of different values")
     return Node("relation", (first, values[-1]), name="=") if named else values[-1]
@@ -339,12 +343,6 @@ def _named(node: Node) -> tuple[str, Node] | None:
             return one.name, other
         if _is_measure(one) and not names_in(other):
             return "·".join(sorted(names_in(one))), other
-        if (
-            one.kind == "tuple"
-            and all(part.kind == "name" for part in one.parts)
-            and other.kind == "tuple"
-        ):
-            return f"({','.join(part.name for part in one.parts)})", other
         if one.kind == "applied" and all(part.kind in ("name", "number") for part in one.parts):
             return (
                 f"{one.name}({','.join(part.name or str(part.value) for part in one.parts)})",
@@ -353,6 +351,18 @@ def _named(node: Node) -> tuple[str, Node] | None:
         if node.name == "∈":
             break
     return None
+
+
+def _named_places(node: Node) -> list[tuple[str, Node]] | None:
+    """`(x, y) = (1, 2)` as a value for each name."""
+    if node.kind != "relation" or node.name != "=" or len(node.parts) != 2:
+        return None
+    left, right = node.parts
+    if left.kind != "tuple" or right.kind != "tuple" or len(left.parts) != len(right.parts):
+        return None
+    if any(part.kind != "name" for part in left.parts):
+        return None
+    return [(name.name, value) for name, value in zip(left.parts, right.parts, strict=True)]
 
 
 def _is_measure(node: Node) -> bool:
@@ -416,14 +426,21 @@ def _by_percent(gold: Node, answer: Node) -> Verdict:
     inner = [node.parts[0] if node.kind == "percent" else node for node in (gold, answer)]
     if not all(map(_is_scalar, inner)):
         return False
-    if gold.kind == answer.kind or _same_value(*inner):
-        return _same_value(*inner)
-    return _same_value(
+    alike = _same_value(*inner)
+    if gold.kind == answer.kind:
+        return alike
+    if alike and _is_below_one(inner[0]):  # 0.5 is 50 %, and not 0.5 %
+        return False
+    return alike or _same_value(
         *(
             Node("/", (node.parts[0], number_node(100))) if node.kind == "percent" else node
             for node in (gold, answer)
         )
     )
+
+
+def _is_below_one(node: Node) -> bool:
+    return not names_in(node) and abs(_order(node)) < 1
 
 
 def _by_value(gold: Node, answer: Node) -> Verdict:
@@ -450,11 +467,21 @@ def _by_ratio(gold: Node, answer: Node) -> Verdict:
 
 def _by_place(gold: Node, answer: Node) -> Verdict:
     kinds = {gold.kind, answer.kind}
-    if len(kinds) == 1 and kinds <= {"tuple", "ratio", "matrix", "row"}:
+    if kinds == {"ratio"}:
+        return _same_ratios(gold.parts, answer.parts)
+    if len(kinds) == 1 and kinds <= {"tuple", "matrix", "row"}:
         return _each(gold.parts, answer.parts)
     if kinds == {"interval"} and gold.name == answer.name and _each(gold.parts, answer.parts):
         return True
     return False if "matrix" in kinds else None
+
+
+def _same_ratios(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
+    """`3:4` and `6:8`, by cross products."""
+    return len(golds) == len(answers) and all(
+        expressions_equal(Node("*", (one, answers[0])), Node("*", (golds[0], other)))
+        for one, other in zip(golds[1:], answers[1:], strict=True)
+    )
 
 
 def _by_base(gold: Node, answer: Node) -> Verdict:
@@ -534,6 +561,9 @@ def _same_lists(gold: Node, answer: Node) -> bool:
         )
     if gold.kind not in ("list", "set") or answer.kind not in ("list", "set"):
         return False
+    letters = any(part.kind == "name" for part in (*gold.parts, *answer.parts))
+    if letters and {gold.name, answer.name} == {"or", "and"}:
+        return False
     return _in_any_order(gold.parts, answer.parts)
 
 
@@ -589,8 +619,14 @@ def _same_systems(gold: Node, answer: Node) -> bool:
     """Lists of equations: `x = 1, x = 2` beside `1, 2`, and `x = 1, y = 2` beside `(1, 2)`."""
     one, other = _assignments(gold), _assignments(answer)
     if one is None or other is None:
-        return gold.kind == answer.kind == "list" and _in_any_order(gold.parts, answer.parts)
+        return (
+            gold.kind == answer.kind == "list"
+            and (gold.name == "or") == (answer.name == "or")
+            and _in_any_order(gold.parts, answer.parts)
+        )
     names, given = [sorted({name for name, _ in each if name}) for each in (one, other)]
+    if len(names) > 1 and (gold.name == "or") != (answer.name == "or"):
+        return False
     if names and given:
         if names != given:
             return False
@@ -602,13 +638,10 @@ def _same_systems(gold: Node, answer: Node) -> bool:
         return _in_any_order([node for _, node in one], [node for _, node in other])
     pair = answer if names else gold
     by_name = dict(one if names else other)
-    if (
-        pair.kind not in ("tuple", "list")
-        or tuple(known) != tuple(sorted(_ORDERED[: len(known)]))
-        or len(by_name) != len(pair.parts)
-    ):
+    if pair.kind not in ("tuple", "list") or not len(by_name) == len(pair.parts) == len(known):
         return False
-    return _each([by_name[name] for name in _ORDERED[: len(known)]], pair.parts)
+    in_order = _ORDERED[: len(known)] if set(known) == set(_ORDERED[: len(known)]) else known
+    return _each([by_name[name] for name in in_order], pair.parts)
 
 
 def _as_relations(pairs: Sequence[tuple[str, Node]]) -> list[Node]:

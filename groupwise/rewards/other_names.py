@@ -18,7 +18,7 @@ class Meant:
     """Ours, the likeliest first; none where there is nothing of the kind."""
     remark: str
     """What these do, or what to do without one."""
-    parameters: tuple[tuple[str, str], ...] = ()
+    parameters: tuple[tuple[str, str | float], ...] = ()
     """What the first of ours needs to do the same."""
 
     @property
@@ -47,9 +47,9 @@ _LAYOUT = Meant(
 _TAGS = Meant(
     ("xml_count",), "it counts the four tags of reasoning and answer that occur exactly once"
 )
-_THINK = (("reasoning_tag", "think"),)
-_THINK_LAYOUT = Meant(_LAYOUT.rewards, _LAYOUT.remark, _THINK)
-_THINK_TAGS = Meant(_TAGS.rewards, _TAGS.remark, _THINK)
+_THINK = ("reasoning_tag", "think")
+_THINK_LAYOUT = Meant(_LAYOUT.rewards, _LAYOUT.remark, (_THINK, ("right", 1.0)))
+_THINK_TAGS = Meant(_TAGS.rewards, _TAGS.remark, (_THINK, ("each", 0.25)))
 _COSINE = Meant(
     ("length",),
     "a right answer earns more the shorter it is, a wrong one loses less the longer it is, along a cosine over max_length tokens",
@@ -100,7 +100,7 @@ OTHER_NAMES: dict[str, Meant] = {
     ),
     **dict.fromkeys(("exact_match", "em", "equals", "correct", "match"), _EXACT),
     **dict.fromkeys(("correctness_reward_func", "correctness_reward", "check_answer"), _IN_TAG),
-    **dict.fromkeys(("format", "think_format", "r1_format", "external_r1v_format"), _THINK_LAYOUT),
+    **dict.fromkeys(("format", "r1_format", "external_r1v_format"), _THINK_LAYOUT),
     **dict.fromkeys(("format_xml", "xml_format"), _LAYOUT),
     "tag_count": _THINK_TAGS,
     **dict.fromkeys(("tags", "xmlcount", "count_xml"), _TAGS),

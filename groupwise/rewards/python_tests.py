@@ -6,6 +6,8 @@
     {"prompt": "…", "test_cases": {"fn_name": "add", "inputs": [[2, 2], [-1, 1]], "outputs": [4, 0]}}
     {"prompt": "…", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [2, 2], "output": 4}]}
 
+Data sets call these columns otherwise: `FORMS_OF_TESTS` and `FORMS_OF_CASES` are all that are read.
+
 Tests of functions run in one box, the completion's code in another (`boxed_tests` says how they talk); a program that reads standard
 input has a box for each case, and its output is compared here. So no test and no expected value ever stands where the code could read
 or change it, and leaving the process early, printing marks or replacing functions earns nothing.
@@ -16,18 +18,24 @@ What the code does, time-outs included, is a value. What it cannot be blamed for
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import logging
+import pickle
 import re
 import socket
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import cache
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from groupwise.errors import SandboxError
+from groupwise.rewards.boxed_solution import WRAPPER
 from groupwise.rewards.boxed_tests import BrokenTests, Plan
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.frames import FrameBuffer
@@ -38,7 +46,35 @@ from groupwise.rewards.text import CompletionText, completion_texts
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("tests", "test_cases")
+FORMS_OF_TESTS = {
+    "tests": "ours",
+    "test_list": "MBPP, with `test_setup_code` or `test_imports`",
+    "test": "HumanEval, with `entry_point`",
+}
+"""Columns with tests of functions, and whose they are."""
+FORMS_OF_CASES = {
+    "test_cases": "ours",
+    "input_output": "APPS, TACO",
+    "public_test_cases": "LiveCodeBench, with `metadata`",
+    "private_test_cases": "LiveCodeBench, with `metadata`",
+    "public_tests": "CodeContests",
+    "private_tests": "CodeContests",
+    "official_tests": "open-r1's Codeforces",
+    "verification_info": "open-r1 and SYNTHETIC-1",
+    "ground_truth": "PRIME",
+    "reward_model": "verl and PRIME, by its `ground_truth`",
+}
+"""Columns with cases. Public and private ones count together; otherwise a row has one, or one of ours beside others, which then do not
+count. Those with a ground truth are looked at where there is no other, for they may have something else."""
+BESIDE = ("entry_point", "metadata", "starter_code", "test_setup_code", "test_imports")
+"""Columns that say more of the tests."""
+NOT_READ = {
+    "generated_checker": (None, "that program, which judges outputs, is not run here"),
+    "interaction_format": (None, "there is nobody here to interact with"),
+    "input_mode": ("file", "programs are given standard input alone"),
+}
+"""Columns of open-r1's Codeforces without which its tests would judge wrongly: the value concerned (None: any), and why."""
+_MOST_UNPACKED = 1 << 29
 _VERDICTS_LIMIT = 4 << 20
 _MIB = 1 << 20
 _FENCE = re.compile(
@@ -126,17 +162,25 @@ class Case:
     output: str
 
     def passes(self, result: Result) -> bool:
-        """Whether the program ended well and printed that; white space at the ends of lines does not count."""
-        printed = result.output.decode(errors="replace")
-        return (
-            result.ending == "finished"
-            and not result.cut
-            and _lines(printed) == _lines(self.output)
-        )
+        """Whether the program ended well and printed that; see `_same_line`."""
+        if result.ending != "finished" or result.cut:
+            return False
+        printed = result.output.decode(errors="replace").rstrip().splitlines()
+        wanted = self.output.rstrip().splitlines()
+        return len(printed) == len(wanted) and all(map(_same_line, printed, wanted))
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
+
+
+def _same_line(printed: str, wanted: str) -> bool:
+    """White space at the end does not count. Numbers alone are compared as such, exactly: 0.50 is 0.5, and 0.5000001 is not."""
+    if printed.rstrip() == wanted.rstrip():
+        return True
+    both = printed.split(), wanted.split()
+    if len(both[0]) != len(both[1]) or not all(map(_NUMBER.fullmatch, both[1] + both[0])):
+        return False
+    return [*map(Decimal, both[0])] == [*map(Decimal, both[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,50 +190,59 @@ class RowTests:
     of_functions: str | tuple[str, ...] = ()
     entry_point: str | None = None
     of_program: tuple[Case, ...] = ()
+    common_imports: bool = False
+    """Whether common modules need no import, as in LiveCodeBench; see `known_names`."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowTests:
-        """Read the columns `tests`, `test_cases` and `entry_point`. Raises ValueError where they do not say what to run."""
-        tests, cases = _parsed(row.get("tests")), _parsed(row.get("test_cases"))
-        if tests and cases:
-            raise ValueError("has both `tests` and `test_cases`; leave one empty")
-        cases = _of_language(cases)
-        table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
-        if isinstance(cases, list) and any(map(_is_call, cast("list[Any]", cases))):
-            table = _table_of_calls(cast("list[Any]", cases), row.get("entry_point"))
-        if table.get("fn_name"):
-            return cls._of_calls(table)
-        if cases:
-            return cls(of_program=tuple(_cases(cases)))
-        if not tests:
-            raise ValueError(
-                "has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`"
+        """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError where they do not say what to run."""
+        name, value = _source(row)
+        entry = row.get("entry_point") or _function_named(_parsed(row.get("metadata"))) or None
+        entry = _without_class(entry)
+        tests = _of_language(value)
+        if not isinstance(tests, str | list | Mapping):
+            raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
+        if _are_cases(tests) or (name in FORMS_OF_CASES and not _are_asserts(tests)):
+            cases: Any = cast("Any", [tests] if _is_one_case(tests) else tests)
+            if isinstance(cases, list) and any(map(_is_call, cast("list[Any]", cases))):
+                calls = cast("list[Any]", cases)
+                return cls._of_calls(*_listed_calls(calls, entry or _begun_in(row)))
+            table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
+            if function := table.get("fn_name"):
+                return cls._of_calls(function, [_call(*pair) for pair in _pairs(table)])
+            programs = tuple(_cases(cases, name, numbers=entry is None))
+            return cls(
+                of_program=programs,
+                common_imports=name == "public_test_cases" or _of_live_code_bench(cases),
             )
-        listed = [tests] if isinstance(tests, str) else list(cast("Sequence[Any]", tests))
+        listed: list[Any] = [tests] if isinstance(tests, str) else list(cast("Any", tests))
         if not all(isinstance(each, str) and each.strip() for each in listed):
-            raise ValueError(f"has `tests` that are no text: {tests!r:.80}")
-        texts = tests if isinstance(tests, str) else tuple(listed)
-        entry = row.get("entry_point") or None
+            raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
         if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
             raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
+        prepared = _preparation(row) if name == "test_list" else []
+        texts = tests if isinstance(tests, str) else (*prepared, *listed)
         return cls(of_functions=texts, entry_point=entry)
 
     @classmethod
-    def _of_calls(cls, table: Mapping[str, Any]) -> RowTests:
-        """From {fn_name, inputs: [arguments, …], outputs: [result, …]}, as an assert for each."""
-        name = table["fn_name"]
+    def _of_calls(cls, name: Any, calls: Sequence[_Call]) -> RowTests:
+        """An assert for each call."""
+        name = _without_class(name)
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"has the fn_name {name!r:.80}; expected the name of a function")
-        pairs = _pairs(table)
-        if strange := [given for given, _ in pairs if not isinstance(given, list)]:
+        if strange := [given for given, _ in calls if not isinstance(given, list)]:
             raise ValueError(
                 f"has inputs of {name} such as {strange[0]!r:.80}; expected a list of arguments for each call"
             )
-        boxed = all(
-            isinstance(wanted, list) and len(cast("list[Any]", wanted)) == 1 for _, wanted in pairs
+        boxed = all(  # each result stands in a list of one, and may be meant without
+            isinstance(right[-1], list) and len(cast("list[Any]", right[-1])) == 1
+            for _, right in calls
         )
-        texts = [_call_test(name, given, wanted, boxed=boxed) for given, wanted in pairs]
-        return cls(of_functions=tuple(texts), entry_point=name)
+        texts = [
+            _call_test(name, given, [*right, right[-1][0]] if boxed else right)
+            for given, right in calls
+        ]
+        return cls(of_functions=tuple(texts), entry_point=name, common_imports=True)
 
     @property
     def names(self) -> frozenset[str]:
@@ -213,27 +266,183 @@ class RowTests:
             raise ValueError(f"has tests that cannot be run: {broken}") from broken
 
 
-def _call_test(name: str, given: Any, wanted: Any, *, boxed: bool) -> str:
-    """A tuple is as good as a list, which is all that JSON has. Where each result stands in a list of one, it may be meant without."""
+def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
+    """A tuple is as good as a list, which is all that JSON has; any of the results is `right`."""
     try:
-        arguments, result = (
-            repr(json.loads(json.dumps(each, allow_nan=False))) for each in (given, wanted)
+        arguments, results = (
+            repr(json.loads(json.dumps(each, allow_nan=False))) for each in (given, right)
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"has values for {name} that are no JSON: {error}") from error
-    expected = f"in ({result}, {result[1:-1]})" if boxed else f"== {result}"
     return (
         f"result = {name}(*{arguments})\n"
-        f"assert (list(result) if isinstance(result, tuple) else result) {expected}"
+        f"assert (list(result) if isinstance(result, tuple) else result) in {results}"
     )
 
 
+def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
+    """The column that says what to run, and what it has."""
+    names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
+    given = {name: value for name in names if (value := _parsed(row.get(name)))}
+    for name, value in given.items():
+        if name in FORMS_OF_CASES and isinstance(value, str) and _PACKED.fullmatch(value):
+            given[name] = _unpacked(value)
+    truths = [(name, given.pop(name)) for name in ("ground_truth", "reward_model") if name in given]
+    ours = {name: given[name] for name in ("tests", "test_cases") if name in given}
+    given = ours or _together(given)
+    given = given or dict([pair for name, each in truths for pair in _in_truth(name, each)][:1])
+    if len(given) > 1:
+        first, second, *_ = given
+        raise ValueError(
+            f"has both `{first}` and `{second}`; leave one empty, or give one alone as `tests` or `test_cases`"
+        )
+    if not given:
+        raise ValueError(
+            "has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`. Those of "
+            f"other data sets may stand in {', '.join(name for name in names if name not in ('tests', 'test_cases'))}"
+        )
+    ((name, value),) = given.items()
+    if name == "official_tests":
+        for column, (refused, why) in NOT_READ.items():
+            if (found := row.get(column)) and refused in (None, found):
+                raise ValueError(f"has `{column}` {found!r:.40}, and {why}")
+    return name, value
+
+
+def _together(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Public and private cases as those of one column."""
+    found = dict(given)
+    for public, private in (
+        ("public_test_cases", "private_test_cases"),
+        ("public_tests", "private_tests"),
+    ):
+        parts = [found.pop(each) for each in (public, private) if each in found]
+        if both := [case for part in parts for case in _listed(part)]:
+            found[public] = both
+    return found
+
+
+def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
+    """A column with a ground truth, where that is tests; else nothing."""
+    if isinstance(value, Mapping) and "ground_truth" in value:
+        value = _parsed(cast("Mapping[str, Any]", value)["ground_truth"])
+    return [(name, value)] if _are_asserts(value) or (value and _are_cases(value)) else []
+
+
+def _listed(cases: Any) -> list[Any]:
+    if isinstance(cases, Mapping):
+        table = cast("Mapping[str, Any]", cases)
+        pairs = _pairs(table) if any(table.values()) else []
+        named = {"fn_name": table["fn_name"]} if "fn_name" in table else {}
+        return [{"input": given, "output": wanted, **named} for given, wanted in pairs]
+    if not isinstance(cases, list):
+        raise ValueError(f"has test cases that are no list: {cases!r:.80}")
+    return cast("list[Any]", cases)
+
+
+def _are_cases(value: Any) -> bool:
+    """Whether a column for asserts has cases, as DeepCoder's."""
+    entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
+    return all(isinstance(each, Mapping) for each in entries)
+
+
+def _are_asserts(value: Any) -> bool:
+    """Whether a column for cases has tests of functions, as AceCode's."""
+    entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
+    return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
+
+
+_ASSERT = re.compile(r"(?m)^\s*assert\b")
+
+
+def _is_one_case(value: Any) -> bool:
+    """Whether it is a case and no table, which has lists for both and no type."""
+    match value:
+        case {"input": given, "output": wanted, **more}:
+            return not (isinstance(given, list) and isinstance(wanted, list)) or "type" in more
+        case _:
+            return False
+
+
+def _preparation(row: Mapping[str, Any]) -> list[str]:
+    """The code that tests of MBPP begin with."""
+    found: list[Any] = [
+        _parsed(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
+    ]
+    lines: list[Any] = [
+        line for each in found for line in ([each] if isinstance(each, str) else each)
+    ]
+    return [str(line) for line in lines if str(line).strip()]
+
+
+def _function_named(metadata: Any) -> Any:
+    if not isinstance(metadata, Mapping):
+        return None
+    return cast("Mapping[str, Any]", metadata).get("func_name")
+
+
+def _without_class(name: Any) -> Any:
+    """`add` of `Solution().add`, as LeetCodeDataset has it."""
+    return name.removeprefix("Solution().") if isinstance(name, str) else name
+
+
+def _begun_in(row: Mapping[str, Any]) -> str | None:
+    """The one function that LiveCodeBench's `starter_code` begins; None where it does not say which is meant."""
+    code = row.get("starter_code")
+    names = set(_DEFINED.findall(code)) if isinstance(code, str) else set[str]()
+    return names.pop() if len(names) == 1 else None
+
+
+_DEFINED = re.compile(r"(?m)^[ \t]*def[ \t]+(?!__)(\w+)[ \t]*\(")
+
+
 def _parsed(value: Any) -> Any:
-    """Lists may be written as JSON, because tables of some formats hold text only."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(json.JSONDecodeError):
-            return json.loads(value)
+    """Lists may be written as JSON, also twice, because tables of some formats hold text only; arrays are lists."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [
+            _parsed(each) if hasattr(each, "tolist") else each for each in cast("list[Any]", value)
+        ]
+    if isinstance(value, Mapping):
+        table = cast("Mapping[Any, Any]", value)
+        return {
+            key: _parsed(each) if hasattr(each, "tolist") else each for key, each in table.items()
+        }
+    if not isinstance(value, str):
+        return value
+    if value.lstrip()[:1] in ("[", "{", '"'):
+        with suppress(ValueError):
+            inner = json.loads(value)
+            if not isinstance(inner, str):
+                return _parsed(inner)
+            return _parsed(inner) if inner.lstrip()[:1] in ("[", "{") else value
     return value
+
+
+_PACKED = re.compile(r"e[JN][A-Za-z0-9+/]{10,}=*\s*")
+"""What zlib has compressed, in base64."""
+
+
+class _TextAlone(pickle.Unpickler):
+    """Reads text and numbers; nothing is imported or called."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+
+
+def _unpacked(text: str) -> Any:
+    """The private cases of LiveCodeBench: JSON, pickled, compressed, in base64."""
+    try:
+        unpacking = zlib.decompressobj()
+        packed = unpacking.decompress(base64.b64decode(text, validate=True), _MOST_UNPACKED)
+        if not unpacking.eof:
+            raise ValueError(f"it ends early, or is larger than {_MOST_UNPACKED >> 20} MiB")
+        return json.loads(_TextAlone(io.BytesIO(packed)).load())
+    except Exception as error:  # a pickle that is none raises anything
+        raise ValueError(
+            f"has packed test cases {text[:20]!r}… that cannot be read: {error}"
+        ) from error
 
 
 def _of_language(cases: Any) -> Any:
@@ -250,34 +459,61 @@ def _of_language(cases: Any) -> Any:
 
 _CALLS = ("functional", "function_call")
 """What data sets call a case that calls a function: LiveCodeBench, and open-r1 and PrimeIntellect."""
+_Call = tuple[Any, list[Any]]
+"""Arguments, and results of which each is right."""
 
 
 def _is_call(case: Any) -> bool:
-    return isinstance(case, Mapping) and _kind(cast("Mapping[str, Any]", case)) in _CALLS
+    if not isinstance(case, Mapping):
+        return False
+    kind = _kind(cast("Mapping[str, Any]", case))
+    return kind in _CALLS or (kind is None and bool(cast("Any", case).get("fn_name")))
+
+
+def _of_live_code_bench(cases: Any) -> bool:
+    return isinstance(cases, list) and any("testtype" in case for case in cast("list[Any]", cases))
 
 
 def _kind(case: Mapping[str, Any]) -> Any:
     return case.get("type", case.get("testtype"))
 
 
-def _table_of_calls(cases: Sequence[Any], entry_point: Any) -> dict[str, Any]:
-    """Cases that each call a function, as {fn_name, inputs, outputs}."""
-    names = {case.get("fn_name") or entry_point for case in cases if _is_call(case)}
+def _listed_calls(cases: Sequence[Any], entry_point: Any) -> tuple[Any, list[_Call]]:
+    """The function that all cases call, and the calls."""
+    names = {_name_in(case) or entry_point for case in cases if _is_call(case)}
     if not all(map(_is_call, cases)) or len(names) != 1 or None in names:
         raise ValueError(
             "has test cases that call functions; expected all of them to, with one `fn_name`, or an `entry_point` of the row"
         )
-    return {
-        "fn_name": names.pop(),
-        "inputs": [_arguments(case.get("input")) for case in cases],
-        "outputs": [_result(case.get("output")) for case in cases],
-    }
+    if partial := [case for case in cases if not {"input", "output"} <= case.keys()]:
+        raise ValueError(f"has a test case {partial[0]!r:.80}; expected `input` and `output`")
+    calls = [
+        _call(case["input"], case["output"], listed=_kind(case) != "functional") for case in cases
+    ]
+    return names.pop(), calls
 
 
-def _arguments(given: Any) -> Any:
-    """A list as it stands; of text each line is the JSON of an argument."""
-    if not isinstance(given, str):
-        return given
+def _name_in(case: Mapping[str, Any]) -> Any:
+    return case.get("fn_name") or _function_named(_parsed(case.get("metadata")))
+
+
+def _call(given: Any, wanted: Any, *, listed: bool = False) -> _Call:
+    """A call whose arguments stand in a list or in text, of which each line is the JSON of one; a number is one alone.
+
+    `listed`: text may also be the JSON of all of them in a list. A result in text beside arguments that are none may be JSON or itself.
+    """
+    if isinstance(given, str):
+        arguments = _arguments(given)
+        if listed and len(arguments) == 1 and isinstance(arguments[0], list):
+            arguments = cast("list[Any]", arguments[0])
+        return arguments, [_result(wanted)]
+    right = [wanted, _result(wanted)] if listed and isinstance(wanted, str) else [wanted]
+    return ([given] if isinstance(given, int | float) else given), right
+
+
+def _arguments(given: str) -> list[Any]:
+    with suppress(ValueError):
+        return [json.loads(given)]  # which may take several lines
     try:
         return [json.loads(line) for line in given.splitlines() if line.strip()]
     except ValueError as error:
@@ -294,17 +530,21 @@ def _result(wanted: Any) -> Any:
     return wanted
 
 
-def _cases(value: Any) -> list[Case]:
-    """From a list of {input, output}, or from {inputs: […], outputs: […]}."""
+def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
+    """From a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers` a number stands for its text."""
+    if isinstance(value, str):
+        raise ValueError(
+            f"has `{name}` that are neither JSON nor what LiveCodeBench packs: {value!r:.80}"
+        )
     if isinstance(value, Mapping):
         pairs = _pairs(cast("Mapping[str, Any]", value))
         value = [{"input": given, "output": wanted} for given, wanted in pairs]
-    return [_case(each) for each in value]
+    return [_case(each, numbers=numbers) for each in value]
 
 
 def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    given, wanted = table.get("inputs"), table.get("outputs")
-    if unknown := [key for key in table if key not in ("inputs", "outputs", "fn_name")]:
+    given, wanted = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
+    if unknown := [key for key in table if key not in _OF_A_TABLE]:
         raise ValueError(
             f"has `test_cases` with the key {unknown[0]!r:.80}; expected `inputs`, `outputs` and, for calls, `fn_name`"
         )
@@ -316,24 +556,37 @@ def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return list(zip(*listed, strict=True))
 
 
-_NO_TABLE = (
-    "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, 2 lists of one length"
-)
+_OF_A_TABLE = ("inputs", "outputs", "input", "output", "fn_name")
+_NO_TABLE = "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, two lists of equal length"
 
 
-def _case(value: Any) -> Case:
+def _case(value: Any, *, numbers: bool) -> Case:
     match value:
-        case {"input": str(given), "output": str(wanted), **more} if (
+        case {"input": given, "output": wanted, **more} if (
             not more.keys() - _BESIDE and not more.get("fn_name") and _kind(more) in _PROGRAMS
         ):
-            return Case(given, wanted)
+            with suppress(TypeError):
+                return Case(_joined(given, numbers=numbers), _joined(wanted, numbers=numbers))
         case _:
-            raise ValueError(
-                f"has a test case {value!r:.80}; expected {{input: text, output: text}}"
-            )
+            pass
+    raise ValueError(
+        f"has a test case {value!r:.80}; expected {{input: text, output: text}}, or "
+        "the type function_call, an `fn_name` and a list of arguments as input"
+    )
 
 
-_BESIDE = {"type", "testtype", "fn_name"}
+def _joined(text: Any, *, numbers: bool) -> str:
+    """Text; APPS and TACO have it as a list of its lines, too."""
+    if numbers and isinstance(text, int | float) and not isinstance(text, bool):
+        return str(text)
+    if isinstance(text, list):
+        return "\n".join(cast("list[str]", text))
+    if not isinstance(text, str):
+        raise TypeError
+    return text
+
+
+_BESIDE = {"type", "testtype", "fn_name", "metadata"}
 """What some data sets say beside a case."""
 _PROGRAMS = (None, "stdin", "stdin_stdout")
 """What they call one of a program."""
@@ -361,21 +614,29 @@ async def verdict(
     Raises SandboxError where there is no box with the protections that are required, ValueError for tests that cannot be run.
     """
     if tests.of_program:
-        return await _of_program(code, tests.of_program, limits, require)
+        return await _of_program(code, tests, limits, require)
     return await _of_functions(code, tests, limits, require)
 
 
+def _common_imports(code: str, tests: RowTests) -> bool:
+    """Whether common modules need no import: where LiveCodeBench or LeetCode is meant."""
+    return tests.common_imports or _defines(code, (WRAPPER,))
+
+
 async def _of_program(
-    code: str, cases: Sequence[Case], limits: Limits, require: Sequence[str]
+    code: str, tests: RowTests, limits: Limits, require: Sequence[str]
 ) -> Verdict:
     passed, why, left = 0, None, limits.seconds
+    cases, common_imports = tests.of_program, _common_imports(code, tests)
     unheld: tuple[str, ...] = ()
     for number, case in enumerate(cases):
         if left <= 0:
             break
         allowed = replace(limits, seconds=left)
         stdin = case.input.encode()
-        result = await run(code, stdin=stdin, limits=allowed, require=require)
+        result = await run(
+            code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
+        )
         left, unheld = left - result.seconds, result.missing
         if case.passes(result):
             passed += 1
@@ -398,7 +659,9 @@ async def _of_functions(
     ours, verdicts = socket.socketpair()
     patient = replace(limits, seconds=limits.seconds + START_LIMIT)  # the clock that counts is here
     given = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
-    serving = _program("boxed_solution:serve", code=code)
+    serving = _program(
+        "boxed_solution:serve", code=code, common_imports=_common_imports(code, tests)
+    )
     judging = _program("boxed_tests:judge", tests=given, entry_point=tests.entry_point)
     solution = Box(serving, limits=patient, channels=[theirs], require=require)
     judge = Box(judging, limits=patient, channels=[line, verdicts], require=require)
@@ -521,11 +784,14 @@ class PythonTests:
     ) -> list[float]:
         """A number from 0 to 1 for each completion; `Failed` where nothing can be said about its code."""
         count = len(completions)
-        rows = [_row_of(columns, index) for index in range(count)]
+        rows = _rows_of(columns, count)
         texts = completion_texts(completions, columns)
         wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
-        pairs = zip(texts, rows, strict=True)
-        codes = [code_in(text, self.answer_tag, wanted[row]) for text, row in pairs]
+        prompts = columns.get("prompts", [None] * count)
+        codes = [
+            _gone_on_with(prompt, code_in(text, self.answer_tag, wanted[row]), row)
+            for prompt, text, row in zip(prompts, texts, rows, strict=True)
+        ]
         slots = asyncio.Semaphore(self.concurrency)
         async with asyncio.TaskGroup() as group:
             asked = {  # the same code is run once, however many members of a group wrote it
@@ -556,13 +822,26 @@ class PythonTests:
         return found.passed / found.of if self.partial else float(found.passed == found.of)
 
 
-def _row_of(columns: Mapping[str, Sequence[Any]], index: int) -> RowTests | str:
-    """The tests of a row, or what is wrong with it."""
-    named = (name for name in (*COLUMNS, "entry_point") if name in columns)
-    try:
-        return RowTests.of({name: columns[name][index] for name in named})
-    except ValueError as problem:
-        return str(problem)
+def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
+    """The code with its prompt before it, where that begins the function that is tested, as in HumanEval."""
+    names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
+    begun = isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)
+    return prompt + code if begun else code
+
+
+def _rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[RowTests | str]:
+    """The tests of each row, or what is wrong with it. The members of a group share theirs, which may be large."""
+    names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
+    named = [name for name in names if name in columns]
+    read: dict[tuple[int, ...], RowTests | str] = {}
+    keys = [tuple(id(columns[name][index]) for name in named) for index in range(count)]
+    for index, key in enumerate(keys):
+        if key not in read:
+            try:
+                read[key] = RowTests.of({name: columns[name][index] for name in named})
+            except ValueError as problem:
+                read[key] = str(problem)
+    return [read[key] for key in keys]
 
 
 def _note(found: Verdict | Failed) -> dict[str, Any] | None:
@@ -575,7 +854,7 @@ def _note(found: Verdict | Failed) -> dict[str, Any] | None:
 def _warn_once(missing: tuple[str, ...]) -> None:
     if serious := [name for name in missing if name in ("network", "files")]:
         logger.warning(
-            "Code of the model runs in a sandbox that this system does not let be closed: %s. "
-            "Name in `require` what you do not want to go without.",
+            "This system cannot enforce all protections of the sandbox that runs the model's code: %s. "
+            "Name in `require` those without which the code must not run.",
             "; ".join(f"{name} (else {PROTECTIONS[name]})" for name in serious),
         )

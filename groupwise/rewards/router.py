@@ -21,7 +21,7 @@ from groupwise.errors import TaskError
 from groupwise.plugins import nearest, printable
 from groupwise.rewards.rubric import Row, Rubric, checked_weights
 from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest
-from groupwise.types import DATASET_COLUMN, TASK_COLUMN, RewardPart
+from groupwise.types import DATASET_COLUMN, TASK_COLUMN, RewardPart, number_of
 
 LABEL_COLUMNS = (TASK_COLUMN, DATASET_COLUMN)
 """The columns that may say which rewards a row has, in this order."""
@@ -109,7 +109,8 @@ class Router(Rubric):
         labels = {index: self.label_of(row) for index, row in rows.items()}
         strangers = {index: _said(row) for index, row in rows.items() if labels[index] is None}
         if strangers:
-            first = next(iter(strangers))
+            place = next(iter(strangers))
+            first = number_of(rows[place], place)
             counts = Counter(strangers.values())
             raise TaskError(
                 f"{self.where}: {len(strangers)} of {len(rows)} rows have no rewards, row {first} first.\n  "

@@ -27,7 +27,7 @@ from groupwise.rewards.calling import (
     name_of,
 )
 from groupwise.rewards.scoring import ORIGIN, GroupScore, MemberScore, ScoreRequest
-from groupwise.types import RewardPart
+from groupwise.types import RewardPart, number_of
 
 Row = Mapping[str, Any]
 """The columns of one row of a dataset, without its prompt."""
@@ -211,7 +211,7 @@ def _check_each(check: Callable[[Row], None], rows: Mapping[int, Row], where: st
         try:
             check(row)
         except ValueError as reason:
-            refused.append(f"row {index}: {reason}")
+            refused.append(f"row {number_of(row, index)}: {reason}")
     if refused:
         shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
         raise TaskError(

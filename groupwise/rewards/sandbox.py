@@ -115,9 +115,13 @@ async def run(
     limits: Limits | None = None,
     require: Sequence[str] = (),
     without: Sequence[str] = (),
+    common_imports: bool = False,
 ) -> Result:
-    """Run a text as a Python script, with nothing else at hand. Raises SandboxError where no box can be built."""
-    program = {"source": source}
+    """Run a text as a Python script, with nothing else at hand; `common_imports`: common modules need no import, see `known_names`.
+
+    Raises SandboxError where no box can be built.
+    """
+    program = {"source": source, "common_imports": common_imports}
     async with Box(program, stdin=stdin, limits=limits, require=require, without=without) as box:
         return await box.result()
 
@@ -135,8 +139,9 @@ class Box:
         require: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> None:
-        """`program` is a `source`, or a `function` (`package.module:name`) of the standard library or this package with `arguments`.
+        """`program` is a `source`, which may have `common_imports`, or a `function` (`package.module:name`) with `arguments`.
 
+        Such a function is the standard library's or this package's.
         `channels` become descriptors 3, 4, … of the program; close them here as soon as the box is entered. Without the protections
         that are in `require` nothing is run. `without` leaves mechanisms out.
         """
@@ -339,7 +344,7 @@ _ENVIRONMENT = {
 _KEPT = ("LD_LIBRARY_PATH",)
 """Without it some interpreters do not start."""
 _PACKAGE = Path(__file__).parents[2]
-"""Where this package is imported from."""
+"""Where this package is common_imports from."""
 _USERS = range(1 << 30, 1 << 31)
 """Numbers that belong to nobody, as a rule."""
 

@@ -3,7 +3,7 @@
 The *warden* gets its orders on a socket and reports there. It makes the namespaces and adopts orphans; when the program has ended, or
 the socket has, it ends whatever is left and reports. The *first* process is number 1 of the namespace, where there is one: with it
 the kernel ends everything in it. It starts the *program*, which gives up one right after the other and then runs code that nobody
-trusts. Only the standard library is imported here, and nothing that this process holds in its memory is secret.
+trusts. Only the standard library is common_imports here, and nothing that this process holds in its memory is secret.
 
 Reports: `broken` (the box could not be built) or `refused` (it lacks what is required), and nothing is run; else `begun` with the
 protections that hold, `ended` with the program's exit code (negative: the signal that ended it; absent if the first process was
@@ -26,7 +26,6 @@ import sysconfig
 import time
 import traceback
 import types
-import typing
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -261,20 +260,37 @@ def _close(descriptors: list[int]) -> None:
 def _prepared(program: dict[str, Any]) -> Callable[[], None]:
     """A text that is run as a script, or a function `package.module:name` with its arguments."""
     if "source" in program:
-        return lambda: _run_script(program["source"])
+        return lambda: _run_script(
+            program["source"], common_imports=program.get("common_imports", False)
+        )
     module, _, name = program["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     return lambda: function(**program["arguments"])
 
 
-def known_names() -> dict[str, Any]:
-    """The names that a solution may use without an import: the builtins, and those of typing, which models often forget to import."""
-    return {**{name: getattr(typing, name) for name in vars(typing)["__all__"]}, **vars(builtins)}
+COMMON_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
+    *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+)
+"""What the harness of LiveCodeBench imports before a solution: all names of each, then the modules themselves."""
 
 
-def _run_script(source: str) -> None:
+def known_names(*, common_imports: bool) -> dict[str, Any]:
+    """The names that a solution may use without an import: the builtins, and those of typing, which models often forget to import.
+
+    With `common_imports` also those of the modules above. They stand where builtins do, so what the solution defines goes before them.
+    """
+    names: dict[str, Any] = {}
+    modules = COMMON_MODULES if common_imports else ()
+    for module in ("typing", *modules):
+        exec(f"from {module} import *", names)
+    del names["__builtins__"]  # which `exec` put there
+    return {**names, **vars(builtins), **{name: importlib.import_module(name) for name in modules}}
+
+
+def _run_script(source: str, *, common_imports: bool) -> None:
     script = types.ModuleType("__main__")
-    script.__dict__["__builtins__"] = known_names()
+    script.__dict__["__builtins__"] = known_names(common_imports=common_imports)
     sys.modules["__main__"] = script
     try:
         code = compile(source, "<program>", "exec", dont_inherit=True)

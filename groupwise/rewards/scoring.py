@@ -34,6 +34,8 @@ class ScoreRequest:
     """Empty where nobody knows the tokens."""
     prompts_seen: list[Prompt] = field(default_factory=list[Prompt])
     """As the model saw them, with what the chat template put around them; empty where nobody knows that."""
+    steps_per_epoch: float | None = None
+    """Steps that a pass over the rows takes; None where nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)

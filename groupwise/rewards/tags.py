@@ -1,8 +1,9 @@
 """The tags that a completion is asked to write its reasoning and its answer in, `<reasoning>…</reasoning><answer>…</answer>`.
 
-A tag is given by its name, or by the two marks that open and close it where they are of another kind, such as `[START, END]`. Names and
-marks are text, whatever signs are in them, and case does not matter. The answer is what stands in the last pair of answer tags that is
-closed and has no answer tag within. What a completion reasons is no answer: tags quoted there do not count (see `after_reasoning`).
+A tag is given by its name, or by the two delimiters that open and close it where they are of another kind, such as `[START, END]`. Names
+and delimiters are text, whatever characters are in them, and case does not matter. The answer is what stands in the last pair of answer
+tags that is closed and has no answer tag within. What a completion reasons is no answer: tags quoted there do not count (see
+`after_reasoning`).
 """
 
 from __future__ import annotations
@@ -87,16 +88,45 @@ REASONING = Tags()
 THINK = Tags(reasoning="think")
 
 
-REASONING_NAMES = ("think", "thinking", "reasoning", "thought")
+REASONING_NAMES = (
+    "think",
+    "thinking",
+    "reasoning",
+    "thought",
+    "thoughts",
+    "reason",
+    "scratchpad",
+    "analysis",
+    "reflection",
+)
+REASONING_TAGS: tuple[Tag, ...] = (
+    *REASONING_NAMES,
+    ("[THINK]", "[/THINK]"),
+    ("[REASONING]", "[/REASONING]"),
+    ("◁think▷", "◁/think▷"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|think|>", "<|/think|>"),
+    ("<|thinking|>", "<|/thinking|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<start_working_out>", "<end_working_out>"),
+    ("<unused94>", "<unused95>"),
+)
 """Tags that models write their reasoning in."""
+
+# The channels of gpt-oss, with its special tokens, and without them, as completions are decoded.
+_CHANNEL_OPENS = (
+    r"<\|channel\|>(?:analysis|commentary)(?:<\|message\|>)?|(?-i:\Aanalysis(?=[^\s:.,]|\n))"
+)
+_CHANNEL_CLOSES = r"<\|channel\|>final(?:<\|message\|>)?|(?-i:assistantfinal)"
 
 
 def after_reasoning(text: str, *more: Tag) -> str:
     """What a completion says behind its reasoning: after the last closing tag, and before one that is opened and not closed.
 
-    Reasoning stands in tags of `REASONING_NAMES` and of those given as `more`; the first may have been opened in the prompt.
+    Reasoning stands in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one; the prompt may have opened it.
     """
-    opening, closing = _patterns((*REASONING_NAMES, *more))
+    opening, closing = _patterns((*REASONING_TAGS, *more))
     ends = [found.end() for found in closing.finditer(text)]
     return opening.split(text[ends[-1] :] if ends else text, maxsplit=1)[0]
 
@@ -106,7 +136,7 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 
     In a chat the assistant's last message may say something behind the tag, in a text it is the last that stands there.
     """
-    opening, closing = _patterns((*REASONING_NAMES, *more))
+    opening, closing = _patterns((*REASONING_TAGS, *more))
     if isinstance(prompt, str):
         found = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
         return "" if found is None else found.group()
@@ -119,23 +149,38 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 
 
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What opens any of these tags, and what closes it."""
+    """What opens any of these tags or a channel of reasoning, and what closes it."""
     opened, closed = zip(*map(marks, tags), strict=True)
-    return _any_of(opened), _any_of(closed)
+    return _any_of(opened, _CHANNEL_OPENS), _any_of(closed, _CHANNEL_CLOSES)
 
 
-def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, texts)), re.IGNORECASE)
+def _any_of(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
+    spaced = [re.escape(text).replace(">", r"\s*>") for text in texts]  # `<think >` opens, too
+    return re.compile("|".join([*spaced, pattern]), re.IGNORECASE)
 
 
-def last_tagged(text: str, tag: Tag) -> str | None:
-    """What stands in the last pair of this tag behind the reasoning, without the white space around it; None where there is no pair."""
+def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
+    """What stands in the last pair of this tag behind the reasoning, without the white space around it; None where there is no pair.
+
+    With `listed`, pairs that have only a comma, `and` or `or` between them are one answer, a list.
+    """
     opened, closed = map(re.escape, marks(tag))
-    said = text if tag in REASONING_NAMES else after_reasoning(text)
+    said = text if tag in REASONING_TAGS else after_reasoning(text)
     # Neither mark within: `<a>1<a>2</a>` says 2, and a stray closing tag after a pair spoils nothing.
     inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
-    found = re.findall(inside, said, re.DOTALL | re.IGNORECASE)
-    return found[-1].strip() if found else None
+    found = list(re.finditer(inside, said, re.DOTALL | re.IGNORECASE))
+    if not found:
+        return None
+    answers = [found[-1][1].strip()]
+    for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
+        if not listed or not _IN_A_LIST.fullmatch(said, before.end(), after.start()):
+            break
+        answers.insert(0, before[1].strip())
+    return ", ".join(answers)
+
+
+_IN_A_LIST = re.compile(r"\s*(?:[,;]\s*(?:and|or)?|and|or)\s*", re.IGNORECASE)
+"""Between pairs that are one answer together."""
 
 
 def _count(tag: str, text: str) -> int:

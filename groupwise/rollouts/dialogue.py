@@ -125,9 +125,9 @@ def knows_tools(tokenizer: Any) -> bool:
 def told_of_tools(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
     """The chat with the tools described in its system message."""
     told = instructions(tools)
-    if messages and messages[0].get("role") == "system":
-        system = {**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}
-        return [system, *messages[1:]]
+    if messages and messages[0].get("role") in ("system", "developer"):
+        said = "\n\n".join(filter(str.strip, (messages[0].get("content") or "", told)))
+        return [{**messages[0], "content": said}, *messages[1:]]
     return [{"role": "system", "content": told}, *messages]
 
 

@@ -135,7 +135,7 @@ class EnvironmentRollouts:
         """Tokens of the prompt that an example's environment begins with. Raises TaskError where it gives none."""
         attempt = await self._begun(ask, 0)
         if attempt.outcome != "pending":
-            raise TaskError(f"the first prompt of row {ask.example.index}: {attempt.reason}")
+            raise TaskError(f"the first prompt of row {ask.example.row_number}: {attempt.reason}")
         ending = replace(self._call_of(ask, attempt), ending=True)
         await self._host.ask(ending, self._limits.time_limit)
         return attempt.first

@@ -87,7 +87,7 @@ def _ids(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) 
     try:
         return first_ids(tokenizer, example.prompt, tools, example.columns)
     except TaskError as error:
-        raise TaskError(f"{where}: row {example.index}: {error}") from error
+        raise TaskError(f"{where}: row {example.row_number}: {error}") from error
 
 
 def as_seen(tokenizer: Any, group: Group) -> Group:

@@ -17,12 +17,18 @@ from groupwise.tasks.environment import DEFAULT_PART
 from groupwise.types import Group, Prompt, RewardPart, Rollout
 
 
-async def score_group(scorer: Scorer, group: Group, global_step: int, max_steps: int) -> Group:
+async def score_group(
+    scorer: Scorer,
+    group: Group,
+    global_step: int,
+    max_steps: int,
+    steps_per_epoch: float | None = None,
+) -> Group:
     """The group with every rollout scored, failed or timed out."""
     pending = [rollout for rollout in group.rollouts if rollout.outcome == "pending"]
     if not pending:
         return group
-    score = await scorer.score(score_request(group, global_step, max_steps))
+    score = await scorer.score(score_request(group, global_step, max_steps, steps_per_epoch))
     scored = {
         rollout.member: _scored(rollout, member)
         for rollout, member in zip(pending, score.members, strict=True)
@@ -31,7 +37,9 @@ async def score_group(scorer: Scorer, group: Group, global_step: int, max_steps:
     return replace(group, rollouts=tuple(rollouts), metrics=score.metrics)
 
 
-def score_request(group: Group, global_step: int, max_steps: int) -> ScoreRequest:
+def score_request(
+    group: Group, global_step: int, max_steps: int, steps_per_epoch: float | None = None
+) -> ScoreRequest:
     """The pending rollouts of a group as reward functions see them: every column repeated for each."""
     pending = [rollout for rollout in group.rollouts if rollout.outcome == "pending"]
     prompt = group.example.prompt
@@ -46,6 +54,7 @@ def score_request(group: Group, global_step: int, max_steps: int) -> ScoreReques
         max_steps=max_steps,
         prompt_ids=[list(rollout.prompt_ids) for rollout in pending],
         prompts_seen=[group.prompt_seen or prompt] * len(pending),
+        steps_per_epoch=steps_per_epoch,
     )
 
 

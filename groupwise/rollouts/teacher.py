@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from groupwise.data.messages import number_of
 from groupwise.data.sft import (
     Completion,
     Content,
@@ -36,7 +35,7 @@ from groupwise.models.chat_masks import (
 from groupwise.models.chat_template import Refused
 from groupwise.models.tokens import completion_text
 from groupwise.rollouts.dialogue import knows_tools, told_of_tools
-from groupwise.types import Example, Group, Rollout, Row, Segment
+from groupwise.types import Example, Group, Rollout, Row, Segment, number_of
 
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 
@@ -211,8 +210,10 @@ def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
     if isinstance(content, Completion):
         return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
     chat = _chat(tokenizer, content)
-    turns = [turn for turn in assistant_turns(chat) if turn >= content.begins]
-    return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns)
+    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may stand before
+    turns = [turn for turn in assistant_turns(chat) if turn >= begins]
+    prefills = {begins: content.prefill} if content.prefill else {}
+    return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns, prefills)
 
 
 def _whole(tokenizer: Any, content: Content) -> Masked:

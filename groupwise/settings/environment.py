@@ -46,5 +46,6 @@ def _unknown_variable(config: type[Strict], prefix: str, variable: str, key: str
         return f"{variable} is no setting; {config.refused[key]}."
     names = {name: prefix + name.upper() for name in keys_of(config)}
     near = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {names[near[0]]}?" if near else f"there are {', '.join(names.values())}."
+    likest = [names[each] for each in difflib.get_close_matches(key, names, n=3, cutoff=0.0)]
+    hint = f"did you mean {names[near[0]]}?" if near else f"the nearest are {', '.join(likest)}."
     return f"{variable} is no setting; {hint}"

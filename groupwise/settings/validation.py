@@ -335,7 +335,8 @@ def _explain_unknown(root: type[BaseModel], place: Place, at: KeyPath = ()) -> _
         return elsewhere
     if found := _paths_named(root, key):
         names = " or ".join(".".join(path) for path in found[:MOST_NAMES])
-        return _Unknown(f"{unknown}; did you mean {names}?", found)
+        why = _refused_elsewhere(root, key)
+        return _Unknown(f"{unknown}; did you mean {names}?{why}", found)
     if late := _late_path(root, key):
         return _Unknown(f"{unknown}; {late} would be, but it is not in this version.")
     if near := _nearest(root, place):
@@ -389,6 +390,14 @@ def _explain_variant(place: Place, at: KeyPath) -> _Unknown | None:
 
 def _paths_named(root: type[BaseModel], key: str) -> tuple[KeyPath, ...]:
     return tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key))
+
+
+def _refused_elsewhere(root: type[BaseModel], key: str) -> str:
+    """Why another section leaves out a key that this one does not have either; empty where none does."""
+    for leaf in leaves(root):
+        if reason := refused_keys(leaf.section).get(key):
+            return f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
+    return ""
 
 
 def _late_path(root: type[BaseModel], key: str) -> str | None:

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from math import lcm
 from statistics import fmean
 from typing import Any
@@ -364,22 +365,24 @@ _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
 
 def generate(own: TaskConfig, count: int) -> list[Problem]:
     """So many different problems of the levels that the config says. Raises TaskError where there seem to be fewer."""
-    return _distinct(_generated(own), count)
+    return list(_distinct(own.min_level, own.max_level, own.seed, count))
 
 
-def _generated(own: TaskConfig) -> Iterator[Problem]:
+def _generated(min_level: int, max_level: int, seed: int) -> Iterator[Problem]:
     """Problems without end; the same may come again."""
-    stream = Stream("math", own.seed)
+    stream = Stream("math", seed)
     while True:
-        level = own.min_level + stream.below(own.max_level - own.min_level + 1)
+        level = min_level + stream.below(max_level - min_level + 1)
         term = _OF_LEVEL[level](stream)
         steps = list(_steps(term))
         question = f"What is {_written(term)}?"
         yield Problem(question, str(_value(term)), "\n".join(steps), _key(term), level)
 
 
-def _distinct(problems: Iterator[Problem], count: int) -> list[Problem]:
+@lru_cache(maxsize=1)  # each hook takes its part of the same ones
+def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
     """The first so many different ones. Raises TaskError where there seem to be fewer."""
+    problems = _generated(min_level, max_level, seed)
     found: dict[str, Problem] = {}
     vain = 0
     while len(found) < count:
@@ -391,7 +394,7 @@ def _distinct(problems: Iterator[Problem], count: int) -> list[Problem]:
                 f"The levels that task.min_level and task.max_level name seem to have no more than {len(found)} different problems, "
                 f"and {count} are asked for. Raise task.max_level, or ask for fewer."
             )
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _sum(stream: Stream, least: int, most: int) -> Operation:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from groupwise.data.messages import Unusable
 from groupwise.errors import TaskError
+from groupwise.types import number_of
 
 Made = TypeVar("Made")
 
@@ -47,7 +48,7 @@ def usable(
                 raise Unusable(again(earlier, one))
         except Unusable as reason:
             if strict:
-                raise TaskError(f"{source}, row {index}: {reason}.") from reason
+                raise TaskError(f"{source}, row {number_of(row, index)}: {reason}.") from reason
             left_out[str(reason)] += 1
         else:
             made[same(one)] = one

@@ -67,11 +67,25 @@ class HermesCalls:
     """`<tool_call>` with JSON; results are messages of the role `tool`, or stand in `<tool_response>` in plain text."""
 
     renders_schemas = True
+    BEGIN = "<tool_call>"
     _PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
     def find(self, text: str) -> list[ToolCall]:
         """See `CallForm.find`."""
         return [_hermes_call(found.strip()) for found in self._PATTERN.findall(text)]
+
+    def split(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The text without its proper calls, and these; what is malformed stays text."""
+        calls: list[ToolCall] = []
+
+        def without(found: re.Match[str]) -> str:
+            call = _hermes_call(found[1].strip())
+            if call.problem is not None:
+                return found[0]
+            calls.append(call)
+            return ""
+
+        return self._PATTERN.sub(without, text), calls
 
     def results(self, results: Sequence[tuple[str, str]], *, chat: bool) -> str | list[Message]:
         """See `CallForm.results`."""

@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -267,28 +269,62 @@ def _own(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(View(section).to_dict())
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A secret, the guesses and marks so far, and a word that all marks allow."""
+
+    secret: str
+    guesses: tuple[str, ...]
+    marks: tuple[str, ...]
+    gold: str
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As it is trained and evaluated."""
+        known = Knowledge.of(self.guesses, self.marks)
+        return {
+            "prompt": [
+                {"role": "system", "content": RULES},
+                {"role": "user", "content": _asked(self.guesses, self.marks)},
+            ],
+            "guesses": list(self.guesses),
+            "feedback": list(self.marks),
+            "secret": self.secret,
+            "gold_completion": answer(reasoning(known, self.gold), self.gold),
+        }
+
+
 def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """So many rows of a split, no two with the same prompt; more of them begin alike."""
-    words = words_of(own.secrets, own.dictionary).of(split, own.seed)
-    stream = Stream("wordle", split, own.seed)
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
+    turns = _drawn(words, split, own.seed, own.min_history, own.max_history, size)
+    return [turn.row for turn in turns]
+
+
+@lru_cache(maxsize=3)  # the splits: the same rows are rewarded and taught
+def _drawn(
+    words: tuple[str, ...], split: Split, seed: int, least: int, most: int, size: int
+) -> tuple[Turn, ...]:
+    """So many different ones, each with `least` to `most` guesses."""
+    stream = Stream("wordle", split, seed)
+    rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0
     while len(rows) < size:
-        row = _row(own, words, stream)
-        turns = (*row["guesses"], *row["feedback"])
-        vain = vain + 1 if turns in rows else 0
-        rows.setdefault(turns, row)
+        turn = _turn(words, stream, least, most)
+        shown = (turn.guesses, turn.marks)
+        vain = vain + 1 if shown in rows else 0
+        rows.setdefault(shown, turn)
         if vain == PATIENCE:
             raise TaskError(
                 f"The {len(words)} secrets of the {split} split seem to make no more than {len(rows)} different prompts, and {size} "
                 "are asked for. Ask for fewer, or raise task.max_history."
             )
-    return list(rows.values())
+    return tuple(rows.values())
 
 
-def _row(own: TaskConfig, words: Sequence[str], stream: Stream) -> dict[str, Any]:
+def _turn(words: Sequence[str], stream: Stream, least: int, most: int) -> Turn:
     secret = words[stream.below(len(words))]
-    turns = own.min_history + stream.below(own.max_history - own.min_history + 1)
+    turns = least + stream.below(most - least + 1)
     guesses: list[str] = []
     marks: list[str] = []
     while len(guesses) < turns:
@@ -296,16 +332,7 @@ def _row(own: TaskConfig, words: Sequence[str], stream: Stream) -> dict[str, Any
         marks.append(marks_of(guesses[-1], secret))
     known = Knowledge.of(guesses, marks)
     gold = next(word for word in _from_anywhere(words, stream) if known.allows(word))
-    return {
-        "prompt": [
-            {"role": "system", "content": RULES},
-            {"role": "user", "content": _asked(guesses, marks)},
-        ],
-        "guesses": guesses,
-        "feedback": marks,
-        "secret": secret,
-        "gold_completion": answer(reasoning(known, gold), gold),
-    }
+    return Turn(secret, tuple(guesses), tuple(marks), gold)
 
 
 def _earlier_guess(
@@ -316,10 +343,13 @@ def _earlier_guess(
     stream: Stream,
 ) -> str:
     """A guess that somebody may have made: every other time one that the marks so far allow, where there is one but the secret."""
-    known = Knowledge.of(guesses, marks)
-    others = [w for w in _from_anywhere(words, stream) if w != secret and w not in guesses]
-    allowed = filter(known.allows, others) if stream.below(2) else iter(others)
-    return next(allowed, others[0])
+    around = _from_anywhere(words, stream)
+    one_allowed = stream.below(2)
+    others = (word for word in around if word != secret and word not in guesses)
+    first = next(others)
+    if not one_allowed:
+        return first
+    return next(filter(Knowledge.of(guesses, marks).allows, chain([first], others)), first)
 
 
 def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:

@@ -424,7 +424,7 @@ class FakeEngine:
             for member, completion in enumerate(completions)
         )
         seen = None if isinstance(order.prompt, str) else self._tokenizer.decode(ids)
-        example = Example(order.draw, order.prompt)
+        example = Example(order.draw, order.prompt, dict(order.columns))
         group = Group(order.draw, example, rollouts, prompt_seen=seen)
         return Sampled(group, run.step, run.sampler.version, run.sampler.fingerprint())
 

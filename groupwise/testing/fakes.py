@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from groupwise.data.order import Stream
 from groupwise.errors import PolicyMismatchError
@@ -56,8 +57,8 @@ class FakeTokenizer:
     def get_chat_template(self, tools: object = None) -> str:
         return self.chat_template
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: object) -> str:
-        return " ".join(message["content"] for message in messages)
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **_: object) -> str:
+        return " ".join(message.get("content") or "" for message in messages)
 
 
 class FakeSampler:

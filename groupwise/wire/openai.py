@@ -4,6 +4,9 @@ The models have the names and shapes of OpenAI's own, so that its clients read t
 parameter is honoured, or changes nothing (`user`, `service_tier`), or is refused by name with what to do instead. Beside OpenAI's own
 there are a few fields of ours: `top_k` and `min_p` in requests; `token_ids`, `policy_version` and `group_id` in answers; and what
 `metadata` says of a completion that is kept to be rewarded.
+
+Tools are told of by the chat template, and their calls read from the text of an answer, where they stand as Hermes and Qwen write them.
+Nothing forces the model to call one, or to keep to a schema.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ GROUP, SIZE = "group", "size"
 """Keys of `metadata` that count where a completion is kept."""
 MAX_KEY, MAX_VALUE = 64, 512
 """Characters of a key of `metadata` and of its value."""
-DEVELOPER = "developer"
-"""What OpenAI calls the role `system` of its newer models."""
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+MAX_TOOLS = 128
+"""Tools of one request."""
 
 
 class TextPart(Body):
@@ -73,7 +76,8 @@ class ChatMessage(Body):
         default=None, description="Name of the speaker or tool.", max_length=MAX_ID
     )
     tool_calls: list[dict[str, Any]] | None = Field(
-        default=None, description="Calls of tools that the message makes, as the template has them."
+        default=None,
+        description="Calls of tools that the message makes, as an answer had them; arguments may be JSON text or an object.",
     )
     tool_call_id: str | None = Field(
         default=None, description="The call that a tool's message answers.", max_length=MAX_NAME
@@ -87,9 +91,8 @@ class ChatMessage(Body):
         """As the chat template takes it."""
         parts = self.content
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        role = "system" if self.role == DEVELOPER else self.role
         more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
-        return {"role": role, "content": content, **more}
+        return {"role": self.role, "content": content, **more}
 
 
 class StreamOptions(Body):
@@ -109,6 +112,36 @@ class ResponseFormat(Body):
     type: Literal["text"] = Field(
         description="Always `text`: the model's words are never forced into a schema. Ask for JSON in the prompt, and check it."
     )
+
+
+class ToolFunction(Body):
+    """A function that the model may call."""
+
+    name: str = Field(description="Its name.", min_length=1, max_length=MAX_ID)
+    description: str | None = Field(default=None, description="What it does.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON schema of its arguments; the model reads it."
+    )
+    strict: Literal[False] | None = Field(
+        default=None, description="false alone: no call is forced into the schema."
+    )
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = Field(description="Always `function`.")
+    function: ToolFunction = Field(description="What is called.")
+
+
+def _choice_form(given: object) -> str:
+    return "(function)" if isinstance(given, dict) else "(word)"
+
+
+ToolChoice = Annotated[
+    Annotated[str | None, Tag("(word)")] | Annotated[dict[str, Any], Tag("(function)")],
+    Discriminator(_choice_form),
+]
 
 
 def _stop_form(given: object) -> str:
@@ -283,10 +316,20 @@ class ChatRequest(_Request):
     )
     response_format: ResponseFormat | None = Field(default=None, description="`text` alone.")
     modalities: list[Literal["text"]] | None = Field(default=None, description="`text` alone.")
-    tools: list[Any] | None = Field(default=None, description="None: they cannot be called.")
-    functions: list[Any] | None = Field(default=None, description="None: they cannot be called.")
-    tool_choice: Literal["none", "auto"] | None = Field(default=None, description="No effect.")
-    parallel_tool_calls: bool | None = Field(default=None, description="No effect without tools.")
+    tools: list[Tool] | None = Field(
+        default=None,
+        description="Functions that the model may call: the chat template tells of them.",
+        max_length=MAX_TOOLS,
+    )
+    tool_choice: ToolChoice = Field(
+        default=None,
+        description="`auto`, which is the default: calls are read from the text; or `none`: the model is told of no tools. Others are "
+        "refused: the model cannot be made to call.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: an answer has the first call alone."
+    )
+    functions: list[Any] | None = Field(default=None, description="None: give `tools`.")
 
     @property
     def longest(self) -> int | None:
@@ -298,14 +341,22 @@ class ChatRequest(_Request):
         """Whether the answer has the log-probability of each token."""
         return bool(self.logprobs)
 
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the model is told of."""
+        given = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in given]
+
     def _problems(self) -> Iterator[PydanticCustomError]:
         yield from super()._problems()
-        for field in ("tools", "functions"):
-            if getattr(self, field):
-                yield wrong(
-                    field,
-                    "is not supported: the answers are text. Describe the tools in a message, and read their calls from the text",
-                )
+        if self.functions:
+            yield wrong("functions", "is the old name of `tools`; give them as `tools`")
+        if self.tool_choice not in (None, "none", "auto"):
+            yield wrong(
+                "tool_choice",
+                "is `auto` or `none` here: the model writes freely, and cannot be made to call a tool. To have it call a certain one, "
+                "give that one alone as `tools` with `auto`, and say so in a message",
+            )
         if self.top_logprobs:
             yield wrong(
                 "top_logprobs", "is 0 here: only the tokens that were drawn have a log-probability"
@@ -408,12 +459,34 @@ class TextLogprobs(Answer):
     top_logprobs: None = None
 
 
+class CalledFunction(Answer):
+    """What a call asks for."""
+
+    name: str
+    arguments: str = Field(description="A JSON object as text.")
+
+
+class ToolCallData(Answer):
+    """A call of a tool that the policy wrote."""
+
+    id: str = Field(description="By which the message with the result names it: `tool_call_id`.")
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Reply(Answer):
     """What the policy says."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = Field(
+        description="Its text without calls of tools; null where there is nothing else."
+    )
     refusal: None = None
+    tool_calls: list[ToolCallData] | None = Field(
+        default=None,
+        description="Calls of the tools that the request gave; left out where there are none.",
+        exclude_if=lambda calls: calls is None,
+    )
 
 
 class _Finished(Answer):

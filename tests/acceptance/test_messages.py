@@ -309,7 +309,7 @@ def test_runs_that_are_there_are_listed_and_not_overwritten(groupwise):
 MISBEHAVING = """\
 import time
 
-MODES = ["good", "raises", "short", "nan", "hangs", "exits"]
+MODES = ["good", "raises", "short", "inf", "hangs", "exits"]
 
 def get_rl_dataset(config):
     return [{"prompt": f"say {mode}", "mode": mode} for mode in MODES]
@@ -326,7 +326,7 @@ def moody(completions, mode, **columns):
     if mode == "exits":
         import os
         os._exit(3)
-    return {"short": [1.0], "nan": [float("nan")] * count}.get(mode, [1.0, 2.0])
+    return {"short": [1.0], "inf": [float("inf")] * count}.get(mode, [1.0, 2.0])
 """
 
 
@@ -343,13 +343,13 @@ def test_a_reward_that_misbehaves_costs_its_rollouts_and_nothing_else(groupwise)
         }
         metrics = store.step_metrics(0)
     outcomes = {mode: {outcome for outcome, _ in each} for mode, each in found.items()}
-    failed = {mode: {"failed"} for mode in ("raises", "short", "nan", "exits")}
+    failed = {mode: {"failed"} for mode in ("raises", "short", "inf", "exits")}
     assert outcomes == {"good": {"scored"}, "hangs": {"timed_out"}, **failed}
     reasons = {mode: each[0][1] or "" for mode, each in found.items()}
     assert "moody" in reasons["raises"]
     assert "no such word" in reasons["raises"]
     assert "1 value for 2 completions" in reasons["short"]
-    assert "nan" in reasons["nan"]
+    assert "inf" in reasons["inf"]
     assert "0.5" in reasons["hangs"]
     assert metrics["rollouts/scored"] == 2
     assert metrics["reward"] == 1.5, "failures are no low rewards"

@@ -104,7 +104,9 @@ def test_the_groups_of_a_step_come_from_the_policy_that_the_lag_says(tmp_path, l
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         for step in range(STEPS):
             for group in store.groups(step):
-                assert {p.value for r in group.rollouts for p in r.parts[1:]} == {step / 100}
+                assert {p.value for r in group.rollouts for p in r.parts[1:]} == {
+                    step / 20
+                }  # of 40 rows, 2 in a step
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.soak(suite="kills"))])

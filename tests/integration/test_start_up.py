@@ -2,7 +2,8 @@
 
 1. A command begins the processes of its ranks before anything else, and none for a dry run.
 2. Until then nothing heavy has been imported.
-3. Where ranks hold the model, the main process never imports torch, the models of transformers, or peft.
+3. Nor by a dry run or a check of a model that can be counted by arithmetic: their processor time is what imports take.
+4. Where ranks hold the model, the main process never imports torch, the models of transformers, or peft.
 """
 
 import json
@@ -17,6 +18,8 @@ from groupwise import build
 from groupwise.models.tiny import write_tiny_model
 from tests.integration.toy_run import TOY, config
 
+BY_ARITHMETIC = ("torch", "peft", "datasets", "accelerate", "transformers.configuration_utils")
+BY_ARITHMETIC += ("mpmath", "groupwise.tunix.environment")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (
@@ -58,6 +61,29 @@ def test_nothing_heavy_is_imported_until_then_nor_to_validate_a_config():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
+
+
+def test_dry_runs_and_checks_import_neither_torch_nor_models(tmp_path):
+    model = ["model.name=tiny", f"run.dir={tmp_path}", "training.max_steps=1"]
+    given = [["check", "-t", TOY, *model], ["runs", "list", "--dir", str(tmp_path)]]
+    tasks = {"rl": TOY, "sft": SFT, "eval": TOY}
+    given += [[verb, "-t", task, "--dry-run", *model] for verb, task in tasks.items()]
+    code = f"""
+import gc, sys
+from groupwise.cli.main import main
+for words in {given!r}:
+    gc.set_threshold(700)
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, words
+    heavy = {BY_ARITHMETIC!r} + ("groupwise.callbacks.base",) * (words[0] == "check")
+    print("heavy", [m for m in heavy if m in sys.modules], gc.get_threshold()[0])
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = [line for line in shown.stdout.splitlines() if "heavy" in line]
+    assert found == [f"heavy [] {often}" for often in (10_000, 700, *[10_000] * 3)]
 
 
 MAIN = f"""

@@ -193,15 +193,10 @@ class Undeclared(BaseModel):
         return self
 
 
-@pytest.mark.parametrize(
-    ("task", "told"),
-    [
-        ({"low": 20}, ["task: low is above high"]),
-        ({"low": 20, "high": "x"}, ["task.high is"]),
-        ({"low": 20, "hihg": 30}, ["task.hihg is not a key; did you mean task.high?"]),
-        ({"low": 20, "other": "x"}, ["task.other is"]),
-    ],
-)
+@pytest.mark.parametrize(("task", "told"), [
+    ({"low": 20}, ["task: low is above high"]), ({"low": 20, "high": "x"}, ["task.high is"]),
+    ({"low": 20, "hihg": 30}, ["task.hihg is not a key; did you mean task.high?"]), ({"low": 20, "other": "x"}, ["task.other is"]),
+])  # fmt: skip
 def test_a_check_that_does_not_say_what_it_reads_reads_its_section(
     task: dict[str, Any], told: list[str]
 ) -> None:

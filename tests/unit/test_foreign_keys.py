@@ -27,37 +27,34 @@ def said_of(path: str, load: Callable[[Mapping[str, Any]], Any] = load_config) -
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("dataset_train_split", "here it is data.dataset_split"),
-        ("temp_start", "here it is sampler.temperature_schedule.start"),
-        ("replay", "data.replay"),
-        ("data.replay.warmup", "here it is data.replay.warmup_entries"),
-        ("push_to_hub_revision", "the callback push_to_hub_revision uploads each checkpoint"),
-        ("training.early_stopping_patience", "`patience` of the callback early_stop"),
-        ("benchmarks", "the callback benchmark_on_checkpoint takes them"),
-        ("num_gpus", "run.processes"),
-        ("wandb_run_group", "here it is run.wandb_group"),
-        ("actor.ppo_micro_batch_size_per_gpu", "actor is not a key"),
-        ("training.ppo_micro_batch_size_per_gpu", "training.max_tokens_per_microbatch"),
-        ("code_provider", "the reward python_tests"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("dataset_train_split", "here it is data.dataset_split"), ("temp_start", "here it is sampler.temperature_schedule.start"),
+    ("replay", "data.replay"), ("data.replay.warmup", "here it is data.replay.warmup_entries"), ("num_gpus", "run.processes"),
+    ("push_to_hub_revision", "the callback push_to_hub_revision uploads each checkpoint"), ("evaluation.eval_steps", "the section eval"),
+    ("training.early_stopping_patience", "`patience` of the callback early_stop"), ("wandb_run_group", "here it is run.wandb_group"),
+    ("benchmarks", "the callback benchmark_on_checkpoint takes them"), ("actor.ppo_micro_batch_size_per_gpu", "actor is not a key"),
+    ("training.ppo_micro_batch_size_per_gpu", "training.max_tokens_per_microbatch"), ("code_provider", "the reward python_tests"),
+    ("model.init_adapter_repo", "model.adapter"), ("training.top_p", "the whole distribution"), ("eval_on_start", "eval.before_and_after"),
+    ("vllm_gpu_memory_utilization", "sampler.gpu_memory_utilization"), ("training.per_device_batch_size", "training.prompts_per_step"),
+    ("scale_rewards", "mean algorithm.scale_rewards?"), ("loss_type", "algorithm.type"), ("lora.bias", "null for the section lora"),
+    ("lora.task_type", "leave it out"), ("model.attn_implementation", "chosen automatically"), ("vllm.url", "sampler.engine names"),
+    ("model.enable_thinking", "model.chat_template_kwargs"), ("peft.r", "the section lora"), ("actor_rollout_ref.actor", "section of verl"),
+    ("stop_strings", "here it is sampler.stop"), ("trainer.total_epochs", "section of verl"),
+])  # fmt: skip
 def test_a_name_from_elsewhere_leads_to_what_it_is_here(name: str, said: str) -> None:
     assert said in said_of(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("early_stopping_patience", "did you mean eval.early_stopping_patience?"),
-        ("training.eval_on_start", "did you mean eval.eval_on_start?"),
-        ("replay_buffer", "it belongs to `groupwise rl`"),
-        ("dataset_train_split", "here it is data.dataset_split"),
-        ("num_gpus", "run.processes"),
-    ],
-)
+@pytest.mark.parametrize("section", ["", "model.", "lora.", "data.", "training.", "algorithm.", "sampler.", "eval.", "run."])  # fmt: skip
+def test_a_name_of_nobody_gets_three_names_at_most(section: str) -> None:
+    assert len(said_of(f"{section}qqq").partition("nearest are ")[2].split(", ")) == 3
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("early_stopping_patience", "did you mean eval.early_stopping_patience?"), ("replay_buffer", "it belongs to `groupwise rl`"),
+    ("training.eval_on_start", "did you mean eval.eval_on_start?"), ("dataset_train_split", "here it is data.dataset_split"),
+    ("num_gpus", "run.processes"), ("trainer.x", "section of verl"),
+])  # fmt: skip
 def test_a_supervised_run_is_told_what_it_has(name: str, said: str) -> None:
     assert said in said_of(name, load_sft_config)
 

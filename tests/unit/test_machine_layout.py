@@ -13,14 +13,18 @@ def test_whole_rollouts_have_room():
     assert machine_layout.choose_layout(config, longest_prompt=12).key_length == 512
 
 
+def give_device(monkeypatch, device, memory=80 << 30):
+    monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: device)
+    monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
+    monkeypatch.setattr("groupwise.models.probes.gpu_memory", lambda device: memory)
+    monkeypatch.setattr("groupwise.models.machine.has_bfloat16", lambda device: False)
+
+
 def processes(monkeypatch, *, cores=4, size=10**9, device="cpu", **sections) -> int:
     """How many are chosen on such a machine, for a model of that size."""
     monkeypatch.setattr(machine_layout, "available_cores", lambda: cores)
-    monkeypatch.setattr("groupwise.models.plan.count_parameters", lambda _: size)
-    monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: device)
-    monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
-    monkeypatch.setattr("groupwise.models.probes.gpu_memory", lambda device: 80 << 30)
-    monkeypatch.setattr("groupwise.models.load.has_bfloat16", lambda device: False)
+    monkeypatch.setattr("groupwise.models.plan.all_parameters", lambda model: size)
+    give_device(monkeypatch, device)
     config = load_config({"model": {"name": "tiny"}, **sections}).config
     return machine_layout.choose_layout(config, longest_prompt=12).processes
 
@@ -82,10 +86,7 @@ def test_threads_and_slots_are_divided(monkeypatch):
 )
 def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
     """512 tokens of 1,024 numbers of 4 bytes are 2 MiB, of which 0.3 GiB hold 153."""
-    monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: "cuda")
-    monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
-    monkeypatch.setattr("groupwise.models.load.has_bfloat16", lambda device: False)
-    monkeypatch.setattr("groupwise.models.probes.gpu_memory", lambda device: memory)
+    give_device(monkeypatch, "cuda", memory)
     monkeypatch.setattr("groupwise.models.footprint.cached_numbers", lambda sizes: 1024)
     training = {"prompts_per_step": rows[0], "num_generations": rows[1]}
     config = load_config({"model": {"name": "tiny"}, "training": training}).config

@@ -8,7 +8,7 @@ import pytest
 
 from groupwise import plugins
 from groupwise.errors import TaskError
-from groupwise.plugins import LoadedPlugin, load
+from groupwise.plugins import LoadedPlugin, load, trains_when_imported
 
 
 @pytest.fixture(autouse=True)
@@ -102,3 +102,21 @@ def test_search_path_is_as_before_after_a_failure_and_longer_at_its_end_after_su
     load(path)
     load(path)
     assert sys.path == [*before, str(tmp_path)]
+
+
+@pytest.mark.parametrize(("source", "told"), [
+    ("t = Trainer(m)\nif True:\n    t.train()", "line 3: t.train()"), ("Trainer(m).train()", "line 1: Trainer(m).train()"),
+    ("model.train()", None), ("def f(:", None), ('if __name__ == "__main__":\n    t.train()', None),
+    ('if "__main__" == __name__:\n    pass\nelse:\n    t.train()', "line 4: t.train()"), ("def f():\n    t.train()", None),
+])  # fmt: skip
+def test_what_would_train_when_it_is_imported(source, told):
+    assert trains_when_imported(source) == told
+
+
+def test_a_script_that_trains_is_told_of_before_it_runs(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    refused(write(tmp_path, "training_script.py", "1 / 0\ntrainer.train()"), kind="reward")
+    refused("training_script")
+    assert ["line 2: trainer.train()" in record.getMessage() for record in caplog.records] == [
+        True
+    ] * 2

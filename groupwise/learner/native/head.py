@@ -14,7 +14,8 @@ from torch import Tensor
 
 from groupwise.learner.forward import Targets
 from groupwise.learner.native.elementwise import add_norm_gradient, norm_scale
-from groupwise.models.logprobs import CHUNK, NEVER, TokenNumbers
+from groupwise.models.logprobs import NEVER, TokenNumbers
+from groupwise.models.native.facts import CHUNK
 from groupwise.models.native.weights import NativeModel
 
 ROWS_IN_CACHE = 16

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.learner.native.beside import Attention, real_places
 from groupwise.learner.native.layout import Texts
-from groupwise.models.native.compiled import multiple
+from groupwise.models.native.facts import multiple
 from groupwise.models.native.linear import quick_float32
 from groupwise.models.native.weights import Shape
 

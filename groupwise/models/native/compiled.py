@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from groupwise.models.native.facts import without_numba
+
 FORMATS = (torch.bfloat16, torch.float32)
 
 FEW = 64
 """So many rows are computed faster by one thread than torch can wake others."""
-LANES = 16
-"""Numbers of a vector of the processor."""
-STRETCH = 16
-"""Keys that stand beside each other, in the order [D, STRETCH]; those that are not there weigh 0."""
-
-
-def multiple(count: int, of: int) -> int:
-    """The least multiple of `of` that is no less."""
-    return -(-count // of) * of
 
 
 def refusal(dtype: torch.dtype) -> str | None:
     """Why the kernels cannot compute a model of this format on a processor; None where they can."""
     if dtype not in FORMATS:
         return f"{dtype} is computed on a GPU only".replace("torch.", "")
-    return _without_numba()
-
-
-@cache
-def _without_numba() -> str | None:
-    """Why there is no numba; None where it can be imported."""
-    try:
-        import numba  # noqa: F401 — asked for, not used
-    except Exception as error:  # noqa: BLE001 — beside another NumPy than it was made for, any may come
-        if isinstance(error, ModuleNotFoundError) and error.name == "numba":
-            return "numba is not installed (pip install numba)"
-        return f"numba cannot be imported: {error}"
-    return None
+    return without_numba()
 
 
 def suits(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from groupwise.models.native.compiled import LANES, STRETCH
+from groupwise.models.native.facts import LANES, STRETCH
 from groupwise.models.native.jit import kernel
 from groupwise.models.native.vector_code import FLOATS, VectorCode
 

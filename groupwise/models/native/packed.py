@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.models.native.compiled import LANES, array, multiple
+from groupwise.models.native.compiled import array
+from groupwise.models.native.facts import LANES, ROWS, multiple
 from groupwise.models.native.threads import in_parts
 
 Array = NDArray[Any]
 
-ROWS = 8
-"""Few rows are computed in multiples of so many: tiles are made for that, and libraries may compute fewer with other last bits."""
 NOT_YET = np.empty((0, 0), np.float32)
 """What `products.product` is given for x Aᵀ where it is to compute that, too."""
 BLOCKS_OF_A_THREAD = 8

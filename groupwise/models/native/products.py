@@ -27,7 +27,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from groupwise.models.native.compiled import LANES
+from groupwise.models.native.facts import LANES
 from groupwise.models.native.jit import kernel
 from groupwise.models.native.vector_code import FLOATS, WORDS, VectorCode
 
@@ -275,7 +275,7 @@ def product(
 ) -> None:
     """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, of the blocks of 16 outputs from `first` up to `last`.
 
-    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `packed.ROWS`, outputs and ranks of `LANES`. `weights`,
+    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`,
     which are W, and `down`, which is A, stand in the order of the first lines of this file. All else is float32: of block b, only ranks
     from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is what `narrow` gave, or has no rows.
     """

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from groupwise.models.native import compiled
-from groupwise.models.native.compiled import LANES, STRETCH, array
+from groupwise.models.native.compiled import array
+from groupwise.models.native.facts import LANES, STRETCH
 from groupwise.models.native.packed import Packed
 from groupwise.models.native.weights import NativeModel
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from llvmlite import ir
 from numba.core import cgutils
 
-from groupwise.models.native.compiled import LANES
+from groupwise.models.native.facts import LANES
 
 BYTE, HALF, INT, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)

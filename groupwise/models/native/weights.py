@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.models.native import compiled
+from groupwise.models.native.facts import FAMILIES, head_size
 from groupwise.models.native.linear import Linear, Part
 
 logger = logging.getLogger(__name__)
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not depend on the length of the text."""
 PRODUCTS = {
@@ -346,11 +346,6 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
                 yield f"{child} of layer {number}", _plain(getattr(getattr(layer, owner), child))
     yield "its head", _plain(cast("nn.Module", model.get_output_embeddings()))
     yield "its table of embeddings", model.get_input_embeddings()
-
-
-def head_size(config: Any) -> int:
-    """Numbers of a query, a key or a value of one head, which not every config says."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _body_path(model: PreTrainedModel) -> str:

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.models.footprint import grown
-from groupwise.models.native.compiled import LANES, STRETCH, multiple
-from groupwise.models.native.packed import ROWS
+from groupwise.models.native.facts import LANES, ROWS, STRETCH, multiple
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from groupwise.models.native.facts import ROWS
 from groupwise.models.native.forward import Adapter, residual_after_layers
-from groupwise.models.native.packed import ROWS
 from groupwise.models.native.ready import ready_to_decode
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row

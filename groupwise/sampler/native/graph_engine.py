@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from groupwise.models.native.compiled import multiple
+from groupwise.models.native.facts import multiple
 from groupwise.models.native.forward import residual_after_layers
 from groupwise.models.native.linear import LowRank
 from groupwise.models.native.weights import NativeModel

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.models.native.facts import ROWS
 from groupwise.models.native.forward import Adapter, residual_after_layers, text_attention
-from groupwise.models.native.packed import ROWS
 from groupwise.models.native.weights import NativeModel
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -24,6 +24,7 @@ from typing import Any
 from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import Interruption
 from groupwise.config import LoadedConfig, RunConfig, load_config
+from groupwise.data.messages import Unusable, messages_of
 from groupwise.data.signals import Signals
 from groupwise.errors import ConfigError, TaskError, UsageError
 from groupwise.loops.drawing import check_served
@@ -276,9 +277,12 @@ class EngineCore:
             gate.left()
 
     def _ids(self, order: SampleOrder) -> tuple[int, ...]:
+        prompt = order.prompt
         try:
-            ids = first_ids(self._current.run.tokenizer, order.prompt, (), order.columns)
-        except TaskError as error:  # it has no tokens, or the chat template does not take it
+            if not isinstance(prompt, str):
+                prompt = messages_of(prompt)
+            ids = first_ids(self._current.run.tokenizer, prompt, (), order.columns)
+        except (TaskError, Unusable) as error:  # no tokens, or not what the chat template takes
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
             raise WrongOrder(

@@ -1,7 +1,7 @@
 """Completions in OpenAI's forms: as one answer, or as the pieces of a stream.
 
 What was never shown before the end of a stream comes with the piece that ends its choice: tokens and log-probabilities, which are known
-when the choice is complete, and what the answer says of itself.
+when the choice is complete, what the answer says of itself, and the calls of tools, each in a piece.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, Literal
 
+from groupwise.plugins import printable
 from groupwise.server.openai.completed import Completed, Written
 from groupwise.wire.openai import (
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
@@ -21,6 +23,7 @@ from groupwise.wire.openai import (
     TextCompletion,
     TextLogprobs,
     TokenLogprob,
+    ToolCallData,
     Usage,
 )
 
@@ -35,7 +38,9 @@ def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     """Everything at once."""
     common: dict[str, Any] = {**_about(kind, completed), "usage": _usage(completed)}
     if kind == "chat":
-        chats = [_chat_choice(place, each) for place, each in enumerate(completed.choices)]
+        chats = [
+            _chat_choice(completed.id, place, each) for place, each in enumerate(completed.choices)
+        ]
         return ChatCompletion(**common, choices=chats)
     texts = [_text_choice(place, each) for place, each in enumerate(completed.choices)]
     return TextCompletion(**common, choices=texts)
@@ -57,14 +62,30 @@ def _usage(completed: Completed) -> Usage:
     return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
 
 
-def _chat_choice(place: int, each: Written) -> ChatChoice:
+def _chat_choice(id: str, place: int, each: Written) -> ChatChoice:
+    calls = _calls(id, place, each)
     return ChatChoice(
         index=place,
-        message=Reply(content=each.text),
+        message=Reply(
+            content=None if calls and not each.text else each.text, tool_calls=calls or None
+        ),
         finish_reason=each.finish_reason,
         token_ids=list(each.token_ids),
         logprobs=_chat_logprobs(each),
     )
+
+
+def _calls(id: str, place: int, each: Written) -> list[ToolCallData]:
+    return [
+        ToolCallData(
+            id=f"call_{id}-{place}-{number}",
+            function=CalledFunction(
+                name=printable(call.name),
+                arguments=printable(json.dumps(call.arguments, ensure_ascii=False)),
+            ),
+        )
+        for number, call in enumerate(each.calls)
+    ]
 
 
 def _text_choice(place: int, each: Written) -> TextChoice:
@@ -134,6 +155,9 @@ class Pieces:
             }
             if self._kind == "chat":
                 ended["delta"] = {}
+                for number, call in enumerate(_calls(completed.id, place, each)):
+                    delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
+                    yield self._piece([{**self._choice(place, ""), "delta": delta}])
             yield self._piece([ended], about)
         if self._usage:
             yield self._piece([], {**about, "usage": _usage(completed).model_dump()})

@@ -9,12 +9,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from groupwise.data.messages import with_arguments
 from groupwise.data.template_columns import columns_of
 from groupwise.server.engine.port import Sampling
 from groupwise.types import Prompt
-from groupwise.wire.openai import GROUP, SIZE, ChatRequest, TextRequest
+from groupwise.wire.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
 from groupwise.wire.problems import FieldError, Refusal
 from groupwise.wire.training import MAX_COMPLETIONS
 
@@ -38,6 +39,9 @@ class Gather:
     """Members of a group; None: as many as the run's groups have."""
 
 
+ReadCalls = Literal["none", "first", "all"]
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Prompts to be completed."""
@@ -54,6 +58,8 @@ class Ask:
     """Whether they are kept, to be rewarded; then there is one prompt."""
     gather: Gather | None
     """None: the completions are a group by themselves, or are not kept."""
+    read_calls: ReadCalls = "none"
+    """Which calls of tools are taken out of a completion's text."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -71,9 +77,12 @@ class Ask:
 def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
     """What is asked for. Refused by name where it cannot be kept as it is asked for."""
     columns: dict[str, Any] = {}
+    read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):
-        prompts: tuple[Prompt, ...] = ([message.plain() for message in request.messages],)
-        columns = columns_of(None, request.chat_template_kwargs)
+        prompts: tuple[Prompt, ...] = ([_for_template(each) for each in request.messages],)
+        columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
+        if tools:
+            read_calls = "first" if request.parallel_tool_calls is False else "all"
     else:
         prompts = request.prompts
     store = bool(request.store) or said.store
@@ -97,7 +106,15 @@ def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
         logprobs=request.wants_logprobs,
         store=store,
         gather=gather,
+        read_calls=read_calls,
     )
+
+
+def _for_template(given: ChatMessage) -> dict[str, Any]:
+    message = given.plain()
+    if given.tool_calls:
+        message["tool_calls"] = [with_arguments(call) for call in given.tool_calls]
+    return message
 
 
 def _gather(request: ChatRequest | TextRequest, said: Said, store: bool) -> Gather | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from groupwise.server.openai.texts import cut
+from groupwise.server.openai.asking import Ask
+from groupwise.server.openai.texts import cut, showable
+from groupwise.tasks.tools import HermesCalls, ToolCall
 from groupwise.types import Rollout
 from groupwise.wire.openai import FinishReason
 
@@ -18,12 +19,14 @@ class Written:
     """One completion."""
 
     text: str
-    """Without the stop that ended it."""
+    """Without the stop that ended it, and without `calls`."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     token_texts: TokenTexts | None
     """None: nobody asked for log-probabilities."""
+    calls: tuple[ToolCall, ...] = ()
+    """Of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,27 @@ class Completed:
         return sum(len(each.token_ids) for each in self.choices)
 
 
-def written(rollout: Rollout, stops: Sequence[str], texts: TokenTexts | None) -> Written:
+def written(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
     """A completion that was sampled."""
     logprobs = (
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     )
+    text, calls = cut(rollout.completion, ask.stops), list[ToolCall]()
+    if ask.read_calls != "none":
+        rest, calls = HermesCalls().split(text)
+        text = rest.rstrip() if calls else text
     return Written(
-        text=cut(rollout.completion, stops),
+        text=text,
         token_ids=rollout.completion_ids,
         logprobs=tuple(logprobs),
-        finish_reason=rollout.finish_reason or "length",
+        finish_reason="tool_calls" if calls else rollout.finish_reason or "length",
         token_texts=texts,
+        calls=tuple(calls[:1] if ask.read_calls == "first" else calls),
     )
+
+
+def showable_of(text: str, ask: Ask) -> str:
+    """What of a text that may go on is the beginning of what its choice will have as text."""
+    if ask.read_calls == "none":
+        return showable(text, ask.stops)
+    return showable(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()

@@ -31,9 +31,8 @@ from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
 from groupwise.server.openai.asking import Ask, Gather
-from groupwise.server.openai.completed import Completed, TokenTexts, Written, written
+from groupwise.server.openai.completed import Completed, TokenTexts, Written, showable_of, written
 from groupwise.server.openai.storing import Keeping, Kept, Render
-from groupwise.server.openai.texts import showable
 from groupwise.server.settings import ServerConfig
 from groupwise.server.versions import LATEST
 from groupwise.types import Rollout
@@ -173,7 +172,7 @@ class OpenAIService:
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL)
-                texts = [showable(text, ask.stops) for text in await progress.texts()]
+                texts = [showable_of(text, ask) for text in await progress.texts()]
                 if any(texts) and not begun:
                     begun = True
                     yield Begun(progress.id)
@@ -357,7 +356,7 @@ class OpenAIService:
             engine = conductor.engine
             asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
             texts = await self._host.asked(gather_all(asked), conductor)
-        return [written(each, ask.stops, text) for each, text in zip(rollouts, texts, strict=True)]
+        return [written(each, ask, text) for each, text in zip(rollouts, texts, strict=True)]
 
 
 def _names(now: Standing) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import httpx2
 import openai
 import pytest
 
+from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.wire.keys import Keyring
 from tests.unit.server.http_client import client_of, listening
 from tests.unit.server.openai.opening import Client, Open, opened
@@ -145,11 +146,37 @@ class OpenReal(Open):
         return EngineCore()
 
 
+async def test_prefills_and_what_templates_receive_reach_the_model(tmp_path):
+    """The server refuses `prompt_tokens` that are not what it makes of the prompt."""
+    tokenizer = tiny_tokenizer()
+    more = "{{ 'T' if add_generation_prompt and not thinking }}{{ tools[0].name if tools }}"
+    tokenizer.chat_template = f"{tokenizer.chat_template}{more}"
+    for part in (tokenizer, tiny_model(vocab_size=len(tokenizer))):
+        part.save_pretrained(tmp_path / "model")
+    async with opened(tmp_path, OpenReal, model_dir=str(tmp_path)) as served:
+        await served.start(model_id="model", groups_per_step=8)
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            begun = [*CHAT, {"role": "model", "content": "de"}]
+            given: Any = {"chat_template_kwargs": {"thinking": True}, "tools": [{"name": "f"}]}
+            for messages, more, end in (
+                (begun, {}, "Tde"),
+                (CHAT, given, "f"),
+                (begun, given, "fde"),
+            ):
+                ids = tokenizer(f"<|user|>abc<|assistant|>{end}")["input_ids"]
+                asked = {"prompt": messages, "prompt_tokens": ids, **more}
+                assert await client.ok("/completions", asked)
+                await client.refused(422, "/completions", {**asked, "prompt_tokens": ids[1:]})
+                asked = {"model": "latest", "messages": messages, **more}
+                asked.pop("tools", None)
+                answer = await client.ok("/v1/chat/completions", asked)
+                assert answer["usage"]["prompt_tokens"] == len(ids) - ("tools" in more)
+
+
 async def test_a_real_model_streams_what_it_answers(tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.server.openai.service.POLL", 1e-3)  # it writes a token in less
-    served = OpenReal(tmp_path)
-    await served.service.begin()
-    try:
+    async with opened(tmp_path, OpenReal) as served:
         await served.start(max_completion_length=24)
         async with client_of(served.app()) as http:
             client = Client(http)
@@ -165,6 +192,3 @@ async def test_a_real_model_streams_what_it_answers(tmp_path, monkeypatch):
             assert expected == [text.partition(stop)[0] for text in texts]
             for choice in whole["choices"]:
                 assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
-    finally:
-        await served.service.shut_down(5)
-        await served.ledger.close()

@@ -146,15 +146,11 @@ def test_steps_that_are_done_again_are_given_up(folder):
     assert [found[0] for found in again.found()] == [2]
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        ("import sys; print('no GPU'); sys.exit(3)", "exit code 3"),
-        ("pass", "wrote no JSON"),
-        ("import sys; open(sys.argv[1], 'w').write('{\"a\": \"b\"}')", "has no numbers"),
-        ("import sys; open(sys.argv[1], 'w').write('[1]')", "has no numbers"),
-    ],
-)
+@pytest.mark.parametrize(("code", "reason"), [
+    ("import sys; print('no GPU'); sys.exit(3)", "exit code 3"), ("pass", "wrote no JSON"),
+    ("import sys; open(sys.argv[1], 'w').write('{\"a\": \"b\"}')", "has no numbers"),
+    ("import sys; open(sys.argv[1], 'w').write('[1]')", "has no numbers"),
+])  # fmt: skip
 def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code, reason):
     session = Session(folder, BenchmarkOnCheckpoint(command=command(code)))
     session.save(2)
@@ -167,23 +163,18 @@ def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code
     assert not (place / "files").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, "give either `command`"),
-        ({"command": ("x",)}, "does not say {output}"),
-        ({"command": ("x", "{output}"), "overrides": ("a=b",)}, "belong to `config`"),
-        ({"suites": ("math_500",)}, "give `serve`, a list of words"),
-        ({"suites": ("maths",), "serve": SERVE}, "no suite 'maths'.*There are math_500, aime24"),
-        ({"suites": ("lcb",), "serve": SERVE[:-1]}, "does not say {port}"),
-        ({"suites": ("lcb",), "serve": (*PYTHON, "{port}")}, "neither {policy} nor {merged}"),
-        ({"suites": ("lcb",), "serve": SERVE, "command": ("x",)}, "give either `command`"),
-        ({"suites": ("lcb",), "endpoint": "http://x"}, "not the checkpoints of this run"),
-        ({"config": "c.yaml", "serve": SERVE}, "belong to `suites`"),
-        ({"config": "c.yaml", "label": "a/b"}, "it names a folder"),
-        ({"config": "c.yaml", "label": "step-12"}, "evaluations of its own"),
-    ],
-)
+@pytest.mark.parametrize(("given", "told"), [
+    ({}, "give either `command`"), ({"command": ("x",)}, "does not say {output}"),
+    ({"command": ("x", "{output}"), "overrides": ("a=b",)}, "belong to `config`"),
+    ({"suites": ("math_500",)}, "give `serve`, a list of words"),
+    ({"suites": ("maths",), "serve": SERVE}, "no suite 'maths'.*There are math_500, aime24"),
+    ({"suites": ("lcb",), "serve": SERVE[:-1]}, "does not say {port}"),
+    ({"suites": ("lcb",), "serve": (*PYTHON, "{port}")}, "neither {policy} nor {merged}"),
+    ({"suites": ("lcb",), "serve": SERVE, "command": ("x",)}, "give either `command`"),
+    ({"suites": ("lcb",), "endpoint": "http://x"}, "not the checkpoints of this run"),
+    ({"config": "c.yaml", "serve": SERVE}, "belong to `suites`"), ({"config": "c.yaml", "label": "a/b"}, "it names a folder"),
+    ({"config": "c.yaml", "label": "step-12"}, "evaluations of its own"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused(given, told):
     with pytest.raises(ValueError, match=told):
         BenchmarkOnCheckpoint(**given)

@@ -127,28 +127,14 @@ def test_an_installed_package_announces_one(monkeypatch, tmp_path, file):
     assert (name, callback.url) == ("notify", "x")
 
 
-@pytest.mark.parametrize(
-    ("entry", "told"),
-    [
-        ("erly_stop", "`early_stop`"),
-        (
-            {"name": "early_stop", "pateince": 3},
-            "did you mean patience? It takes: metric, patience",
-        ),
-        ({"name": "early_stop", "patience": "3"}, 'patience is "3"'),
-        ({"name": "FILE:Misspelt"}, "Did you mean on_step_end"),
-        ("FILE:WrongParameters", "expected: on_step_end(self, run, metrics)"),
-        ("FILE:HalfAState", "`load_state`"),
-        ("FILE:Needy", "Needy needs `url`."),
-        ({"name": "FILE:Foreign", "paticence": 1}, "did you mean patience?"),
-        ("FILE:Broken", "RuntimeError: no server"),
-        ("FILE:Picky", "Picky: beta is 0.5; it must be 0."),
-        ("FILE:Other", "groupwise.Callback"),
-        ("FILE:Nothing", "`Nothing`"),
-        ("FILE", "Plain, Needy, Broken"),
-        ("no/such.py:Class", "no/such.py"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "told"), [
+    ("erly_stop", "`early_stop`"), ({"name": "early_stop", "pateince": 3}, "did you mean patience? It takes: metric, patience"),
+    ({"name": "early_stop", "patience": "3"}, 'patience is "3"'), ({"name": "FILE:Misspelt"}, "Did you mean on_step_end"),
+    ("FILE:WrongParameters", "expected: on_step_end(self, run, metrics)"), ("FILE:HalfAState", "`load_state`"),
+    ("FILE:Needy", "Needy needs `url`."), ({"name": "FILE:Foreign", "paticence": 1}, "did you mean patience?"),
+    ("FILE:Broken", "RuntimeError: no server"), ("FILE:Picky", "Picky: beta is 0.5; it must be 0."), ("FILE:Other", "groupwise.Callback"),
+    ("FILE:Nothing", "`Nothing`"), ("FILE", "Plain, Needy, Broken"), ("no/such.py:Class", "no/such.py"),
+])  # fmt: skip
 def test_what_is_refused(file, entry, told):
     if isinstance(entry, str):
         entry = entry.replace("FILE", file)
@@ -160,13 +146,10 @@ def test_what_is_refused(file, entry, told):
 BENCHMARK = {"name": "benchmark_on_checkpoint", "command": [sys.executable, "{output}"]}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "claim"),
-    [
-        (BENCHMARK, {**BENCHMARK, "max_processes": 2}, "the label 'benchmark'"),
-        ("loss_logging", {"name": "loss_logging", "metrics": ["kl"]}, "the file loss_history.csv"),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "claim"), [
+    (BENCHMARK, {**BENCHMARK, "max_processes": 2}, "the label 'benchmark'"),
+    ("loss_logging", {"name": "loss_logging", "metrics": ["kl"]}, "the file loss_history.csv"),
+])  # fmt: skip
 def test_two_that_would_destroy_each_others_results_are_refused(first, second, claim):
     with pytest.raises(ConfigError, match=f"c: callbacks: .*{claim} cannot be had by two"):
         configured_callbacks([first, "early_stop", second], GIVEN, "c")

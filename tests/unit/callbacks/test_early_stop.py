@@ -31,21 +31,13 @@ def steps_until_stopped(callback: EarlyStop, values: list[Any], run: Any = None)
     return None
 
 
-@pytest.mark.parametrize(
-    ("parameters", "values", "stopped_after"),
-    [
-        ({}, [1, 1, 1, 1], 4),
-        ({"patience": 1}, [1, 2, 3, 3], 4),
-        ({"patience": 2}, [1, 0, 2, 0, 0], 5),
-        ({"patience": 2, "min_delta": 0.5}, [1, 1.5, 1.4], 3),
-        ({"patience": 2, "min_delta": 0.5}, [1, 1.6, 1.4], None),
-        ({"patience": 2, "mode": "min"}, [3, 2, 1, 2, 1], 5),
-        ({"patience": 1, "metric": "eval_loss"}, [3, 2, 2], 3),
-        ({"patience": 1, "metric": "loss", "mode": "max"}, [3, 2], 2),
-        ({"patience": 2}, [float("nan"), 1, float("nan"), float("inf")], 4),
-        ({"patience": 2}, [1, None, 1, None, None, 1], 6),
-    ],
-)
+@pytest.mark.parametrize(("parameters", "values", "stopped_after"), [
+    ({}, [1, 1, 1, 1], 4), ({"patience": 1}, [1, 2, 3, 3], 4), ({"patience": 2}, [1, 0, 2, 0, 0], 5),
+    ({"patience": 2, "min_delta": 0.5}, [1, 1.5, 1.4], 3), ({"patience": 2, "min_delta": 0.5}, [1, 1.6, 1.4], None),
+    ({"patience": 2, "mode": "min"}, [3, 2, 1, 2, 1], 5), ({"patience": 1, "metric": "eval_loss"}, [3, 2, 2], 3),
+    ({"patience": 1, "metric": "loss", "mode": "max"}, [3, 2], 2), ({"patience": 2}, [float("nan"), 1, float("nan"), float("inf")], 4),
+    ({"patience": 2}, [1, None, 1, None, None, 1], 6),
+])  # fmt: skip
 def test_patience(parameters, values, stopped_after):
     assert steps_until_stopped(EarlyStop(observe="steps", **parameters), values) == stopped_after
 

@@ -42,9 +42,6 @@ def by_name(report: Report) -> dict[str, Finding]:
     return {finding.name: finding for finding in report.findings}
 
 
-# What is well
-
-
 def test_a_good_task_passes_everything():
     report = check(
         task(get_eval_dataset=lambda config: [{"prompt": "Say pink.", "answer": "pink"}]), PLAIN
@@ -61,10 +58,13 @@ def test_a_good_task_passes_everything():
     json.dumps(report.summary)
 
 
-def test_a_hook_for_supervised_training_that_fails_keeps_nothing_from_being_looked_at():
-    report = check(task(get_sft_dataset=lambda config, tokenizer: [{"messages": 3}]), PLAIN)
+@pytest.mark.parametrize(("row", "name", "level"), [
+    ({"messages": 3}, "sft data", "problem"), ({"prompt": '{"messages": [', "completion": "a"}, "sft data: prompts", "warning"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_teachers_rows_keeps_nothing_from_being_looked_at(row, name, level):
+    report = check(task(get_sft_dataset=lambda config, tokenizer: [row]), PLAIN)
     found = by_name(report)
-    assert found["sft data"].level == "problem"
+    assert found[name].level == level
     assert found["gold earns most"].level == "ok"
 
 
@@ -87,9 +87,6 @@ def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
     assert "no config was given" in found["rendering"].measured
     assert found["training data"].data["prompt_length"]["unit"] == "characters"
     assert found["compute_metrics"].data == {"accuracy": 1.0}
-
-
-# What fails
 
 
 def test_a_reward_that_crashes():
@@ -124,10 +121,9 @@ class Hanging:
         pass
 
 
-@pytest.mark.parametrize(
-    ("answered", "calls", "determinism"),
-    [((), 3, "skipped"), ((3,), 6, "skipped"), (range(1, 9), 11, "warning")],
-)
+@pytest.mark.parametrize(("answered", "calls", "determinism"), [
+    ((), 3, "skipped"), ((3,), 6, "skipped"), (range(1, 9), 11, "warning"),
+])  # fmt: skip
 def test_a_reward_that_hangs_is_given_up(
     monkeypatch: pytest.MonkeyPatch, answered: Collection[int], calls: int, determinism: str
 ):
@@ -144,9 +140,6 @@ def test_a_reward_that_hangs_is_given_up(
         assert [each.name for each in report.of_level("problem")] == ["exceptions"]
         assert "longer than 30 s" in found["exceptions"].measured
         assert found["latency"].data["calls"] == calls
-
-
-# What is warned of
 
 
 def tagged(completions, answer):
@@ -174,24 +167,15 @@ class Relative:
         return share(completions, answer)
 
 
-@pytest.mark.parametrize(
-    ("reward", "levels"),
-    [
-        (tagged, {"gold earns most": "ok"}),
-        (contains, {"prompt echoed": "warning", "gold earns most": "warning"}),
-        (tired, {"determinism": "warning"}),
-        (share, {"independence": "warning"}),
-        (Relative(), {"independence": "ok"}),
-    ],
-)
+@pytest.mark.parametrize(("reward", "levels"), [
+    (tagged, {"gold earns most": "ok"}), (contains, {"prompt echoed": "warning", "gold earns most": "warning"}),
+    (tired, {"determinism": "warning"}), (share, {"independence": "warning"}), (Relative(), {"independence": "ok"}),
+])  # fmt: skip
 def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
     found = checked(reward)
     assert {name: found[name].level for name in levels} == levels
     layout = found["gold answers"].data["layout"]
     assert (layout == "answer tags") is (reward is tagged), "the way that earns most"
-
-
-# What cannot be used
 
 
 def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
@@ -203,9 +187,6 @@ def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
         check(task(), PLAIN, overrides=["training.lerning_rate=1"])
 
 
-# Completions that were given
-
-
 def given(tmp_path: Path, *rows: Any) -> str:
     file = tmp_path / "given.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
@@ -213,12 +194,8 @@ def given(tmp_path: Path, *rows: Any) -> str:
 
 
 def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
-    source = given(
-        tmp_path,
-        {"prompt": "Say red.", "completion": "red"},
-        {"prompt": "Say red.", "completion": "blue"},
-        {"example": 2, "completion": "black"},
-    )
+    red = [{"prompt": "Say red.", "completion": word} for word in ("red", "blue")]
+    source = given(tmp_path, *red, {"example": 2, "completion": "black"})
     report = check(task(), PLAIN, completions=source)
     said = by_name(report)["given completions"]
     assert said.data["mean"] == pytest.approx(1 / 3)

@@ -2,12 +2,7 @@
 
 from typing import Any
 
-from groupwise.checks.check_data import (
-    check_dataset,
-    check_overlap,
-    first_prompts,
-    written,
-)
+from groupwise.checks.check_data import check_dataset, check_overlap, first_prompts, written
 from groupwise.data.overlap import same_prompt, same_row
 from groupwise.testing.fakes import FakeTokenizer
 from groupwise.types import Example, Prompt

@@ -1,16 +1,13 @@
 """Judging rewards by what they gave to completions of known worth."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from groupwise.checks.check_gold import Gold
-from groupwise.checks.check_rewards import (
-    Verdict,
-    judge_order,
-    judge_parts,
-    judge_spread,
-)
-from groupwise.rewards.scoring import MemberScore
-from groupwise.types import RewardPart
+from groupwise.checks.check_rewards import Trial, Verdict, judge_order, judge_parts, judge_spread
+from groupwise.rewards.scoring import GroupScore, MemberScore
+from groupwise.types import Example, RewardPart
 
 GOLD = Gold("answer", "plain")
 
@@ -22,10 +19,22 @@ def verdict(kind: str, reward: float | None, row: int = 0, **parts: float | None
     return Verdict(row, kind, kind, MemberScore("scored", None, reward, made))
 
 
-# Trying
+async def test_a_completion_that_is_tried_again_is_tokenised_once():
+    texts, asked = [], []
 
+    async def score(request):
+        asked.append([*map(tuple, request.completion_ids)])
+        request.completion_ids[0].clear()  # as a reward of this process may
+        return GroupScore(())
 
-# Failures and spread
+    def tokenizer(text, **_):
+        return {"input_ids": [len(text), texts.append(text) or 0]}
+
+    scorer: Any = SimpleNamespace(score=score)
+    trial = Trial(scorer, tokenizer)
+    for _ in range(2):
+        await trial.score(Example(0, "?", {}), ["a", "bb", "a"])
+    assert (texts, asked) == (["a", "bb"], [[(1, 0), (2, 0), (1, 0)]] * 2)
 
 
 def test_a_reward_that_never_varies_is_a_problem():
@@ -35,9 +44,6 @@ def test_a_reward_that_never_varies_is_a_problem():
     unread = replace(GOLD, is_read=False)
     assert judge_spread(tried, unread).level == "warning", "right ones may look otherwise"
     assert judge_order(tried, unread).level == "skipped"
-
-
-# Order
 
 
 def test_gold_below_a_wrong_completion_is_a_problem_that_shows_the_worst_row():
@@ -52,9 +58,6 @@ def test_gold_below_a_wrong_completion_is_a_problem_that_shows_the_worst_row():
     assert "gold_completion" in said.remedy
 
 
-# Parts
-
-
 def test_parts_are_told_apart_with_their_share_of_none():
     given = [
         verdict("gold", 1.0, right=1.0, form=0.5, never=None),
@@ -67,6 +70,3 @@ def test_parts_are_told_apart_with_their_share_of_none():
     assert said["part right"].data["none_share"] == 0.25
     assert said["part form"].level == "warning"
     assert said["part never"].level == "warning"
-
-
-# The same again

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.checks.doctor_cost import (
-    Speeds,
-    estimate,
-)
+from groupwise.checks.doctor_cost import Speeds, estimate
 from groupwise.config import load_config
 from groupwise.rollouts.config import RolloutConfig
 

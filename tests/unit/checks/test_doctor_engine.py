@@ -67,9 +67,6 @@ async def test_a_sampler_and_a_learner_that_belong_together_are_well(tmp_path: P
     assert found["masks"].data["stopped"] > 0
 
 
-# Publication
-
-
 class Stale(FakeSampler):
     """Says that it has loaded the weights, and goes on with the old ones."""
 
@@ -107,9 +104,6 @@ async def test_weights_that_are_not_published_are_a_problem(sampler, learner, sa
     assert (found.level, said in found.measured) == ("problem", True)
 
 
-# The gap
-
-
 class Colder(FakeLearner):
     """Computes log-probabilities at another temperature than was sampled at."""
 
@@ -133,9 +127,6 @@ async def test_a_learner_with_another_temperature_is_found_by_the_gap(tmp_path: 
 ])  # fmt: skip
 def test_what_rounding_explains_depends_on_the_number_format(gap, dtype, level):
     assert judge_gap([(-1.0, -2.0)], [(-1.0 - gap, -2.0 + gap)], dtype, "gap").level == level
-
-
-# Masks
 
 
 async def groups_of(tmp_path: Path) -> list[Group]:
@@ -166,9 +157,6 @@ async def test_a_row_that_trains_fewer_tokens_than_were_sampled_is_found(tmp_pat
     assert (said.level, said.data["wrong"]) == ("problem", 1)
 
 
-# Invariance
-
-
 class Crowded(FakeSampler):
     """Draws something else when it is asked for several groups."""
 
@@ -196,9 +184,6 @@ async def test_a_sampler_whose_results_depend_on_the_others_is_found(
     sampler, level, tmp_path: Path
 ):
     assert (await looked_at(engine(tmp_path, sampler())))["batch invariance"].level == level
-
-
-# The slope, and what fails altogether
 
 
 def test_steps_that_rounding_swallows_are_warned_of():

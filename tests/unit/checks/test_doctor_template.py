@@ -56,9 +56,6 @@ def test_templates_that_rewrite_earlier_answers_or_do_not_ask_for_one_are_told()
     assert found(tokenizer(LOOP))["generation prompt"].level == "warning"
 
 
-# Stop tokens
-
-
 def test_a_completion_must_end_where_the_template_ends_an_answer_and_at_the_end_of_sequence():
     ended = CHAT_TEMPLATE.replace("<eos>", "<unk>")
     assert answer_end(tokenizer(ended)) == 2

@@ -35,34 +35,22 @@ def values(chosen: Draft, *keys: str) -> tuple[object, ...]:
     return tuple(config[section][key] for section, key in (name.split(".") for name in keys))
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("training.num_train_epochs=3", {EPOCHS: 3.0, STEPS: None}),
-        ("training.num_train_epochs=null", {STEPS: 100}),
-        ("training.max_steps=null", {STEPS: None, EPOCHS: 1.0}),
-        ("algorithm.preset=dapo_paper", {"algorithm.type": "dapo", "algorithm.epsilon": 0.2}),
-        ("algorithm={preset: gspo_paper}", {"algorithm.type": "gspo"}),
-        ("algorithm.preset=null", {"algorithm.type": "dr_grpo"}),
-        ("sampler.min_completion_length=300", {LEAST: 300, LONGEST: 304}),
-        ("sampler.min_completion_length=100", {LONGEST: 112}),
-        ("algorithm.type=dapo; algorithm.soft_punish_cache=100", {LONGEST: 512}),
-        ("training.minibatches=12", {"training.prompts_per_step": 12}),
-        ("training.minibatches=3", {"training.prompts_per_step": 3}),
-        ("training.schedule=free", {"training.lag": 1}),
-        ("rollout.max_answer_length=20", {"rollout.type": "two_stage"}),
-        ("rollout.max_turns=3", {"rollout.type": "environment"}),
-        (
-            "rollout.max_answer_length=600; sampler.min_completion_length=400",
-            {"rollout.type": "two_stage", LONGEST: 256},
-        ),
-        ("eval.samples_per_prompt=4", {"eval.temperature": 1.0}),
-        ("eval.top_p=0.9", {"eval.temperature": 1.0, "eval.top_p": 0.9}),
-        ("eval.pass_at_k=[1,8]", {"eval.samples_per_prompt": 8, "eval.temperature": 1.0}),
-        ("eval.pass_at_k=[1]", {"eval.samples_per_prompt": 1, "eval.temperature": 0.0}),
-        ("eval.samples_per_prompt=2; eval.temperature=0.5", {"eval.temperature": 0.5}),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("training.num_train_epochs=3", {EPOCHS: 3.0, STEPS: None}), ("training.num_train_epochs=null", {STEPS: 100}),
+    ("training.max_steps=null", {STEPS: None, EPOCHS: 1.0}),
+    ("algorithm.preset=dapo_paper", {"algorithm.type": "dapo", "algorithm.epsilon": 0.2}),
+    ("algorithm={preset: gspo_paper}", {"algorithm.type": "gspo"}), ("algorithm.preset=null", {"algorithm.type": "dr_grpo"}),
+    ("sampler.min_completion_length=300", {LEAST: 300, LONGEST: 304}), ("sampler.min_completion_length=100", {LONGEST: 112}),
+    ("algorithm.type=dapo; algorithm.soft_punish_cache=100", {LONGEST: 512}),
+    ("training.minibatches=12", {"training.prompts_per_step": 12}), ("training.minibatches=3", {"training.prompts_per_step": 3}),
+    ("training.schedule=free", {"training.lag": 1}), ("rollout.max_answer_length=20", {"rollout.type": "two_stage"}),
+    ("rollout.max_turns=3", {"rollout.type": "environment"}),
+    ("rollout.max_answer_length=600; sampler.min_completion_length=400", {"rollout.type": "two_stage", LONGEST: 256}),
+    ("eval.samples_per_prompt=4", {"eval.temperature": 1.0}), ("eval.top_p=0.9", {"eval.temperature": 1.0, "eval.top_p": 0.9}),
+    ("eval.pass_at_k=[1,8]", {"eval.samples_per_prompt": 8, "eval.temperature": 1.0}),
+    ("eval.pass_at_k=[1]", {"eval.samples_per_prompt": 1, "eval.temperature": 0.0}),
+    ("eval.samples_per_prompt=2; eval.temperature=0.5", {"eval.temperature": 0.5}),
+])  # fmt: skip
 def test_the_rest_is_chosen_around_what_was_given(words, expected):
     """From the first draft on, since it is loaded before anything is measured."""
     chosen = draft(*words.split("; "))
@@ -98,19 +86,12 @@ def test_what_is_trained_and_how_fast(kind, parameters, words, full, rate):
 # --- lengths -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "longest", "wanted", "limit", "expected"),
-    [
-        ((), 40, 64, 2048, (64, 48, None)),
-        ((), 40, 256, 200, (152, 48, None)),
-        ((), 190, 64, 200, (64, 136, None)),
-        (("sampler.max_completion_length=30",), 40, 256, 100, (30, 48, None)),
-        (("rollout.type=environment",), 4, 64, 2048, (64, 16, None)),
-        (("rollout.type=environment",), 4, 128, 2048, (128, 16, 2032)),
-        (("rollout.type=two_stage",), 40, 64, 2048, (256, 48, None)),
-    ],
-    ids=["both", "completion", "prompt", "given", "turns", "many turns", "two stages"],
-)
+@pytest.mark.parametrize(("words", "longest", "wanted", "limit", "expected"), [
+    ((), 40, 64, 2048, (64, 48, None)), ((), 40, 256, 200, (152, 48, None)), ((), 190, 64, 200, (64, 136, None)),
+    (("sampler.max_completion_length=30",), 40, 256, 100, (30, 48, None)),
+    (("rollout.type=environment",), 4, 64, 2048, (64, 16, None)), (("rollout.type=environment",), 4, 128, 2048, (128, 16, 2032)),
+    (("rollout.type=two_stage",), 40, 64, 2048, (256, 48, None)),
+])  # fmt: skip
 def test_prompt_and_completion_fit_the_model_together(words, longest, wanted, limit, expected):
     chosen = draft(*words)
     choose_lengths(chosen, longest, "measured", (wanted, "wanted"), limit)

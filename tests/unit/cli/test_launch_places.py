@@ -9,17 +9,12 @@ from groupwise.errors import UsageError
 from groupwise.launch.places import Place, reach
 
 
-@pytest.mark.parametrize(
-    ("word", "backend", "root"),
-    [
-        ("slurm", SlurmBackend, "groupwise-launch"),
-        ("slurm:/scratch/me", SlurmBackend, "/scratch/me/groupwise-launch"),
-        ("ray", RayBackend, "groupwise-launch"),
-        ("ray:/scratch/me", RayBackend, "/scratch/me/groupwise-launch"),
-        ("ray:,http://10.0.0.2:8265", RayBackend, "groupwise-launch"),
-        ("ray:/scratch/me,https://head/ray", RayBackend, "/scratch/me/groupwise-launch"),
-    ],
-)
+@pytest.mark.parametrize(("word", "backend", "root"), [
+    ("slurm", SlurmBackend, "groupwise-launch"), ("slurm:/scratch/me", SlurmBackend, "/scratch/me/groupwise-launch"),
+    ("ray", RayBackend, "groupwise-launch"), ("ray:/scratch/me", RayBackend, "/scratch/me/groupwise-launch"),
+    ("ray:,http://10.0.0.2:8265", RayBackend, "groupwise-launch"),
+    ("ray:/scratch/me,https://head/ray", RayBackend, "/scratch/me/groupwise-launch"),
+])  # fmt: skip
 def test_a_place_is_found_by_the_word_that_it_has(word: str, backend: type, root: str) -> None:
     place = note_of("j", word, None, None).place
     assert str(place) == word
@@ -36,18 +31,12 @@ def test_of_a_head_elsewhere_all_is_in_the_word() -> None:
     assert not place.is_here
 
 
-@pytest.mark.parametrize(
-    ("word", "why"),
-    [
-        ("ray:,ray://head:10001", "the address of Ray's dashboard"),
-        ("ray:,http://h:99999", "the address of Ray's dashboard"),
-        ("ray:,http://", "the address of Ray's dashboard"),
-        ("ray:,http://a,http://b", "the address of Ray's dashboard"),
-        ("slurm:/scratch,http://h:1", "a place is wanted"),
-        ("local:here", "a place is wanted"),
-        ("moon", "ray:USER@HOST:PORT/SHARED,ADDRESS"),
-    ],
-)
+@pytest.mark.parametrize(("word", "why"), [
+    ("ray:,ray://head:10001", "the address of Ray's dashboard"), ("ray:,http://h:99999", "the address of Ray's dashboard"),
+    ("ray:,http://", "the address of Ray's dashboard"), ("ray:,http://a,http://b", "the address of Ray's dashboard"),
+    ("slurm:/scratch,http://h:1", "a place is wanted"), ("local:here", "a place is wanted"),
+    ("moon", "ray:USER@HOST:PORT/SHARED,ADDRESS"),
+])  # fmt: skip
 def test_what_is_no_place_is_told_with_what_one_is(word: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         note_of("j", word, None, None)

@@ -31,20 +31,13 @@ def test_what_stands_behind_a_script_is_its_own(given: list[str], dashes: list[s
 RAY = ("ray", "--script", "job.py")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["local"], "there is nothing to run"),
-        (["local", "rl", "--config", "c"], "groupwise launch local -- rl --config c"),
-        (["local", "--", "doctor"], "rl, sft, eval, generate: `doctor` is none"),
-        (["local", "--", "--config", "c"], "`--config` is none"),
-        (["local", "--bogus", "--", "rl"], "No such option: --bogus"),
-        ([RAY[0], "--resource", "apart", *RAY[1:]], "NAME=N"),
-        ([RAY[0], "--memory", "much", *RAY[1:]], "a size"),
-        ([RAY[0], "--address", "head:8265", *RAY[1:]], "the address of Ray's dashboard"),
-        ([RAY[0], "--user", "me", *RAY[1:]], "--host"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    (["local"], "there is nothing to run"), (["local", "rl", "--config", "c"], "groupwise launch local -- rl --config c"),
+    (["local", "--", "doctor"], "rl, sft, eval, generate: `doctor` is none"), (["local", "--", "--config", "c"], "`--config` is none"),
+    (["local", "--bogus", "--", "rl"], "No such option: --bogus"), ([RAY[0], "--resource", "apart", *RAY[1:]], "NAME=N"),
+    ([RAY[0], "--memory", "much", *RAY[1:]], "a size"), ([RAY[0], "--address", "head:8265", *RAY[1:]], "the address of Ray's dashboard"),
+    ([RAY[0], "--user", "me", *RAY[1:]], "--host"),
+])  # fmt: skip
 def test_refusals_teach(
     words: list[str],
     told: str,

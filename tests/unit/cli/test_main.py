@@ -165,17 +165,14 @@ def test_an_interrupt_outside_a_run_is_no_result(
     assert json.loads(capsys.readouterr().out) == {"error": error}
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["rl", "-t", "t"], "Missing option '--config'"),
-        (["init", "-m", "tiny"], "Give --task and --model, or --from"),
-        (["rl", "-c", "c", "-t", "t", "--resum"], "--resume"),
-        (["evla"], "Did you mean 'eval'?"),
-        (["eval", "-c", "c", "-t", "t", "--samples-per-prompt", "0"], "greater than or equal to 1"),
-        (["fetch-model"], "Missing argument 'NAME'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    (["rl", "-t", "t"], "Missing option '--config'"), (["init", "-m", "tiny"], "Give --task and --model, or --from"),
+    (["rl", "-c", "c", "-t", "t", "--resum"], "--resume"), (["evla"], "Did you mean 'eval'?"),
+    (["rl", "--model_name_or_path", "x"], "here it is model.name"),
+    (["sft", "--num-train-epochs", "2"], "did you mean training.num_train_epochs?"),
+    (["eval", "-c", "c", "-t", "t", "--samples-per-prompt", "0"], "greater than or equal to 1"),
+    (["fetch-model"], "Missing argument 'NAME'"),
+])  # fmt: skip
 def test_a_wrong_command_line_exits_with_2_and_says_what_was_meant(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,8 +87,10 @@ def test_system_prompt_is_put_before_those_that_have_none() -> None:
     think = {"role": "system", "content": "Think."}
     assert [row["prompt"] for row in rows] == [[think, USER], [think, USER], [SYSTEM, USER]]
     assert list(rows.account.changed.values()) == [2]
-    developer = {"role": "developer", "content": "x"}
+    developer, empty = {"role": "developer", "content": "x"}, {"role": "system", "content": None}
     assert prompt([developer, USER], system_prompt="Think.") == [developer, USER]
+    assert prompt([empty, USER], system_prompt="Think.") == [think, USER]
+    assert prompt([empty, USER]) == [{**empty, "content": ""}, USER], "it may keep a default away"
     with pytest.raises(TaskError, match=r"data\.prompt_format"):
         prompt("hi", system_prompt="Think.", format="text")
 
@@ -165,18 +167,12 @@ def test_rows_of_a_teacher() -> None:
 CHAT, PAIR = {"messages": [USER, ASSISTANT]}, {"prompt": "hi", "completion": "hello"}
 
 
-@pytest.mark.parametrize(
-    ("row", "good", "reason"),
-    [
-        ({"prompt": "hi", "completion": ""}, CHAT, "the completion is empty"),
-        ({"prompt": "", "completion": "x"}, CHAT, "the prompt is empty"),
-        ({"messages": [USER]}, CHAT, "no message is the assistant's"),
-        ({"messages": None, "id": 3}, CHAT, "there is no messages"),
-        ({}, PAIR, "there is no prompt and no completion"),
-        ({"prompt": "hi"}, PAIR, "the completion is empty"),
-        ({"completion": "hello"}, PAIR, "there is no prompt"),
-    ],
-)
+@pytest.mark.parametrize(("row", "good", "reason"), [
+    ({"prompt": "hi", "completion": ""}, CHAT, "the completion is empty"),
+    ({"prompt": "", "completion": "x"}, CHAT, "the prompt is empty"), ({"messages": [USER]}, CHAT, "no message is the assistant's"),
+    ({"messages": None, "id": 3}, CHAT, "there is no messages"), ({}, PAIR, "there is no prompt and no completion"),
+    ({"prompt": "hi"}, PAIR, "the completion is empty"), ({"completion": "hello"}, PAIR, "there is no prompt"),
+])  # fmt: skip
 def test_teachers_rows_are_left_out_by_reason(
     row: dict[str, Any], good: dict[str, Any], reason: str
 ) -> None:

@@ -188,21 +188,12 @@ def test_it_is_the_same_in_every_process():
     assert said[0][1] == said[1][1]
 
 
-@pytest.mark.parametrize(
-    ("value", "what"),
-    [
-        (Bare(1), "objects of test_content.Bare"),
-        (Talkative(1), "objects of test_content.Talkative"),
-        (Mute(1), "objects of test_content.Mute"),
-        (Shut(a=1), "objects of test_content.Shut"),
-        ({Mute(1)}, "objects of test_content.Mute"),
-        ({Mute(1): 1}, "objects of test_content.Mute"),
-        (nested(200), "something nested more than 100 levels deep"),
-        (threading.Lock(), "objects of _thread.lock"),
-        (Bare, "test_content.Bare"),
-        (fingerprint, "groupwise.data.examples.fingerprint"),
-    ],
-)
+@pytest.mark.parametrize(("value", "what"), [
+    (Bare(1), "objects of test_content.Bare"), (Talkative(1), "objects of test_content.Talkative"),
+    (Mute(1), "objects of test_content.Mute"), (Shut(a=1), "objects of test_content.Shut"), ({Mute(1)}, "objects of test_content.Mute"),
+    ({Mute(1): 1}, "objects of test_content.Mute"), (nested(200), "something nested more than 100 levels deep"),
+    (threading.Lock(), "objects of _thread.lock"), (Bare, "test_content.Bare"), (fingerprint, "groupwise.data.examples.fingerprint"),
+])  # fmt: skip
 def test_what_cannot_be_told_is_warned_of_once_and_stable(caplog, value, what):
     examples._warn_of_untold.cache_clear()
     rows = [Example(n, "a", {"deep": [{"x": value}], "plain": {"untold": 1}}) for n in range(2)]

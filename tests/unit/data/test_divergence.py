@@ -37,29 +37,11 @@ def test_strength_by_hand():
     }
 
 
-@pytest.mark.parametrize(
-    ("last", "rewards", "given"),
-    [
-        ([0.0, 0.0, 0.0, 0.0], RISING, True),
-        ([0.9, 0.9, 0.9, -0.1], RISING, True),
-        ([0.0, 1.0, 1.0, 0.0], RISING, False),
-        (BEST, RISING, False),
-        ([1.0, 1.0, 1.0, 1.0], RISING, False),
-        ([0.0, 0.0, 0.0, 0.0], RISING[::-1], False),
-        ([0.0, 0.0, 0.0, 0.0], [0.5] * 9, False),
-        ([0.0, 0.0, 0.0, 0.0], [0.1, 0.9, 0.1, 0.1, 0.9, 0.1, 0.9, 0.1, 0.9], False),
-    ],
-    ids=[
-        "parted",
-        "fallen alike",
-        "within the tolerance",
-        "same",
-        "better",
-        "falling",
-        "flat",
-        "noise",
-    ],
-)
+@pytest.mark.parametrize(("last", "rewards", "given"), [
+    ([0.0, 0.0, 0.0, 0.0], RISING, True), ([0.9, 0.9, 0.9, -0.1], RISING, True), ([0.0, 1.0, 1.0, 0.0], RISING, False),
+    (BEST, RISING, False), ([1.0, 1.0, 1.0, 1.0], RISING, False), ([0.0, 0.0, 0.0, 0.0], RISING[::-1], False),
+    ([0.0, 0.0, 0.0, 0.0], [0.5] * 9, False), ([0.0, 0.0, 0.0, 0.0], [0.1, 0.9, 0.1, 0.1, 0.9, 0.1, 0.9, 0.1, 0.9], False),
+], ids=["parted", "fallen alike", "within the tolerance", "same", "better", "falling", "flat", "noise"])  # fmt: skip
 def test_both_must_be_beyond_their_noise(last, rewards, given):
     found = divergence(fall(last), rewards)
     assert found is not None

@@ -41,15 +41,12 @@ def test_an_endless_stream_is_read_up_to_its_limit_and_what_has_a_length_whole()
     assert len(examples_from_rows([{"prompt": "a"}] * 9, where="", limit=5)) == 9
 
 
-@pytest.mark.parametrize(
-    ("row", "place"),
-    [
-        ({"prompt": "half \ud83d"}, "row 1, column `prompt`"),
-        ({"prompt": [{"role": "user", "content": "\ude00"}]}, "row 1, column `prompt`"),
-        ({"prompt": "a", "answer": ["whole", "\ud83d"]}, "row 1, column `answer`"),
-        ({"prompt": "a", "meta": {"k\ud83d": 1}}, "row 1, column `meta`"),
-    ],
-)
+@pytest.mark.parametrize(("row", "place"), [
+    ({"prompt": "half \ud83d"}, "row 1, column `prompt`"),
+    ({"prompt": [{"role": "user", "content": "\ude00"}]}, "row 1, column `prompt`"),
+    ({"prompt": "a", "answer": ["whole", "\ud83d"]}, "row 1, column `answer`"),
+    ({"prompt": "a", "meta": {"k\ud83d": 1}}, "row 1, column `meta`"),
+])  # fmt: skip
 def test_half_a_character_is_refused_by_its_row(row, place):
     message = refused([{"prompt": "whole \U0001f600"}, row])
     assert place in message
@@ -64,6 +61,7 @@ def test_half_a_character_is_refused_by_its_row(row, place):
     ([{"prompt": ""}], ["row 0", "empty"]), ([{"prompt": []}], ["row 0", "no messages"]),
     ([{"prompt": None}], ["NoneType"]), ([{"prompt": ["hi"]}], ["row 0, message 0"]),
     ([{"prompt": [*CHAT, {"role": "user", "content": 3}]}], ["message 1", "`content`"]),
+    (Dataset.from_list([{"prompt": "a"}, {"prompt": ""}]).select([1, 0]), ["row 1: ", "empty"]),
     (["a"], ["row 0 is str"]), ("text", ["returned str"]), (None, ["returned NoneType"]),
     (DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}), ["not one dataset"]),
 ])  # fmt: skip

@@ -38,10 +38,9 @@ def epochs(parts: list[Part], seed: int, count: int) -> list[list[str]]:
     return [drawn[n * order.length : (n + 1) * order.length] for n in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("weight", "counts"),
-    [(1.0, {1: 10}), (0.5, {1: 5}), (2.0, {2: 10}), (1.3, {1: 7, 2: 3}), (0.26, {1: 3})],
-)
+@pytest.mark.parametrize(("weight", "counts"), [
+    (1.0, {1: 10}), (0.5, {1: 5}), (2.0, {2: 10}), (1.3, {1: 7, 2: 3}), (0.26, {1: 3}),
+])  # fmt: skip
 def test_weight_says_how_often_rows_come(weight: float, counts: dict[int, int]) -> None:
     (found,) = epochs([part("a", 10, weight)], 0, 1)
     assert Counter(Counter(found).values()) == counts

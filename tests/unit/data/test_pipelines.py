@@ -42,21 +42,13 @@ def data(**keys: Any) -> DatasetConfig:
     return DatasetConfig(dataset_name="rows.jsonl", **keys)
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "made"),
-    [
-        ("generic", {**PAIR, "x": 1}, {**PAIR, "x": 1, "reference": "b"}),
-        ("generic", {**PAIR, "reference": "c"}, {**PAIR, "reference": "c"}),
-        ("generic", {**PAIR, "reference": None}, {**PAIR, "reference": "b"}),
-        ("generic", {"prompt": "a"}, {"prompt": "a"}),
-        (
-            "deepseek",
-            {"prompt": CHAT, "answer": "2"},
-            {"prompt": CHAT, "answer": "2", "reference": "2"},
-        ),
-        ("deepseek", {"prompt": "1+1?"}, {"prompt": CHAT}),
-    ],
-)
+@pytest.mark.parametrize(("name", "row", "made"), [
+    ("generic", {**PAIR, "x": 1}, {**PAIR, "x": 1, "reference": "b"}),
+    ("generic", {**PAIR, "reference": "c"}, {**PAIR, "reference": "c"}),
+    ("generic", {**PAIR, "reference": None}, {**PAIR, "reference": "b"}), ("generic", {"prompt": "a"}, {"prompt": "a"}),
+    ("deepseek", {"prompt": CHAT, "answer": "2"}, {"prompt": CHAT, "answer": "2", "reference": "2"}),
+    ("deepseek", {"prompt": "1+1?"}, {"prompt": CHAT}),
+])  # fmt: skip
 def test_built_in_ones(name: str, row: dict[str, Any], made: dict[str, Any]) -> None:
     given = json.dumps(row)
     assert find_pipeline(name)(row) == made
@@ -82,19 +74,12 @@ def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
     assert account.left_out == {"the pipeline own_pipelines.py:short gives None": 1}
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("generc", r"No preprocessing pipeline `generc`(.|\n)*`generic`"),
-        ("own_pipelines.py", "own_pipelines.py is no function"),
-        ("own_pipelines.py:NUMBER", "own_pipelines.py:NUMBER is no function"),
-        ("own_pipelines.py:shor", "has no `shor`"),
-        ("own_pipelines.py:wrong", "Expected a row"),
-        ("own_pipelines.py:broken", r"\{'q': 'one\?'(.|\n)*KeyError"),
-        ("own_pipelines.py:short", r"gives None \(row 1\)"),
-        ("generic", "no column 'prompt'. It has: q, id"),
-    ],
-)
+@pytest.mark.parametrize(("name", "told"), [
+    ("generc", r"No preprocessing pipeline `generc`(.|\n)*`generic`"), ("own_pipelines.py", "own_pipelines.py is no function"),
+    ("own_pipelines.py:NUMBER", "own_pipelines.py:NUMBER is no function"), ("own_pipelines.py:shor", "has no `shor`"),
+    ("own_pipelines.py:wrong", "Expected a row"), ("own_pipelines.py:broken", r"\{'q': 'one\?'(.|\n)*KeyError"),
+    ("own_pipelines.py:short", r"gives None \(row 1\)"), ("generic", "no column 'prompt'. It has: q, id"),
+])  # fmt: skip
 def test_what_is_wrong_is_told(name: str, told: str) -> None:
     with pytest.raises(TaskError, match=told):
         for_training(data(preprocessing_pipeline=name, strict=True), teacher=False)

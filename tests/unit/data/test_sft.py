@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -23,27 +24,22 @@ def content(row: dict[str, Any], text_field: str = "text"):
     return teacher_example(3, row, text_field=text_field, where="W").content
 
 
-@pytest.mark.parametrize(
-    ("row", "wanted"),
-    [
-        ({"messages": [ASK, ANSWER]}, Conversation((ASK, ANSWER))),
-        ({"prompt": "a", "completion": "b"}, Completion("a", "b")),
-        ({"prompt": [ASK], "completion": [ANSWER]}, Conversation((ASK, ANSWER), 1)),
-        ({"prompt": [ASK], "completion": "2"}, Conversation((ASK, ANSWER), 1)),
-        ({"text": "abc"}, PlainText("abc")),
-        ({"input_ids": [1, 2], "labels": [-100, 2]}, Tokens((1, 2), (0, 1))),
-        ({"input_ids": [1, 2], "completion_mask": [0, 1]}, Tokens((1, 2), (0, 1))),
-        ({"input_ids": [1, 2], "assistant_masks": [True, False]}, Tokens((1, 2), (1, 0))),
-        ({"input_ids": [1, 2]}, Tokens((1, 2), (1, 1))),
-        ({**PADDED, "labels": [-100, -100, 2]}, Tokens((1, 2), (0, 1))),
-        ({"messages": None, "text": "abc"}, PlainText("abc")),
-        ({"messages": [ASK, ANSWER], "tools": "[]"}, Conversation((ASK, ANSWER))),
-        (
-            {"messages": [ASK, ANSWER], "tools": '[{"name": "f"}]', "chat_template_kwargs": QUIET},
-            Conversation((ASK, ANSWER), 0, ({"name": "f"},), QUIET),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "wanted"), [
+    ({"messages": [ASK, ANSWER]}, Conversation((ASK, ANSWER))), ({"prompt": "a", "completion": "b"}, Completion("a", "b")),
+    ({"prompt": [ASK], "completion": [ANSWER]}, Conversation((ASK, ANSWER), 1)),
+    ({"prompt": [ASK], "completion": "2"}, Conversation((ASK, ANSWER), 1)),
+    ({"prompt": [ASK], "completion": json.dumps([ANSWER])}, Conversation((ASK, ANSWER), 1)),
+    ({"conversations": json.dumps([ASK, ANSWER])}, Conversation((ASK, ANSWER))),
+    ({"prompt": [ASK, {**ANSWER, "content": "1+"}], "completion": "2"}, Conversation((ASK, {**ANSWER, "content": "1+2"}), 1, prefill="1+")),
+    ({"prompt": [ASK, ANSWER], "completion": [ASK, ANSWER]}, Conversation((ASK, ANSWER) * 2, 2)), ({"text": "abc"}, PlainText("abc")),
+    ({"input_ids": [1, 2], "labels": [-100, 2]}, Tokens((1, 2), (0, 1))),
+    ({"input_ids": [1, 2], "completion_mask": [0, 1]}, Tokens((1, 2), (0, 1))),
+    ({"input_ids": [1, 2], "assistant_masks": [True, False]}, Tokens((1, 2), (1, 0))), ({"input_ids": [1, 2]}, Tokens((1, 2), (1, 1))),
+    ({**PADDED, "labels": [-100, -100, 2]}, Tokens((1, 2), (0, 1))), ({"messages": None, "text": "abc"}, PlainText("abc")),
+    ({"messages": [ASK, ANSWER], "tools": "[]"}, Conversation((ASK, ANSWER))),
+    ({"messages": [ASK, ANSWER], "tools": '[{"name": "f"}]', "chat_template_kwargs": QUIET},
+     Conversation((ASK, ANSWER), 0, ({"name": "f"},), QUIET)),
+])  # fmt: skip
 def test_every_form(row, wanted):
     assert content(row) == wanted
 
@@ -55,30 +51,25 @@ def test_what_the_record_shows():
     )
     assert found.example == Example(3, [ASK], {"level": 2})
     taught = {"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]}
-    later = teacher_example(0, taught, text_field="text", where="W")
-    assert later.example.prompt == [ASK, ANSWER, ASK]
+    begun = {"prompt": [ASK, ANSWER], "completion": [ANSWER]}
+    for row, prompt in ((taught, [ASK, ANSWER, ASK]), (begun, [ASK, ANSWER])):
+        assert teacher_example(0, row, text_field="text", where="W").example.prompt == prompt
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"question": "a"}, "has none of the forms .* It has the columns: question"),
-        ({"prompt": "a"}, "has no column `completion`"),
-        ({"prompt": "a", "completion": [ANSWER]}, "`prompt` is text, but `completion` is list"),
-        ({"prompt": "a", "completion": ""}, "`completion` is empty"),
-        ({"messages": "hi"}, "no message is the assistant's"),
-        ({"messages": [ASK]}, "no message is the assistant's, .* the roles are: user"),
-        ({"prompt": [ASK, ANSWER], "completion": [ASK]}, "no message is the assistant's"),
-        ({"messages": [ASK, {"role": "assistant"}]}, "message 1: .*under `content`"),
-        ({"messages": [ASK, ANSWER], "tools": "f("}, "`tools` is text, but no JSON"),
-        ({"text": 5}, "`text` is int"),
-        ({"text": "a", "chat_template_kwargs": {"b": 1}}, "`chat_template_kwargs` has no effect"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "label of token 0 is 2, the token 1"),
-        ({"input_ids": [1, 2], "labels": [-100]}, "2 input_ids, but 1 labels"),
-        ({"input_ids": ["a"]}, "`input_ids` is .*whole numbers"),
-        ({"input_ids": [1, 2], "attention_mask": [1]}, "1 entries in attention_mask"),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"question": "a"}, "has none of the forms .* It has the columns: question"), ({"prompt": "a"}, "has no column `completion`"),
+    ({"prompt": "a", "completion": [ANSWER]}, "`prompt` is text, but `completion` is list"),
+    ({"prompt": "a", "completion": json.dumps([ANSWER])}, "but `completion` is JSON text"),
+    ({"prompt": "a", "completion": ""}, "`completion` is empty"), ({"messages": "hi"}, "no message is the assistant's"),
+    ({"messages": [ASK]}, "no message is the assistant's, .* the roles are: user"),
+    ({"prompt": [ASK, ANSWER], "completion": [ASK]}, "no message is the assistant's"),
+    ({"messages": [ASK, {"role": "assistant"}]}, "message 1: .*under `content`"),
+    ({"messages": [ASK, ANSWER], "tools": "f("}, "`tools` is text, but no JSON"), ({"text": 5}, "`text` is int"),
+    ({"text": "a", "chat_template_kwargs": {"b": 1}}, "`chat_template_kwargs` has no effect"),
+    ({"input_ids": [1, 2], "labels": [2, -100]}, "label of token 0 is 2, the token 1"),
+    ({"input_ids": [1, 2], "labels": [-100]}, "2 input_ids, but 1 labels"), ({"input_ids": ["a"]}, "`input_ids` is .*whole numbers"),
+    ({"input_ids": [1, 2], "attention_mask": [1]}, "1 entries in attention_mask"),
+])  # fmt: skip
 def test_what_cannot_be_taken_is_said_with_its_row(row, said):
     with pytest.raises(TaskError, match=f"^W: row 3.*{said}"):
         content(row)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from groupwise.data.sources import is_local, read_source
 from groupwise.errors import TaskError
+from groupwise.types import number_of
 
 ROWS = [{"question": f"q{n}", "answer": str(n)} for n in range(10)]
 NESTED = {"prompt": [{"role": "user", "content": "hé\u2028llo"}], "meta": {"gold": [1, None]}}
@@ -44,6 +45,10 @@ def refused(*arguments: Any, **keywords: Any) -> str:
     return str(caught.value)
 
 
+def numbers(rows: list[dict[str, Any]]) -> list[int]:
+    return [number_of(row, place) for place, row in enumerate(rows)]
+
+
 # Kinds of files
 
 
@@ -63,29 +68,14 @@ LONG = "x" * 200_000
 """Longer than Python wants the cells of CSV to be."""
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "rows"),
-    [
-        ("a.json", json.dumps([NESTED]), [NESTED]),
-        ("b.json", json.dumps({"version": 1, "data": [NESTED]}), [NESTED]),
-        (
-            "a.csv",
-            '\ufeffprompt,answer\r\n"one, two\nthree",007\r\n\r\na\u2028b,1e3\r\n',
-            [
-                {"prompt": "one, two\nthree", "answer": "007"},
-                {"prompt": "a\u2028b", "answer": "1e3"},
-            ],
-        ),
-        (
-            "a.tsv",
-            'prompt\tanswer\none, two\t007\n"a\tb"\t1e3\n',
-            [{"prompt": "one, two", "answer": "007"}, {"prompt": "a\tb", "answer": "1e3"}],
-        ),
-        ("a.csv", f"prompt\n{LONG}\n", [{"prompt": LONG}]),
-        ("a.txt", "one\r\n\ntwo\u2028x\n", [{"text": "one"}, {"text": "two\u2028x"}]),
-    ],
-    ids=["json", "json under data", "csv", "tsv", "long cells", "text"],
-)
+@pytest.mark.parametrize(("name", "text", "rows"), [
+    ("a.json", json.dumps([NESTED]), [NESTED]), ("b.json", json.dumps({"version": 1, "data": [NESTED]}), [NESTED]),
+    ("a.csv", '\ufeffprompt,answer\r\n"one, two\nthree",007\r\n\r\na\u2028b,1e3\r\n',
+     [{"prompt": "one, two\nthree", "answer": "007"}, {"prompt": "a\u2028b", "answer": "1e3"}]),
+    ("a.tsv", 'prompt\tanswer\none, two\t007\n"a\tb"\t1e3\n',
+     [{"prompt": "one, two", "answer": "007"}, {"prompt": "a\tb", "answer": "1e3"}]),
+    ("a.csv", f"prompt\n{LONG}\n", [{"prompt": LONG}]), ("a.txt", "one\r\n\ntwo\u2028x\n", [{"text": "one"}, {"text": "two\u2028x"}]),
+], ids=["json", "json under data", "csv", "tsv", "long cells", "text"])  # fmt: skip
 def test_each_kind_of_file_is_read(name: str, text: str, rows: list[dict[str, Any]]) -> None:
     assert read_source(written(name, text)) == rows
 
@@ -116,7 +106,9 @@ def test_whatever_json_lines_hold_comes_back(
     ("train[20%:50%]", range(2, 5)), ("train[:25%]", range(2)), ("train[2:-7]", range(2, 3)),
 ])  # fmt: skip
 def test_split_has_slices_as_the_hub_has_them(split: str, expected: range) -> None:
-    assert read_source(jsonl(ROWS), split=split) == [ROWS[n] for n in expected]
+    found = read_source(jsonl(ROWS), split=split)
+    assert found == [ROWS[n] for n in expected]
+    assert numbers(found) == [*expected]
 
 
 def test_limit_stops_reading() -> None:
@@ -132,6 +124,7 @@ def test_limit_with_a_seed_takes_a_sample_in_the_order_of_the_file(split: str) -
     assert all(rows == [row for row in there if row in rows] for rows in found)
     assert all(len(rows) == 4 for rows in found)
     assert all(any(row in rows for rows in found) for row in there)
+    assert numbers(found[3]) == [int(row["answer"]) for row in found[3]]
     assert found[3] == read_source(source, split=split, limit=4, seed=3)
     assert read_source(source, split=split, limit=99, seed=3) == there
     assert read_source(source, split=split, seed=3) == there
@@ -186,26 +179,18 @@ def test_what_the_library_datasets_saved_is_read() -> None:
 # What cannot be read
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"),
-        ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
-        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
-        ("a.jsonl", "\n\n", "has no rows in its split 'train'"),
-        ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
-        ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
-        ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
-        ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"),
-        ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
-        ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"),
-        ("a.csv", "", "has no rows"),
-        ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
-        ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
-        ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"),
-        ("a.txt", "", "has no rows"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"), ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
+    ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
+    ("a.jsonl", "\n\n", "has no rows in its split 'train'"), ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
+    ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
+    ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
+    ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"), ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
+    ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"), ("a.csv", "", "has no rows"),
+    ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
+    ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
+    ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"), ("a.txt", "", "has no rows"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:
     assert said in refused(written(name, content))
 
@@ -231,28 +216,27 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load_dataset(*arguments: Any, **keywords: Any) -> datasets.Dataset:
         asked.append((arguments, keywords))
-        return datasets.Dataset.from_list(ROWS)
+        found = datasets.Dataset.from_list(ROWS, split=datasets.NamedSplit("test[-10:]"))
+        found.info.splits = datasets.SplitDict(test=datasets.SplitInfo("test", num_examples=12))
+        return found
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found = read_source(
-        "openai/gsm8k", "main", "test[:4]", {"prompt": "question"}, 2, revision="e53f048"
+        "openai/gsm8k", "main", "test[-10:]", {"prompt": "question"}, 2, revision="e53f048"
     )
     assert found == [{"prompt": row["question"], **row} for row in ROWS[:2]]
-    sampled = read_source("openai/gsm8k", "main", "test[:4]", limit=2, seed=0, revision="e53f048")
+    assert numbers(found) == [2, 3]
+    sampled = read_source("openai/gsm8k", "main", "test[-10:]", limit=2, seed=0, revision="e53f048")
     assert sampled == read_source(jsonl(ROWS), limit=2, seed=0)
+    assert numbers(sampled) == [int(row["answer"]) + 2 for row in sampled]
     assert asked.pop() == asked[0]
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test[:4]", "revision": "e53f048"})]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test[-10:]", "revision": "e53f048"})]
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ConnectionError("offline"), "The hub cannot be reached"),
-        (ValueError('Unknown split "x"'), 'Unknown split "x"'),
-        (DatasetNotFoundError("gone"), "Look at its page"),
-        (DatasetGenerationError("broken"), "Look at its page"),
-    ],
-)
+@pytest.mark.parametrize(("error", "said"), [
+    (ConnectionError("offline"), "The hub cannot be reached"), (ValueError('Unknown split "x"'), 'Unknown split "x"'),
+    (DatasetNotFoundError("gone"), "Look at its page"), (DatasetGenerationError("broken"), "Look at its page"),
+])  # fmt: skip
 def test_hub_that_does_not_give_it_is_told(
     error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

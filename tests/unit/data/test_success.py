@@ -22,17 +22,11 @@ def rollout(reward: float | None, outcome: Outcome = "scored", **parts: float | 
     return Rollout(0, 0, 0, (), (), "", outcome, reward=reward, parts=made)
 
 
-@pytest.mark.parametrize(
-    ("made", "part", "value"),
-    [
-        (rollout(1.2, correct=1.0, brief=0.2), None, 1.2),
-        (rollout(1.2, form=0.2, word_accuracy=1.0, accuracy_too=0.0), None, 1.0),
-        (rollout(0.4, words__accuracy=None, sums__accuracy=0.4), None, 0.4),
-        (rollout(1.0, accuracy=0.0, form=0.7), "form", 0.7),
-        (rollout(1.0, accuracy=0.0), "form", None),
-    ],
-    ids=["the total", "the accuracy", "that of its task", "a named part", "no such part"],
-)
+@pytest.mark.parametrize(("made", "part", "value"), [
+    (rollout(1.2, correct=1.0, brief=0.2), None, 1.2), (rollout(1.2, form=0.2, word_accuracy=1.0, accuracy_too=0.0), None, 1.0),
+    (rollout(0.4, words__accuracy=None, sums__accuracy=0.4), None, 0.4), (rollout(1.0, accuracy=0.0, form=0.7), "form", 0.7),
+    (rollout(1.0, accuracy=0.0), "form", None),
+], ids=["the total", "the accuracy", "that of its task", "a named part", "no such part"])  # fmt: skip
 def test_what_counts_as_success(made, part, value):
     assert success_value(made, part) == value
 

@@ -10,9 +10,9 @@ from groupwise.errors import ConfigError
 MODEL = {"model": {"name": "tiny"}}
 
 
-@pytest.mark.parametrize(
-    "name", ["reward", "rewards/math/accuracy/mean", "pass@4", "avg@2", "maj@16"]
-)
+@pytest.mark.parametrize("name", [
+    "reward", "rewards/math/accuracy/mean", "pass@4", "avg@2", "maj@16",
+])  # fmt: skip
 def test_metrics_that_each_prompt_has_may_be_held_out(name):
     config = load_config({**MODEL, "signals": {"held_out_metric": name}}).config
     assert config.signals is not None

@@ -53,30 +53,12 @@ def test_by_default_three_variables_and_the_files_of_one_folder(
     assert allowed.read(references) == {"A": "hf", "B": "given"}
 
 
-@pytest.mark.parametrize(
-    "reference",
-    [
-        "env:GROUPWISE_API_KEY",
-        "env:PGPASSWORD",
-        "env:HF_TOKEN_2",
-        "env:hf_token",
-        "env:",
-        "file:/etc/shadow",
-        "file:{folder}/fleet.db",
-        "file:{folder}/secrets/deep/token",
-        "file:{folder}/secrets/../secrets-of-others/token",
-        "file:{folder}/secrets/../../outside",
-        "file:{folder}/secrets/./token",
-        "file:{folder}//secrets/token",
-        "file:{folder}/secrets/token/",
-        "file:{folder}/secrets/",
-        "file:{folder}/secrets-of-others/token",
-        "file:secrets/token",
-        "file:{folder}/secrets/a\0b",
-        "FILE:{folder}/secrets/token",
-        "",
-    ],
-)
+@pytest.mark.parametrize("reference", [
+    "env:GROUPWISE_API_KEY", "env:PGPASSWORD", "env:HF_TOKEN_2", "env:hf_token", "env:", "file:/etc/shadow", "file:{folder}/fleet.db",
+    "file:{folder}/secrets/deep/token", "file:{folder}/secrets/../secrets-of-others/token", "file:{folder}/secrets/../../outside",
+    "file:{folder}/secrets/./token", "file:{folder}//secrets/token", "file:{folder}/secrets/token/", "file:{folder}/secrets/",
+    "file:{folder}/secrets-of-others/token", "file:secrets/token", "file:{folder}/secrets/a\0b", "FILE:{folder}/secrets/token", "",
+])  # fmt: skip
 def test_nothing_else(folder: Path, reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUPWISE_API_KEY", CANARY)
     allowed = FleetPlace(folder, FleetSettings()).secrets

@@ -54,30 +54,21 @@ def starting(adapter, **more) -> ModelConfig:
     return ModelConfig(name="tiny", adapter=str(adapter), **more)
 
 
-AGREEING = [
-    {},
-    {"r": 4, "alpha": 8, "dropout": 0.05},
-    {"target_modules": ("self_attn.v_proj", "q_proj")},
-]
-
-
-@pytest.mark.parametrize("given", AGREEING)
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"r": 4, "alpha": 8, "dropout": 0.05}, {"target_modules": ("self_attn.v_proj", "q_proj")}],
+)
 def test_what_agrees_is_accepted(adapter, given, no_loading):
     check_adapter(starting(adapter), LoraConfig(**given))
     config = starting_config(starting(adapter), LoraConfig(**given))
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8, 0.05)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"r": 16}, r"^--init-from .*lora\.r is 16"),
-        ({"alpha": 4}, r"lora\.alpha is 4"),
-        ({"dropout": 0.0}, r"lora\.dropout is 0\.0"),
-        ({"target_modules": ("q_proj",)}, r"lora\.target_modules .*v_proj"),
-        ({"target_modules": "all-linear"}, r"lora\.target_modules names 10 layers"),
-    ],
-)
+@pytest.mark.parametrize(("given", "told"), [
+    ({"r": 16}, r"^--init-from .*lora\.r is 16"), ({"alpha": 4}, r"lora\.alpha is 4"), ({"dropout": 0.0}, r"lora\.dropout is 0\.0"),
+    ({"target_modules": ("q_proj",)}, r"lora\.target_modules .*v_proj"),
+    ({"target_modules": "all-linear"}, r"lora\.target_modules names 10 layers"),
+])  # fmt: skip
 def test_what_differs_is_refused(adapter, given, told, no_loading):
     with pytest.raises(ModelError, match=told):
         check_adapter(starting(adapter), LoraConfig(**given), "--init-from")
@@ -160,15 +151,10 @@ def test_an_adapter_of_the_text_alone_leaves_pictures_out(tmp_path):
     check_adapter(model.model_copy(update={"adapter": str(tmp_path)}), settings)
 
 
-@pytest.mark.parametrize(
-    ("named", "model", "warned"),
-    [
-        ("org/other", "tiny", True),
-        ("tiny", "tiny", False),
-        (None, "tiny", False),
-        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct", False),
-    ],
-)
+@pytest.mark.parametrize(("named", "model", "warned"), [
+    ("org/other", "tiny", True), ("tiny", "tiny", False), (None, "tiny", False),
+    ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct", False),
+])  # fmt: skip
 def test_an_adapter_of_another_base_is_warned_about(adapter, caplog, named, model, warned):
     changed(adapter, base_model_name_or_path=named)
     resolve(ModelConfig(name=model))  # making a bundled model ready is told of, too

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.errors import TaskError
+from groupwise.models import chat_masks
 from groupwise.models.chat_masks import (
     Chat,
     Masked,
@@ -22,6 +23,7 @@ from groupwise.models.chat_masks import (
     mask_turns,
     mask_whole_chat,
 )
+from groupwise.models.tokens import text_ids
 from tests.chat import chat_tokenizer
 
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -121,6 +123,15 @@ def test_spans(case):
     assert sum(row.ends for row in rows) == sum(row.stretches for row in rows) == 2
 
 
+def test_no_text_is_tokenised_twice(monkeypatch):
+    texts = []
+    monkeypatch.setattr(
+        chat_masks, "text_ids", lambda told, text: texts.append(text) or text_ids(told, text)
+    )
+    masked("chatml", TWO_TURNS)
+    assert len(set(texts)) == len(texts) == 6
+
+
 def test_end_tokens_are_not_looked_for():
     """An end token that stands within what the assistant wrote ends nothing."""
     quoted = [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> twice"}]
@@ -139,16 +150,12 @@ def test_a_template_without_an_end_token_is_told_from_one_with():
     assert (row.ends, row.stretches) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("family", "messages", "said"),
-    [
-        ("gemma", [SYSTEM, *TWO_TURNS], "roles system, user"),
-        ("gemma", [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], "must alternate"),
-        ("chatml", TWO_TURNS[1:2], "begins with the assistant"),
-        ("mistral", [SYSTEM, *TWO_TURNS], r"goes on with 'be kind\\n\\n 1\+1\? \[/INST\]'"),
-        ("deepseek_r1", TWO_TURNS, r"goes on with '<think>\\n', it writes ' 2\\n</s>'"),
-    ],
-)
+@pytest.mark.parametrize(("family", "messages", "said"), [
+    ("gemma", [SYSTEM, *TWO_TURNS], "roles system, user"), ("gemma", [TWO_TURNS[0], TWO_TURNS[0], TWO_TURNS[1]], "must alternate"),
+    ("chatml", TWO_TURNS[1:2], "begins with the assistant"),
+    ("mistral", [SYSTEM, *TWO_TURNS], r"goes on with 'be kind\\n\\n 1\+1\? \[/INST\]'"),
+    ("deepseek_r1", TWO_TURNS, r"goes on with '<think>\\n', it writes ' 2\\n</s>'"),
+])  # fmt: skip
 def test_what_cannot_be_right_is_refused(family, messages, said):
     with pytest.raises(TaskError, match=said):
         masked(family, messages)
@@ -162,10 +169,9 @@ def test_whole_conversations_and_texts():
         row = mask_text(tokenizer, text)
         assert (shown(tokenizer, row), row.ends) == ("⟦abc<|im_end|>⟧", 1)
     for completion in ("4", "4<|im_end|>"):
-        row = mask_completion(tokenizer, "2+2=", completion, whole=False)
-        assert shown(tokenizer, row) == "2+2=⟦4<|im_end|>⟧"
-        row = mask_completion(tokenizer, "2+2=", completion, whole=True)
-        assert shown(tokenizer, row) == "⟦2+2=4<|im_end|>⟧"
+        for whole, text in ((False, "2+2=⟦4"), (True, "⟦2+2=4")):
+            row = mask_completion(tokenizer, "2+2=", completion, whole=whole)
+            assert shown(tokenizer, row) == text + "<|im_end|>⟧"
 
 
 def test_the_prompt_keeps_its_tokens_where_the_border_could_be_merged_away():
@@ -180,14 +186,10 @@ def test_the_prompt_keeps_its_tokens_where_the_border_could_be_merged_away():
     assert (row.ids, row.mask) == ((0, 1, 3), (0, 1, 1))
 
 
-SILENT = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-)
-
-
 def test_the_header_is_not_trained_where_the_template_does_not_ask():
     tokenizer = chat_tokenizer("chatml")
-    tokenizer.chat_template = SILENT
+    said = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    tokenizer.chat_template = "{% for m in messages %}" + said + "{% endfor %}"
     (row,) = mask_turns(tokenizer, Chat(TWO_TURNS), [1, 3])
     assert shown(tokenizer, row) == CHATML
     letter = [TWO_TURNS[0], {"role": "assistant", "content": "a"}]

@@ -44,31 +44,19 @@ def test_those_that_the_process_is_bound_to(monkeypatch):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(
-    ("quota", "period", "expected"),
-    [
-        (200_000, 100_000, 2),
-        (150_000, 100_000, 2),
-        (25_000, 5_000, 5),
-        ("max", 100_000, 32),
-        (-1, 100_000, 32),
-        (200_000, 0, 32),
-        ("", "", 32),
-    ],
-)
+@pytest.mark.parametrize(("quota", "period", "expected"), [
+    (200_000, 100_000, 2), (150_000, 100_000, 2), (25_000, 5_000, 5), ("max", 100_000, 32), (-1, 100_000, 32), (200_000, 0, 32),
+    ("", "", 32),
+])  # fmt: skip
 def test_a_limit_of_a_container(version, quota, period, expected):
     limited("/", quota, period, version=version)
     assert available_cores() == expected
 
 
-@pytest.mark.parametrize(
-    ("version", "own"),
-    [
-        (2, f"0::{NARROW}"),
-        (1, f"12:memory:/elsewhere\n4:cpu,cpuacct:{NARROW}\n1:name=systemd:/elsewhere\n0::/"),
-        (1, f"4:cpuacct,cpu:{NARROW}"),
-    ],
-)
+@pytest.mark.parametrize(("version", "own"), [
+    (2, f"0::{NARROW}"), (1, f"12:memory:/elsewhere\n4:cpu,cpuacct:{NARROW}\n1:name=systemd:/elsewhere\n0::/"),
+    (1, f"4:cpuacct,cpu:{NARROW}"),
+])  # fmt: skip
 def test_the_narrowest_limit_holds(version, own):
     cores.OWN_GROUPS.write_text(own)
     limited("/elsewhere", 100_000, version=version)

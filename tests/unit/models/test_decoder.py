@@ -18,13 +18,7 @@ from transformers import (
 )
 
 from groupwise.errors import ModelError
-from groupwise.models.decoder import (
-    Decoder,
-    PromptCache,
-    SharedPrefixCache,
-    SlotCache,
-    causal_mask,
-)
+from groupwise.models.decoder import Decoder, PromptCache, SharedPrefixCache, SlotCache, causal_mask
 from groupwise.models.tiny import tiny_model
 from tests.unit.models.native.families import SMALL
 

@@ -18,6 +18,7 @@ from groupwise.models.export import write_merged, write_whole
 from groupwise.models.files import read_model_tensors
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft
 BASE = ModelConfig(name="tiny")
@@ -58,7 +59,10 @@ def test_unmerged_merged_and_reloaded_by_peft_give_the_same_logits(tmp_path):
     plain = logits_of(tiny_folder(), dtype=torch.float32)
     with torch.no_grad():
         by_peft = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(IDS).logits
-    found = logits_of(merged(tmp_path))
+    folder = merged(tmp_path)
+    found = logits_of(folder)
+    assert "lm_head.weight" not in read_model_tensors(folder)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
     assert (expected - plain).abs().max() > 0.1, "the adapter does something"
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, by_peft, atol=1e-5, rtol=1e-5)
@@ -92,13 +96,6 @@ def test_the_sum_is_rounded_once(tmp_path):
     assert json.loads((rounded_folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_tied_embeddings_stay_tied_where_the_head_has_no_adapter(tmp_path):
-    adapter(tmp_path / "adapter", r=4)
-    folder = merged(tmp_path)
-    assert "lm_head.weight" not in read_model_tensors(folder)
-    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
-
-
 @pytest.mark.filterwarnings("ignore:.*a tied layer is part:UserWarning")  # in making it
 def test_an_adapter_on_a_tied_head_leaves_the_embeddings_alone(tmp_path):
     targets = ("q_proj", "lm_head")
@@ -113,8 +110,6 @@ def test_an_adapter_on_a_tied_head_leaves_the_embeddings_alone(tmp_path):
 
 def test_an_adapter_of_another_base_is_refused(tmp_path):
     adapter(tmp_path / "adapter", r=4)
-    from groupwise.models.tiny import tiny_model
-
     other = tmp_path / "other"
     tiny_model(hidden_size=32).save_pretrained(other)
     with pytest.raises(ModelError, match="do not match"):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from groupwise.errors import ModelError
-from groupwise.models import machine
 from groupwise.models.files import (
     FULL_WEIGHTS,
     INDEX,
@@ -49,19 +48,6 @@ def test_a_model_may_stand_in_several_files(tmp_path):
     wanted = dict(model.named_parameters())
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize(
-    ("found", "has"),
-    [
-        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False}, False),
-        ({"architecture": "x86_64", "avx512_bf16": True}, True),
-        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}, True),
-    ],
-)
-def test_nor_does_it_on_processors(monkeypatch, found, has):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
-    assert machine.has_bfloat16("cpu") is has
 
 
 def test_an_incomplete_model_is_explained(tmp_path):

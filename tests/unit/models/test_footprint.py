@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from groupwise.models.footprint import (
-    Footprint,
+    Counts,
     bytes_of,
     footprint_of,
     native_cache,
@@ -72,8 +72,7 @@ def memory_of_native(native: NativeModel) -> dict[int, int]:
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize(
-    ("dtype", "published", "packed"),
-    [("float32", "float32", 4), ("float32", "bfloat16", 2)],
+    ("dtype", "published", "packed"), [("float32", "float32", 4), ("float32", "bfloat16", 2)]
 )
 def test_a_native_model_beside_the_model(dtype, published, packed, packs):
     model = model_of(published).to(getattr(torch, dtype))
@@ -120,28 +119,26 @@ def test_a_cache_of_a_processor_at_its_largest(dtype):
     [
         ({}, True, True, 4),
         ({"dtype": "bfloat16"}, True, True, 2),
-        ({"published": "bfloat16", "full": True}, True, False, 4),
+        ({"in_bfloat16": True}, True, True, 2),
+        ({"in_bfloat16": True, "full": True}, True, False, 4),
         ({"device": "cuda"}, True, True, 0),
         ({"full": True}, True, False, 4),
-        ({"dropout": True}, True, False, 4),
+        ({"dropout": 0.1}, True, False, 4),
+        ({"by_modules": True}, True, False, 4),
         ({"samples": False}, False, True, 0),
-        ({"activation": "gelu"}, False, False, 0),
+        ({"native": False}, False, False, 0),
     ],
 )
 def test_native_engines_where_they_would_be_chosen(given, sampler, learner, packed):
-    found = engines(**given)
+    counts = {"native": True, "in_bfloat16": False, "dropout": 0.0}
+    asked = {
+        "dtype": "float32",
+        "device": "cpu",
+        "full": False,
+        "by_modules": False,
+        "samples": True,
+    }
+    counts, asked = ({k: given.get(k, v) for k, v in each.items()} for each in (counts, asked))
+    sizes = {"sizes": SIZES, "parameters": 9, "trained": 9, "linear": 9}
+    found = footprint_of(Counts(**sizes, **counts), **asked)
     assert (found.native_sampler, found.native_learner, found.packed) == (sampler, learner, packed)
-
-
-def engines(
-    dtype: str = "float32",
-    published: str = "float32",
-    device: str = "cpu",
-    activation: str = "silu",
-    **given: bool,
-) -> Footprint:
-    config = LlamaConfig(**CONFIG, dtype=published, hidden_act=activation)
-    with torch.device("meta"):
-        hollow = AutoModelForCausalLM.from_config(config)
-    asked = {"full": False, "dropout": False, "samples": True, **given}
-    return footprint_of(config, hollow, dtype=dtype, device=device, **asked)

@@ -14,9 +14,7 @@ from groupwise.models import hub_queue
 from groupwise.models.hub_push import Target, check_access, push
 from tests.fake_hub import Hub, serve_hub, use_hub
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Use 'content=:DeprecationWarning"
-)  # huggingface_hub
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the hub's
 
 BRANCH = "main-step-000000120"
 CARD = "---\nlicense: mit\n---\n\nA model.\n"
@@ -102,10 +100,8 @@ def test_a_run_may_replace_what_it_has_uploaded_itself(tmp_path, hub, folder):
     push(folder, target, "run@12", run)
     repository = hub.repositories["me/model"]
     assert repository.files()["README.md"].endswith(b"More.\n")
-    assert [repository.messages[commit] for commit in repository.branches["main"]][1:] == [
-        "run@6",
-        "run@12",
-    ]
+    messages = [repository.messages[commit] for commit in repository.branches["main"]]
+    assert messages[1:] == ["run@6", "run@12"]
     stored = json.loads((run / "hub.json").read_bytes())
     assert stored == {"me/model@main": repository.branches["main"][-1]}
 
@@ -200,21 +196,16 @@ def test_what_waits_is_whole_in_order_and_outlives_its_source(tmp_path, hub, fol
     (folder / "optimiser.safetensors").write_bytes(b"nobody else's")
     for step in (120, 9):
         queue(run, step, folder)
-    (run / "hub/me%2Fmodel@b/step-000000007/files").mkdir(
-        parents=True
-    )  # a process died before it was whole
+    (run / "hub/me%2Fmodel@b/step-000000007/files").mkdir(parents=True)  # of one that died
     for file in folder.iterdir():
         file.unlink()
     entries = hub_queue.waiting(run)
     assert [entry.step for entry in entries] == [9, 120]
     for entry in entries:
         entry.push()
-    assert hub.repositories["me/model"].files("b-9")["adapter_model.safetensors"] == WEIGHTS
-    assert set(hub.repositories["me/model"].files("b-9")) == {
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    files = hub.repositories["me/model"].files("b-9")
+    assert files["adapter_model.safetensors"] == WEIGHTS
+    assert files.keys() == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert hub_queue.waiting(run) == []
 
 

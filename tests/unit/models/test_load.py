@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from transformers import GenerationConfig
 
 from groupwise import hub
@@ -14,7 +14,8 @@ from groupwise.models import tokenizer as tokenizers
 from groupwise.models.bundled import BUNDLED
 from groupwise.models.config import ModelConfig
 from groupwise.models.files import FULL_WEIGHTS
-from groupwise.models.load import choose_dtype, load_model, stop_token_ids
+from groupwise.models.load import load_model, stop_token_ids
+from groupwise.models.machine import choose_dtype
 from groupwise.models.tiny import tiny_model, tiny_tokenizer, write_tiny_model
 from groupwise.models.tokenizer import load_tokenizer, resolve
 
@@ -42,12 +43,6 @@ def message(call, *arguments) -> str:
 
 def named(name, **more) -> ModelConfig:
     return ModelConfig(name=str(name), **more)
-
-
-def change_weights(folder: Path, change) -> None:
-    tensors = load_file(folder / FULL_WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / FULL_WEIGHTS, metadata={"format": "pt"})
 
 
 # What a name means
@@ -85,39 +80,28 @@ def test_a_hub_id_without_the_hub(monkeypatch):
     assert "fetch-model smollm2-135m-instruct" in said
 
 
-def without_weights(folder: Path) -> None:
-    (folder / FULL_WEIGHTS).unlink()
-
-
-def torn(folder: Path) -> None:
-    whole = (folder / FULL_WEIGHTS).read_bytes()
-    (folder / FULL_WEIGHTS).write_bytes(whole[: len(whole) // 2])
-
-
-def without_a_tensor(folder: Path) -> None:
-    change_weights(folder, lambda tensors: tensors.pop(Q_PROJ))
-
-
-def of_another_shape(folder: Path) -> None:
-    change_weights(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(3, 3)}))
-
-
-def of_no_type(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "nonesuch"}')
+def with_projection(path: Path, **given: torch.Tensor) -> bytes:
+    """The file with another tensor in place of one, or with none."""
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != Q_PROJ}
+    return save({**tensors, **given}, {"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("file", "damaged", "told"),
     [
-        (without_weights, ""),
-        (torn, ""),
-        (without_a_tensor, Q_PROJ),
-        (of_another_shape, f"{Q_PROJ} (stored as (3, 3), the config says (16, 16))"),
-        (of_no_type, ""),
+        (FULL_WEIGHTS, lambda path: None, ""),
+        (FULL_WEIGHTS, lambda path: path.read_bytes()[: path.stat().st_size // 2], ""),
+        (FULL_WEIGHTS, with_projection, Q_PROJ),
+        (FULL_WEIGHTS, lambda path: with_projection(path, **{Q_PROJ: torch.zeros(3, 3)}),
+         f"{Q_PROJ} (stored as (3, 3), the config says (16, 16))"),
+        ("config.json", lambda path: b'{"model_type": "nonesuch"}', ""),
     ],
-)
-def test_a_damaged_model_is_told_and_nothing_is_filled_with_chance(folder, damage, told):
-    damage(folder)
+)  # fmt: skip
+def test_a_damaged_model_is_told_and_nothing_is_filled_with_chance(folder, file, damaged, told):
+    content = damaged(folder / file)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
     said = message(load_model, named(folder), "float32")
     assert told in said
     assert told or str(folder) in said

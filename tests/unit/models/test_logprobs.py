@@ -81,12 +81,7 @@ def test_withheld_tokens_have_probability_0(inputs, monkeypatch, chunk, entropy_
     hidden = inputs[0].clone().requires_grad_(True)
     targets = inputs[1].where(inputs[1] > 10, 11) - (inputs[1] == 101).long()
     found = logprobs.token_logprobs(
-        DECODER,
-        hidden,
-        targets,
-        inputs[2],
-        entropy_gradient=entropy_gradient,
-        withheld_X2=WITHHELD,
+        DECODER, hidden, targets, inputs[2], entropy_gradient=entropy_gradient, withheld_X2=WITHHELD
     )
     wanted = expected_without(hidden, targets, inputs[2])
     weights = torch.linspace(-1, 1, COUNT)

@@ -5,13 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from groupwise.models.tiny import (
-    CHARACTERS,
-    SPECIAL,
-    tiny_model,
-    tiny_tokenizer,
-    write_tiny_model,
-)
+from groupwise.models.tiny import CHARACTERS, SPECIAL, tiny_model, tiny_tokenizer, write_tiny_model
 
 TOKENIZER = tiny_tokenizer()
 

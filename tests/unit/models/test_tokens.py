@@ -1,7 +1,5 @@
 """Prompts to tokens: text as it stands, chats through the template, answers that join on."""
 
-from typing import Any
-
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -14,12 +12,6 @@ CHAT = [
     {"role": "assistant", "content": "4."},
     {"role": "user", "content": "And\n3 + 3?"},
 ]
-
-
-def with_template(template: str | None) -> Any:
-    made = chat_tokenizer("chatml")
-    made.chat_template = template
-    return made
 
 
 def tokens(made, ids) -> list[str]:
@@ -54,8 +46,10 @@ def test_a_beginning_is_added_once_where_the_model_wants_one():
     ],
 )
 def test_a_template_that_is_missing_refuses_or_does_not_parse_is_told(template, told):
+    made = chat_tokenizer("chatml")
+    made.chat_template = template
     with pytest.raises(TaskError, match=told):
-        prompt_ids(with_template(template), CHAT)
+        prompt_ids(made, CHAT)
 
 
 def test_a_completion_is_text_without_special_tokens():

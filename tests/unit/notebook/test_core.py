@@ -50,29 +50,17 @@ def test_overrides_take_any_key_dotted_or_nested_and_devices_are_processes():
     assert str(run_folder(on_drive)) == "checkpoints/e", "its record is here"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "instead"),
-    [
-        ({"lora": None}, "overrides: lora is given as a whole"),
-        ({"lora": {}}, "of the rank lora_rank"),
-        ({"task.words": 3}, "overrides: task.words has no effect here"),
-        ({"task": {"words": 3}}, "a field of a subclass of TrainingConfig"),
-        ({"data.dataset_name": "x.jsonl"}, "register_dataset"),
-        ({"data": {"dataset_mixture": [{"source": "x"}]}}, "register_dataset"),
-        ({"data.columns": {"answer": "gold"}}, "overrides: data.columns.answer has no effect"),
-        ({"data.seed": 3}, "Set seed, which"),
-        ({"data.test_split_size": 0.1}, "Set train_fraction"),
-        ({"data.system_prompt": "Be brief."}, "Set system_prompt"),
-        ({"rewards.reward_funcs": ["match_format"]}, "reward_functions="),
-        ({"rewards.answer_column": "gold"}, "reward_functions="),
-        ({"rewards.router": {"sums": ["match_format"]}}, "rewards.router.sums"),
-        ({"training.weight_dekay": 0.0}, "training.weight_decay"),
-        ({"run": {"dir": "x"}}, "checkpoint_dir"),
-        ({"run": {"name": "x"}}, "checkpoint_dir"),
-        ({"run.server": "http://gpu:8000"}, "connect(url)"),
-        ({"rollout.type": "environment"}, "has none of"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "instead"), [
+    ({"lora": None}, "overrides: lora is given as a whole"), ({"lora": {}}, "of the rank lora_rank"),
+    ({"task.words": 3}, "overrides: task.words has no effect here"), ({"task": {"words": 3}}, "a field of a subclass of TrainingConfig"),
+    ({"data.dataset_name": "x.jsonl"}, "register_dataset"), ({"data": {"dataset_mixture": [{"source": "x"}]}}, "register_dataset"),
+    ({"data.columns": {"answer": "gold"}}, "overrides: data.columns.answer has no effect"), ({"data.seed": 3}, "Set seed, which"),
+    ({"data.test_split_size": 0.1}, "Set train_fraction"), ({"data.system_prompt": "Be brief."}, "Set system_prompt"),
+    ({"rewards.reward_funcs": ["match_format"]}, "reward_functions="), ({"rewards.answer_column": "gold"}, "reward_functions="),
+    ({"rewards.router": {"sums": ["match_format"]}}, "rewards.router.sums"), ({"training.weight_dekay": 0.0}, "training.weight_decay"),
+    ({"run": {"dir": "x"}}, "checkpoint_dir"), ({"run": {"name": "x"}}, "checkpoint_dir"),
+    ({"run.server": "http://gpu:8000"}, "connect(url)"), ({"rollout.type": "environment"}, "has none of"),
+])  # fmt: skip
 def test_an_override_without_effect_is_refused_with_what_to_use_instead(overrides, instead):
     with pytest.raises(ConfigError) as refused:
         TrainingConfig(overrides=overrides)

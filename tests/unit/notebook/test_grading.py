@@ -24,29 +24,13 @@ def test_the_answer() -> None:
         assert with_marks(Tags(), [{"role": "assistant", "content": said}], ["7"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("gold", "said", "right"),
-    [
-        ("1/2", "1/2", True),
-        ("6", "about 1e6", False),
-        ("1000000", "it is 1e6.", True),
-        ("0.5", "so .5", True),
-        ("5", "0.25 or .5", False),
-        ("Tokyo", "The capital is Tokyo.", True),
-        ("Tokyo", "Hm.\nIt is **Tokyo**!\n", True),
-        ("Tokyo", "<answer>It is Tokyo</answer>", True),
-        ("Tokyo", "<answer>Kyoto</answer> and not Tokyo", False),
-        ("Tokyo", "Tokyo, or Kyoto", False),
-        ("New York", "It is New\nYork", False),
-        ("St. Louis", "It is St. Louis.", True),
-        ("Apollo 11", "It was Apollo 11", True),
-        ("Apollo 11", "It was 11", False),
-        ("x+1", "<answer>x + 1</answer>", True),
-        ("x+1", "1 + x", True),
-        (["Tokyo", "Edo"], "It was Edo.", True),
-        (7, "It is 7", True),
-    ],
-)
+@pytest.mark.parametrize(("gold", "said", "right"), [
+    ("1/2", "1/2", True), ("6", "about 1e6", False), ("1000000", "it is 1e6.", True), ("0.5", "so .5", True), ("5", "0.25 or .5", False),
+    ("Tokyo", "The capital is Tokyo.", True), ("Tokyo", "Hm.\nIt is **Tokyo**!\n", True), ("Tokyo", "<answer>It is Tokyo</answer>", True),
+    ("Tokyo", "<answer>Kyoto</answer> and not Tokyo", False), ("Tokyo", "Tokyo, or Kyoto", False), ("New York", "It is New\nYork", False),
+    ("St. Louis", "It is St. Louis.", True), ("Apollo 11", "It was Apollo 11", True), ("Apollo 11", "It was 11", False),
+    ("x+1", "<answer>x + 1</answer>", True), ("x+1", "1 + x", True), (["Tokyo", "Edo"], "It was Edo.", True), (7, "It is 7", True),
+])  # fmt: skip
 def test_what_is_right(gold: Any, said: str, right: bool) -> None:
     assert grades(Tags(), [said], tolerant=False, answer=[gold]) == [right]
     assert (grades(Tags(), [said], tolerant=True, answer=[gold])[0] >= RIGHT) == right

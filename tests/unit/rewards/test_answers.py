@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rewards.answers import answer_matches, last_boxed, last_number, literal_number
+from groupwise.rewards.answers import answer_matches, last_number, literal_number
+from groupwise.rewards.boxes import last_boxed
 
 
 @pytest.mark.parametrize(("text", "value"), [
@@ -59,6 +60,13 @@ SAME = [
     ("5", "5 US dollars"), ("5", "5 kWh"), ("PV = nRT", "VP=nTR"),
     ("13", "13 years old"), ("70000", "$70,000 profit"), ("57500", "$57,500/year"), ("540", "540 meters a week"),
     ("230", "The total is $230."), ("5", "5 more"), ("5", '"5"'), ("5", "`5`"), ("5", "*5*"),
+    ("0.5", r"50\%"), (r"p\lor q", r"q\lor p"), (r"x=3 \text{ and } y=4", "y=4, x=3"), ("(2,3)", "(x,y)=(2,3)"),
+    ("(x,y,z)=(1,2,3)", "(z,y,x)=(3,2,1)"), ("(a,b)=(1,2)", "a=1, b=2"), ("B", "(B) Vitamin C"), ("5", "3 - -2"), ("5", "5_{10}"),
+    ("5", r"{\color{blue} 5}"), ("5", r"\textcolor{red}{5}"), ("10", r"\underline{10}"), ("1011_2", "1011_{two}"), ("1011_2", "(1011)_2"),
+    ("1011_2", r"1011 \text{ base } 2"), ("3:4", "6:8"), (r"\{1,2,3\}", r"\{1,2,3,3\}"), (r"\gcd(a,b)", r"\gcd(b,a)"),
+    ("42", r"42 \quad \text{(final answer)}"), ("10", r"\begin{aligned} x &= 10 \end{aligned}"),
+    ("10", r"\text{Area of } \triangle ABC = 10"), ("10", "x=y=10"), ("42", r"\text{The answer is } 42"), (r"\frac13", r"0.\dot{3}"),
+    ("1/3", "0.333..."), (r"5:00\text{ p.m.}", "17:00"),
 ]  # fmt: skip
 OTHER = [
     ("3", "4"), ("3", "three"), ("3", "x"), ("3", "-3"), ("3", "3x"), ("3", "3²"), ("32", "3²"), ("3", "3√2"), ("3km", "3 miles"),
@@ -78,6 +86,12 @@ OTHER = [
     (r"\frac{\pi}{4}", r"\frac{\pi}{4}^\circ"), ("3:4", "4/3"), ("AB = 5", "CD = 5"), ("5", r"\text{not} = 5"), ("45%", "45% off"),
     ("5", "5 more than 10"), ("5", "5 in hexadecimal squared"), ("5", "5 more or less"), ("5", "The wrong answer is 5"),
     ("5", "The root of it is 5"),
+    ("0.5", r"0.5\%"), (r"\frac14", r"\frac14\%"), (r"p\lor q", r"p\land q"), (r"x=1 \text{ or } y=2", r"x=1 \text{ and } y=2"),
+    (r"x>1 \text{ or } y>2", "x>1, y>2"), ("(2,3)", "(y,x)=(2,3)"), ("(1,2,3)", "(x,z,y)=(1,2,3)"), ("D", "D) is incorrect"),
+    ("D", "D. is wrong, C is right"), ("D", "D. Neither; it is A"), ("D", "D. 12 C. 13"), ("B", "B. No, C"), ("5", "--5"), ("3:4", "6:9"),
+    ("10 am", "22:00"), ("12", r"-\boxed{12}"), ("12", r"2\boxed{12}"), ("12", r"\boxed{12}^2"), ("12", r"\frac{1}{\boxed{12}}"),
+    ("12", r"\sqrt{\boxed{12}}"), ("12", r"\boxed{12}x"), ("12", r"not \boxed{12}"), ("12", r"x \neq \boxed{12}"),
+    ("12", r"\boxed{12} or thirteen"), ("12", r"\boxed{13}\boxed{12}"), ("12", r"\boxed{1} + \boxed{12}"),
 ]  # fmt: skip
 
 
@@ -95,7 +109,11 @@ def test_what_does_not(gold, answer):
 @pytest.mark.parametrize(("text", "inside"), [
     (r"\boxed{\frac{1}{2}}. No: \fbox{ {3} }", " {3} "), (r"\boxed{3}, \boxed{5}, and \boxed{7}", "3, 5, 7"),
     (r"\boxed 5", "5"), (r"\boxed{5} so \boxed{ }", "5"), (r"\boxed{ }", " "), (r"\boxed{\{1\}}", r"\{1\}"),
-    (r"\boxed{1", None), ("3", None),
+    (r"\boxed{1", None), ("3", None), (r"\(\boxed{1}\), \(\boxed{42}\)", "1, 42"), (r"**\boxed{1}**, **\boxed{42}**", "1, 42"),
+    ("- \\boxed{1}\n- \\boxed{42}", "1, 42"), (r"x=\boxed{1}, y=\boxed{42}", "x=(1), y=(42)"), (r"So it is \boxed{42}!", "42"),
+    (r"$\boxed{13}$; alternatively $\boxed{12}$", "(13)$; alternatively $(12)"), (r"$\angle ABC = \boxed{42}^\circ$.", "42"),
+    (r"First \boxed{1}. Then it is \boxed{42}.", "42"), (r"Final answer - \boxed{42}", "42"), ("答案是\\boxed{42}。", "42"),
+    (r"So \boxed{42}, that is \boxed{42}", "42"), (r"{\large \boxed{42}}", "42"), (r"$\$\boxed{42}$ and we are done", "42"),
 ])  # fmt: skip
 def test_the_last_box(text, inside):
     assert last_boxed(text) == inside

@@ -147,16 +147,11 @@ class Bye(SystemExit):
     """Ends a program."""
 
 
-@pytest.mark.parametrize(
-    ("error", "base", "name", "text"),
-    [
-        (ValueError("no", 3), ValueError, "ValueError", "('no', 3)"),
-        (Own("k"), KeyError, "Own", "'k'"),
-        (Bye(0), RuntimeError, "Bye", "0"),
-        (KeyboardInterrupt(), RuntimeError, "KeyboardInterrupt", ""),
-        (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), UnicodeDecodeError, None, None),
-    ],
-)
+@pytest.mark.parametrize(("error", "base", "name", "text"), [
+    (ValueError("no", 3), ValueError, "ValueError", "('no', 3)"), (Own("k"), KeyError, "Own", "'k'"),
+    (Bye(0), RuntimeError, "Bye", "0"), (KeyboardInterrupt(), RuntimeError, "KeyboardInterrupt", ""),
+    (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), UnicodeDecodeError, None, None),
+])  # fmt: skip
 def test_exceptions_arrive_as_the_nearest_that_python_has(error, base, name, text):
     made = Errors(ledger()).read(json.loads(json.dumps(written_error(ledger(), error))))
     assert isinstance(made, base)

@@ -21,23 +21,17 @@ def refused(**section) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("section", "part"),
-    [
-        ({"reward_funcs": []}, "the list is empty"),
-        ({"reward_funcs": "correctness"}, "reward_funcs"),
-        ({"reward_funcs": [{"weight": 1}]}, '{"weight": 1} does not say which reward it is'),
-        ({"reward_funcs": [""]}, "does not say which reward it is"),
-        ({"reward_funcs": [{"name": "a", "weight": "1"}]}, 'the weight of a is "1"'),
-        ({"router": {}}, "router"),
-        ({"router": {"x": []}}, "the list is empty"),
-        ({"router": {"x": ["a"]}, "reward_funcs": ["a"]}, "both say which rewards there are"),
-        ({"router": {"x": ["a"]}, "reward_weights": [1.0]}, "`weight:`"),
-        ({"reward_funcs": ["a"], "reward_weights": [1.0, 2.0]}, "has 2, but reward_funcs 1"),
-        ({"reward_funcs": [{"name": "a", "weight": 1}], "reward_weights": [1.0]}, "both give a"),
-        ({"reward_funcs": [{"name": "judge", "api_key": "sk-1"}]}, "looks like a secret"),
-    ],
-)
+@pytest.mark.parametrize(("section", "part"), [
+    ({"reward_funcs": []}, "the list is empty"), ({"reward_funcs": "correctness"}, "reward_funcs"),
+    ({"reward_funcs": [{"weight": 1}]}, '{"weight": 1} does not say which reward it is'),
+    ({"reward_funcs": [""]}, "does not say which reward it is"),
+    ({"reward_funcs": [{"name": "a", "weight": "1"}]}, 'the weight of a is "1"'), ({"router": {}}, "router"),
+    ({"router": {"x": []}}, "the list is empty"), ({"router": {"x": ["a"]}, "reward_funcs": ["a"]}, "both say which rewards there are"),
+    ({"router": {"x": ["a"]}, "reward_weights": [1.0]}, "`weight:`"),
+    ({"reward_funcs": ["a"], "reward_weights": [1.0, 2.0]}, "has 2, but reward_funcs 1"),
+    ({"reward_funcs": [{"name": "a", "weight": 1}], "reward_weights": [1.0]}, "both give a"),
+    ({"reward_funcs": [{"name": "judge", "api_key": "sk-1"}]}, "looks like a secret"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused(section, part):
     assert part in refused(**section)
 

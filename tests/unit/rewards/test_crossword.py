@@ -92,24 +92,14 @@ def test_a_gold_answer_within_another_word_is_none_in_the_mode_word():
     assert value(CrosswordAccuracy(mode="word"), "concatenate", "cat") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>hm</think><answer>C.A.T!</answer>", 1.0),  # 1, however little is thought
-        ("<answer>dog</answer><answer>cat</answer>", 1.0),
-        ("<answer>c1a2t 99</answer>", 0.0),
-        ("<answer>cat кот</answer>", 0.02 * 0.5),
-        ("<answer>cat dog</answer>", 0.02 * 0.5),
-        ("<answer>cat</answer><answer>dog</answer>", 0.02 * 0.5),
-        ("<think>a cat?</think><answer>dog</answer>", 0.02),
-        ("<think>a cat?</think><answer></answer>", 0.01),
-        ("<think>concatenate</think><answer>dog</answer>", 0.0),
-        (padded("<think>a cat?</think><answer>dog</answer>", 80), 0.02 + 0.25),
-        (padded("<think>concatenate</think><answer>dog</answer>", 80), 0.25),
-        ("cat", 0.0),
-        ("<answer></answer>", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("<think>hm</think><answer>C.A.T!</answer>", 1.0),  # 1, however little is thought
+    ("<answer>dog</answer><answer>cat</answer>", 1.0), ("<answer>c1a2t 99</answer>", 0.0), ("<answer>cat кот</answer>", 0.02 * 0.5),
+    ("<answer>cat dog</answer>", 0.02 * 0.5), ("<answer>cat</answer><answer>dog</answer>", 0.02 * 0.5),
+    ("<think>a cat?</think><answer>dog</answer>", 0.02), ("<think>a cat?</think><answer></answer>", 0.01),
+    ("<think>concatenate</think><answer>dog</answer>", 0.0), (padded("<think>a cat?</think><answer>dog</answer>", 80), 0.02 + 0.25),
+    (padded("<think>concatenate</think><answer>dog</answer>", 80), 0.25), ("cat", 0.0), ("<answer></answer>", 0.0),
+])  # fmt: skip
 def test_pure_accuracy_adds_up(text, expected):
     assert value(PureAccuracy(), text, "cat") == pytest.approx(expected)
 

@@ -10,6 +10,7 @@ from groupwise.rewards.formats import (
     MatchFormat,
     SoftFormat,
     StrictFormat,
+    ThinkFormat,
     XmlCount,
     without_empty_pairs,
 )
@@ -74,6 +75,14 @@ def test_tags_that_occur_once(text, expected):
 ])  # fmt: skip
 def test_both_pairs_a_beginning_or_neither(text, expected):
     assert value(MatchFormat(), text) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("<think>a\nb</think>\n7", 1.0), ("<think>a</think><answer>7</answer>", 1.0), ("7", 0.0), (" <think>a</think>7", 0.0),
+    ("<think>a</think>", 0.0), ("<think>\u200b</think>7", 0.0), ("<think>a<think>b</think>7", 0.0), ("<think>a", 0.0),
+])  # fmt: skip
+def test_reasoning_first_and_no_answer_tag(text, expected):
+    assert value(ThinkFormat(), text) == expected
 
 
 @given(st.lists(PIECES, min_size=1, max_size=4))

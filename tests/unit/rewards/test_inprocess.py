@@ -155,7 +155,7 @@ async def test_metrics_and_their_failures():
     def metrics(prompts, completions, rows):
         if rows:
             raise TaskError("told plainly") if rows[0] else KeyError("lost")
-        return {"n": len(prompts), "pair": (1, 2)}
+        return {"n": asyncio.run(asyncio.sleep(0, len(prompts))), "pair": (1, 2)}
 
     scorer = InProcessScorer(Rubric([lambda completions: [1]]), metrics)
     assert await scorer.compute_metrics(["p"], ["c"], []) == {"n": 1, "pair": [1, 2]}

@@ -30,7 +30,10 @@ def value(reward, text, gold):
     (tagged("3"), "3"), (tagged("4") + tagged(" 3 "), "3"), (tagged("4") + r"\boxed{3}", "4"),
     (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (tagged("") + r"\boxed{3}", None),
     (r"\boxed{ }", None), ("So the answer is 3.", "3."), ("2 + 2 = 4\n#### 72", "72"), ("**Answer:** 42\n", "42"), ("Answer: ", None),
-    (r"Answer: 4, or \boxed{5}", "5"), ("Answer: 4\nOr 5?", None), ("I guess 3", None), ("# Answer\n\n5", "5"),
+    (r"Answer: 4, or \boxed{5}", "Answer: 4, or (5)"), ("Answer: 4\nOr 5?", None), ("I guess 3", None),
+    ("The incorrect answer is 12", None), ("I don't think the answer is 12", None), ("If n is 3, the answer is 12.", "12."),
+    ("The correct answer is **D**.", "D."),
+    (tagged("13") + ", " + tagged("12"), "13, 12"), ("# Answer\n\n5", "5"),
     ("Final Answer: The final answer is $5$. I hope it is correct.", "The final answer is $5$."), ("<think>Answer: 3", None),
 ])  # fmt: skip
 def test_the_answer_is_in_the_last_tag_or_box_or_in_the_last_line(text, answer):
@@ -50,6 +53,8 @@ def test_reasoning_that_the_prompt_began_is_no_answer():
     prompts = [[{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "<think>"}]]
     assert MathAnswer()([r"\boxed{5}"], prompts=prompts, answer=["5"]) == [0.0]
     assert MathAnswer()([r"so</think>\boxed{5}"], prompts=prompts, answer=["5"]) == [1.0]
+    own = MathAnswer(reasoning_tag=("<<", ">>"))
+    assert own([r"<<\boxed{5}>> no", r"<<\boxed{6}>>\boxed{5}"], answer=["5", "5"]) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,7 @@ SLOW = [
     "9^{9^{9}}", "9^9^9", "10^{99999}", "(((9^9)^9)^9)^9", "(x+y+z)^{6000}", "(9!)!", "99999!",
     r"\frac{1}{1+" * 150 + "1" + "}" * 150, "(" * 500 + "1" + ")" * 500, "1+" * 900 + "1",
     "e^{e^{e^{e^9}}}", "x^{x^{x^{x}}}", r"\sum_{n=1}^{9} n", r"\int_0^1 x dx", "-" * 900 + "1",
+    r"\large{" * 250 + r"\boxed{1}",
     r"\sqrt" * 200 + "2", r"\sin" * 200 + " x", "|" * 300, r"\pm" * 200 + "1", "1," * 600 + "1", "x " * 900, "x/" * 900 + "x",
 ]  # fmt: skip
 

@@ -7,19 +7,24 @@
 """
 
 import asyncio
+import base64
 import json
 import math
+import pickle
 import textwrap
+import zlib
 from collections.abc import Coroutine, Iterable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from groupwise.errors import SandboxError
 from groupwise.rewards import python_tests
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.python_tests import Case, PythonTests, RowTests, Verdict, code_in, verdict
-from groupwise.rewards.sandbox import Limits
+from groupwise.rewards.sandbox import Limits, Result
 
 LIMITS = Limits(seconds=20)
 
@@ -37,36 +42,20 @@ async def share(code: str, tests, entry_point=None, limits=LIMITS) -> tuple[int,
 # 1. code and tests
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("x = 1", "x = 1"),
-        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n"),
-        ("```py\nx = 1\n```\nor\n```python3\nx = 2\n```\n```bash\nls\n```", "x = 2\n"),
-        ("  ```python\n  x\n    y\n  ```", "x\n  y\n"),
-        ("1. Do:\n\n   ```python\n   if x:\n\n       y\n   ```\n2. Done.", "if x:\n\n    y\n"),
-        ("- ```python\n  x = 1\n  ```", "x = 1\n"),
-        ("  ```python\nif x:\n  y\n  ```", "if x:\n  y\n"),  # the fence alone is indented
-        ("```python\nx = 1\n```\nIt prints:\n```\n1\n```", "x = 1\n"),
-        ("```\nx = 1\n```\nor\n```\nx = 2\n```", "x = 2\n"),
-        ("```\n1\n```\n```Python\nx = 1", "x = 1"),
-        ("```python\nx = 1\n```\nor\n```python\nx =", "x = 1\n"),  # not what was cut off
-        ("```bash\nls\n```\n", "```bash\nls\n```\n"),
-        ("```python\nx = 1\ny = 2```\nThat is it.", "x = 1\ny = 2\n"),
-        ("```python\nx = 1```\n```\n1\n```", "x = 1\n"),
-        ('```python\n"""As ```\nx"""\ny```', '"""As ```\nx"""\ny\n'),
-        ("~~~python\nx = 1\n~~~\nDone.", "x = 1\n"),
-        ("~~~~py\ns = '~~~'\n```\n~~~~", "s = '~~~'\n```\n"),
-        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
-        ("<think>```python\nx\n```</think>\ny = 2", "\ny = 2"),
-        ("```python\nx\n```\n<answer>y = 3</answer>", "y = 3"),
-        ("<answer>\n```python\ny = 3\n```\n</answer>", "y = 3\n"),
-        ("Look:\n```python\nx = 1\ny =", "x = 1\ny ="),
-        ("```python\ns = '''\n```inside\n'''\n```", "s = '''\n```inside\n'''\n"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "code"), [
+    ("x = 1", "x = 1"), ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"), ("```\nx = 1\n```", "x = 1\n"),
+    ("```py\nx = 1\n```\nor\n```python3\nx = 2\n```\n```bash\nls\n```", "x = 2\n"), ("  ```python\n  x\n    y\n  ```", "x\n  y\n"),
+    ("1. Do:\n\n   ```python\n   if x:\n\n       y\n   ```\n2. Done.", "if x:\n\n    y\n"), ("- ```python\n  x = 1\n  ```", "x = 1\n"),
+    ("  ```python\nif x:\n  y\n  ```", "if x:\n  y\n"),  # the fence alone is indented
+    ("```python\nx = 1\n```\nIt prints:\n```\n1\n```", "x = 1\n"), ("```\nx = 1\n```\nor\n```\nx = 2\n```", "x = 2\n"),
+    ("```\n1\n```\n```Python\nx = 1", "x = 1"), ("```python\nx = 1\n```\nor\n```python\nx =", "x = 1\n"),  # not what was cut off
+    ("```bash\nls\n```\n", "```bash\nls\n```\n"), ("```python\nx = 1\ny = 2```\nThat is it.", "x = 1\ny = 2\n"),
+    ("```python\nx = 1```\n```\n1\n```", "x = 1\n"), ('```python\n"""As ```\nx"""\ny```', '"""As ```\nx"""\ny\n'),
+    ("~~~python\nx = 1\n~~~\nDone.", "x = 1\n"), ("~~~~py\ns = '~~~'\n```\n~~~~", "s = '~~~'\n```\n"),
+    ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"), ("<think>```python\nx\n```</think>\ny = 2", "\ny = 2"),
+    ("```python\nx\n```\n<answer>y = 3</answer>", "y = 3"), ("<answer>\n```python\ny = 3\n```\n</answer>", "y = 3\n"),
+    ("Look:\n```python\nx = 1\ny =", "x = 1\ny ="), ("```python\ns = '''\n```inside\n'''\n```", "s = '''\n```inside\n'''\n"), ("", ""),
+])  # fmt: skip
 def test_code_is_found(text, code):
     assert code_in(text) == code
 
@@ -80,71 +69,83 @@ def test_the_block_that_defines_what_is_tested_is_the_code():
 
 
 PROGRAM = RowTests(of_program=(Case("1", "2"),))
+OF_LIVE_CODE_BENCH = replace(PROGRAM, common_imports=True)
+CASE = {"input": "1", "output": "2"}
+TABLE = {"inputs": ["1"], "outputs": ["2"]}
+CALL = {"input": "[1]\n2", "output": "[3]", "testtype": "functional"}
+CALLS = RowTests.of({"test_cases": {"fn_name": "f", "inputs": [[[1], 2]], "outputs": [[3]]}})
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"tests": "assert f()"}, RowTests("assert f()")),
-        ({"tests": ["a", "b"], "entry_point": ""}, RowTests(("a", "b"))),
-        ({"tests": '["a", "b"]', "entry_point": "f"}, RowTests(("a", "b"), "f")),
-        ({"tests": "[f(x) for x in y]"}, RowTests("[f(x) for x in y]")),
-        (
-            {"tests": None, "test_cases": [{"input": "1", "output": "2", "testtype": "stdin"}]},
-            PROGRAM,
-        ),
-        ({"test_cases": json.dumps({"inputs": ["1"], "outputs": ["2"]})}, PROGRAM),
-        (
-            {
-                "test_cases": {
-                    "language": "python",
-                    "test_cases": [
-                        {"input": "1", "output": "2", "type": "stdin_stdout", "fn_name": None}
-                    ],
-                }
-            },
-            PROGRAM,
-        ),
-    ],
-)
+def packed(value):
+    """As LiveCodeBench has its private cases."""
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+@pytest.mark.parametrize(("row", "expected"), [
+    ({"tests": "assert f()"}, RowTests("assert f()")), ({"tests": ["a", "b"], "entry_point": ""}, RowTests(("a", "b"))),
+    ({"tests": '["a", "b"]', "entry_point": "f"}, RowTests(("a", "b"), "f")),
+    ({"tests": "[f(x) for x in y]"}, RowTests("[f(x) for x in y]")),
+    ({"tests": np.array(["a", "b"], dtype=object)}, RowTests(("a", "b"))), ({"tests": '"""Doc."""'}, RowTests('"""Doc."""')),
+    ({"test_list": ["a"], "test_setup_code": "", "test_imports": ["import m"]}, RowTests(("import m", "a"))),
+    ({"test_list": ["a"], "test_setup_code": "x = 1", "test": ""}, RowTests(("x = 1", "a"))),
+    ({"test": "def check(candidate): ...", "entry_point": "f"}, RowTests("def check(candidate): ...", "f")),
+    ({"tests": "a", "test": "b", "input_output": TABLE}, RowTests("a")), ({"tests": json.dumps([CASE])}, PROGRAM),
+    ({"tests": None, "test_cases": [CASE]}, PROGRAM), ({"test_cases": json.dumps(json.dumps(TABLE))}, PROGRAM),
+    ({"input_output": json.dumps(TABLE)}, PROGRAM), ({"input_output": {"inputs": [["1"]], "outputs": [["2"]]}}, PROGRAM),
+    ({"input_output": {key: np.array(value) for key, value in TABLE.items()}}, PROGRAM), ({"official_tests": [CASE]}, PROGRAM),
+    ({"test_cases": {"input": ["1"], "output": ["2"]}}, PROGRAM), ({"official_tests": [CASE], "input_mode": "stdio"}, PROGRAM),
+    ({"verification_info": {"language": "python", "test_cases": [{**CASE, "type": "stdin_stdout", "fn_name": None}]}}, PROGRAM),
+    ({"public_test_cases": json.dumps([CASE]), "private_test_cases": "[]", "metadata": "{}"}, OF_LIVE_CODE_BENCH),
+    ({"public_test_cases": "[]", "private_test_cases": packed(json.dumps([CASE]))}, OF_LIVE_CODE_BENCH),
+    ({"tests": [{**CASE, "testtype": "stdin"}]}, OF_LIVE_CODE_BENCH), ({"test_cases": ["x", "assert f"]}, RowTests(("x", "assert f"))),
+    ({"public_tests": {"input": ["1"], "output": ["2"]}, "private_tests": {"input": [], "output": []}}, PROGRAM),
+    ({"ground_truth": json.dumps(TABLE), "reward_model": {"ground_truth": TABLE}}, PROGRAM), ({"test_cases": CASE}, PROGRAM),
+    ({"test_cases": {"input": 1, "output": 2}}, PROGRAM),
+    ({"public_tests": {"inputs": [[[1], 2]], "outputs": [[3]], "fn_name": "f"}}, CALLS),
+    ({"reward_model": {"ground_truth": json.dumps(TABLE), "style": "rule"}}, PROGRAM), ({"ground_truth": "2", "test": "a"}, RowTests("a")),
+    ({"test": "a", "entry_point": "Solution().f"}, RowTests("a", "f")), ({"test_cases": [{"input": 1, "output": "2"}]}, PROGRAM),
+    ({"public_test_cases": [CALL], "starter_code": "# def g(self):\nclass Solution:\n    def f(self, x: int):"}, CALLS),
+    *(({"verification_info": {"test_cases": [{"fn_name": "f", **given}]}}, CALLS) for given in (
+        {"input": "[[1], 2]", "output": "[3]", "type": "function_call"}, {"input": [[1], 2], "output": [3]})),
+    ({"test_cases": {"fn_name": "Solution().f", "inputs": ["[1]\n2"], "outputs": [[3]]}}, CALLS),
+    ({"public_test_cases": json.dumps([CALL]), "metadata": '{"func_name": "f"}'}, CALLS),
+    ({"tests": [{**CALL, "metadata": {"func_name": "f"}}]}, CALLS),
+    ({"test_cases": [{**CALL, "type": "functional"}], "entry_point": "f"}, CALLS),
+    ({"input_output": json.dumps({"inputs": ["[1]\n2"], "outputs": ["[3]"], "fn_name": "f"})}, CALLS),
+])  # fmt: skip
 def test_rows_say_what_to_run(row, expected):
     assert RowTests.of(row) == expected
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({}, "has no tests"),
-        ({"tests": [], "test_cases": None}, "has no tests"),
-        ({"tests": ["a"], "test_cases": [{}]}, "has both"),
-        ({"tests": ["a", 3]}, "that are no text"),
-        ({"tests": " "}, "that are no text"),
-        ({"tests": "a", "entry_point": "f()"}, "name of a function"),
-        ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
-        ({"test_cases": {"inputs": ["1"], "outputs": []}}, "2 lists of one length"),
-        ({"test_cases": {"inputs": 1}}, "2 lists of one length"),
-        ({"test_cases": {"inputs": [], "outputs": []}}, "2 lists of one length"),
-        ({"test_cases": {"input": "1"}}, "with the key 'input'"),
-        ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
-        ({"test_cases": {"inputs": [1], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
-        ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
-        ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
-        ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of one length"),
-        (
-            {"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]},
-            "with one `fn_name`, or an `entry_point`",
-        ),
-        (
-            {
-                "test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}],
-                "entry_point": "f",
-            },
-            "lines are no JSON",
-        ),
-        ({"test_cases": {"language": "rust", "test_cases": []}}, "only Python"),
-        ({"test_cases": [{"input": "1", "output": "2", "type": "file"}]}, "expected {input"),
-    ],
-)
+@pytest.mark.parametrize(("row", "problem"), [
+    ({}, "has no tests"), ({"tests": [], "test_cases": None}, "has no tests"),
+    ({"tests": ["a"], "test_cases": [{}]}, "has both"), ({"tests": ["a", 3]}, "that are no text"),
+    ({"tests": " "}, "that are no text"), ({"tests": "a", "entry_point": "f()"}, "name of a function"),
+    ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
+    ({"test_cases": {"inputs": ["1"], "outputs": []}}, "two lists of equal length"),
+    ({"test_cases": {"inputs": 1}}, "two lists of equal length"),
+    ({"test_cases": {"inputs": [], "outputs": []}}, "two lists of equal length"),
+    ({"test_cases": {"input": "1"}}, "two lists of equal length"),
+    ({"test_list": ["a"], "input_output": TABLE}, "has both `test_list` and `input_output`"),
+    ({"test_cases": "1 2"}, "neither JSON nor"), ({"test": True}, "`test` that are no text"),
+    ({"test_cases": [{"input": 1, "output": "2"}], "entry_point": "f"}, "expected {input"),
+    ({"reward_model": {"ground_truth": "2"}}, "has no tests"), ({"test_cases": [{"input": True, "output": "2"}]}, "expected {input"),
+    ({"test_cases": [{"fn_name": "f", "input": [1]}]}, "expected `input` and `output`"),
+    ({"public_test_cases": [CALL], "starter_code": "def f(x): ...\ndef g(x): ..."}, "with one `fn_name`"),
+    ({"private_test_cases": packed(Case)}, "asks for groupwise.rewards.python_tests.Case"),
+    ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": 3}, "no list"),
+    ({"official_tests": [CASE], "generated_checker": "x"}, "`generated_checker` 'x', and that"),
+    ({"official_tests": [CASE], "input_mode": "file"}, "standard input alone"),
+    ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
+    ({"test_cases": {"inputs": [None], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
+    ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of equal length"),
+    ({"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]}, "with one `fn_name`, or an `entry_point`"),
+    ({"test_cases": [{"input": "x y", "output": "2", "testtype": "functional"}], "entry_point": "f"}, "lines are no JSON"),
+    ({"test_cases": {"language": "rust", "test_cases": []}}, "only Python"),
+    ({"test_cases": [{"input": "1", "output": "2", "type": "file"}]}, "expected {input"),
+])  # fmt: skip
 def test_rows_that_say_nothing_are_refused(row, problem):
     with pytest.raises(ValueError, match=problem.replace("{", r"\{")):
         RowTests.of(row)
@@ -152,14 +153,10 @@ def test_rows_that_say_nothing_are_refused(row, problem):
         PythonTests().check_row(row)
 
 
-@pytest.mark.parametrize(
-    ("tests", "entry_point", "problem"),
-    [
-        (["f(1) == 2"], None, "no assert before"),
-        ("f(1)", None, "nothing is checked"),
-        ("def check(candidate): assert candidate(1)", None, "no entry_point"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "entry_point", "problem"), [
+    (["f(1) == 2"], None, "no assert before"), ("f(1)", None, "nothing is checked"),
+    ("def check(candidate): assert candidate(1)", None, "no entry_point"),
+])  # fmt: skip
 def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_point, problem):
     row = {"tests": tests, "entry_point": entry_point}
     with pytest.raises(ValueError, match=problem):
@@ -169,6 +166,7 @@ def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_
 async def test_calls_of_a_table_are_tests():
     table = {"fn_name": "sum", "inputs": [[1, 2], [[3], None], [5, 5]], "outputs": [3, [3, 4], 10]}
     wrapped = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]}
+    as_text = [{"fn_name": "f", "input": [x], "output": f"[{x}]"} for x in (1, 2)]
     own_sum = "def sum(a, b): return (3, 4) if b is None else a + b if a < 5 else 0"
     cases = (
         (table, own_sum, 2),
@@ -176,6 +174,7 @@ async def test_calls_of_a_table_are_tests():
         (wrapped, "def f(x): return x", 2),
         (wrapped, "def f(x): return [x]", 2),
         (wrapped, "def f(x): return [[x]]", 0),
+        *((as_text, f"def f(x): return {found}", 2) for found in ("x", "[x]", "str([x])")),
     )
     rows = [RowTests.of({"test_cases": json.dumps(given)}) for given, _, _ in cases]
     rows[0].check()
@@ -183,7 +182,29 @@ async def test_calls_of_a_table_are_tests():
         verdict(code, row, LIMITS) for (_, code, _), row in zip(cases, rows, strict=True)
     )
     assert [each.passed for each in found] == [passed for _, _, passed in cases]
-    assert [each.of for each in found] == [3, 3, 2, 2, 2]
+    assert [each.of for each in found] == [3, 3, *[2] * 6]
+
+
+UNIMPORTED = """
+    gcd = lambda *numbers: 5
+    class Solution:
+        @cache
+        def f(self, x):
+            counts = defaultdict(int, {x: math.gcd(4, 6)})
+            return counts[x] + gcd(4, 6) + pow(2, 3, 5) + len(Counter("ab")) + (x < inf)
+    print(Solution().f(1))
+"""
+
+
+async def test_answers_of_live_code_bench_need_no_imports():
+    call = {"input": "1", "output": "13", "testtype": "functional"}
+    rows = [{"public_test_cases": [call], "entry_point": "f"}, {"test_cases": [CASE | {"output": "13"}]},
+        {"tests": "assert f(1) == 13"}]  # fmt: skip
+    found = [await verdict(textwrap.dedent(UNIMPORTED), RowTests.of(row), LIMITS) for row in rows]
+    assert [each.why for each in found] == [None] * 3
+    bare = "print(gcd(4, int(input())) + 1)"
+    rows = [{name: [CASE]} for name in ("public_test_cases", "test_cases")]
+    assert [(await verdict(bare, RowTests.of(row), LIMITS)).passed for row in rows] == [1, 0]
 
 
 LEETCODE = """
@@ -212,6 +233,8 @@ async def test_answers_in_the_way_of_leetcode_pass_tests_of_functions():
     found = await three_at_once(verdict(LEETCODE, row, LIMITS) for row in rows)
     assert [(each.passed, each.of) for each in found] == [(1, 2), (1, 1), (1, 1)]
     program = RowTests.of({"test_cases": [{"input": "3\n4", "output": "7"}]})
+    used = f"{LEETCODE}\nprint(Solution().pairs([int(input())], 2))"
+    assert (await verdict(used, rows[1], LIMITS)).passed == 1  # there is no input here
     reads = "def total(xs: List[str]) -> int:\n    return sum(map(int, xs))\nprint(total([input(), input()]))"
     assert (await verdict(reads, program, LIMITS)).passed == 1
 
@@ -240,14 +263,10 @@ async def test_tests_in_a_text_are_counted_one_by_one_and_check_gets_the_entry_p
     assert await share("def other(x): return x * x", check, "square") == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("tests", "problem"),
-    [
-        (["import numpy", "assert f(1)"], "No module named 'numpy'"),
-        ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"),
-        ("assert f(", "the tests are no Python"),
-    ],
-)
+@pytest.mark.parametrize(("tests", "problem"), [
+    (["import numpy", "assert f(1)"], "No module named 'numpy'"),
+    ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"), ("assert f(", "the tests are no Python"),
+])  # fmt: skip
 async def test_tests_that_cannot_be_run_are_not_the_codes_fault(tests, problem):
     with pytest.raises(ValueError, match=problem):
         await judged("def f(x): return x", tests)
@@ -346,11 +365,21 @@ async def test_programs_are_given_input_and_their_output_is_compared():
         {"input": "1 1\n", "output": "2  \n\n"},
         {"input": "0 0\n", "output": "1"},
         {"input": "x y\n", "output": "0"},
+        {"input": "7.50 .5\n", "output": "8.0"},
     ]
-    code = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b)"
+    code = "if __name__ == '__main__':\n    a, b = map(float, input().split())\n    print(a + b)"
     found = await verdict(code, RowTests.of({"test_cases": cases}), LIMITS)
-    assert (found.passed, found.of) == (2, 4)
-    assert found.why == "case 2: finished; printed '0\\n'"
+    assert (found.passed, found.of) == (3, 5)
+    assert found.why == "case 2: finished; printed '0.0\\n'"
+
+
+@pytest.mark.parametrize(("printed", "wanted", "passes"), [
+    ("0.5000", "0.5", True), ("0.30000000001", "0.3", False), (" 1  2.0", "1.0 2e0", True), ("1 2", "1 2 2", False), ("1\n2", "1 2", False),
+    ("x 0.5", "x 0.50", False), ("sNaN", "1", False), ("1_0", "10", False), ("1e9999999999", "1", False), ("x  \n\n", "x", True),
+])  # fmt: skip
+def test_lines_of_numbers_are_compared_as_numbers(printed, wanted, passes):
+    result = Result("finished", 0, printed.encode(), b"", cut=False, seconds=0.1, held={})
+    assert Case("", wanted).passes(result) is passes
 
 
 async def test_a_solution_cannot_reach_back_into_lists_of_earlier_calls():
@@ -375,6 +404,7 @@ async def test_a_solution_cannot_reach_back_into_lists_of_earlier_calls():
 
 ATTACKS = {
     "nothing": "",
+    "fails before it defines anything": "import math\n1 / 0\ndef f(x): return 3",
     "no python": "def f(x) return 3",
     "leaves": "import sys; sys.exit(0)",
     "leaves at once": "import os; os._exit(0)",
@@ -541,6 +571,13 @@ def test_the_share_of_tests_or_all_of_them():
     assert values[0] == {"passed": 1, "of": 2, "why": "assert f(2) == 3: AssertionError"}
 
 
+def test_a_completion_may_go_on_with_the_function_that_its_prompt_begins():
+    rows = {"tests": ["assert f(1) == 2"] * 3, "entry_point": ["f"] * 3}
+    prompts = ["import math\ndef f(x):\n"] * 2 + [[{"role": "user", "content": "def f(x):"}]]
+    codes = ["    return x + 1", "def f(x): return x + 1", "    return x + 1"]
+    assert score(PythonTests(), codes, prompts=prompts, **rows) == [1.0, 1.0, 0.0]
+
+
 def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
     running, most, calls = set(), [], []
 
@@ -553,10 +590,12 @@ def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
         running.discard(code)
         return Verdict(1, 1, None)
 
+    read = []
+    monkeypatch.setattr(RowTests, "of", lambda row: read.append(row) or RowTests("assert f()"))
     monkeypatch.setattr(python_tests, "verdict", counted)
     codes = [*"abcdefgh", "a", "a"]
     assert score(PythonTests(concurrency=3), codes, tests=["assert f()"] * 10) == [1.0] * 10
-    assert (sorted(calls), max(most)) == (codes[:8], 3)
+    assert (sorted(calls), max(most), len(read)) == (codes[:8], 3, 1)
 
 
 def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):

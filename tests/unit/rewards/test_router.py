@@ -65,21 +65,12 @@ def refused(call) -> str:
 # 1. labels
 
 
-@pytest.mark.parametrize(
-    ("row", "label"),
-    [
-        ({"task": "math"}, "math"),
-        ({"task": 1}, "1"),
-        ({"task": "math", "dataset_name": "words"}, "math"),
-        ({"task": None, "dataset_name": "words"}, "words"),
-        ({"task": "", "dataset_name": "words"}, "words"),
-        ({"task": float("nan"), "dataset_name": "words"}, "words"),
-        ({"dataset_name": "words"}, "words"),
-        ({"dataset_name": "other"}, None),
-        ({"task": " "}, None),
-        ({}, None),
-    ],
-)
+@pytest.mark.parametrize(("row", "label"), [
+    ({"task": "math"}, "math"), ({"task": 1}, "1"), ({"task": "math", "dataset_name": "words"}, "math"),
+    ({"task": None, "dataset_name": "words"}, "words"), ({"task": "", "dataset_name": "words"}, "words"),
+    ({"task": float("nan"), "dataset_name": "words"}, "words"), ({"dataset_name": "words"}, "words"),
+    ({"dataset_name": "other"}, None), ({"task": " "}, None), ({}, None),
+])  # fmt: skip
 def test_label_of_a_row(row, label):
     assert NUMBERED.label_of(row) == label
     assert NUMBERED.with_default("math").label_of(row) == (label or "math")

@@ -8,10 +8,13 @@
 
 import asyncio
 import functools
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +37,7 @@ def request(count=2, **columns):
         global_step=3,
         max_steps=10,
         prompt_ids=[[7]] * count,
+        steps_per_epoch=4.0,
     )
 
 
@@ -74,6 +78,10 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
     def named(completions, completion_ids, trainer_state, **kwargs):
         seen["ids"] = completion_ids
         seen["steps"] = (trainer_state.global_step, trainer_state.max_steps)
+        seen["epochs"] = (trainer_state.epoch, trainer_state.num_train_epochs)
+        assert trainer_state.is_world_process_zero
+        at_start = (trainer_state.log_history, trainer_state.best_metric, trainer_state.total_flos)
+        assert at_start == ([], None, 0)
         seen["rest"] = set(kwargs)
         return [1, 1]
 
@@ -85,6 +93,7 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
         "one": ["a", "b"],
         "ids": [[0, 9], [1, 9]],
         "steps": (3, 10),
+        "epochs": (0.75, 3),
         "rest": set("prompts prompt_ids prompts_seen answer other log_metric log_extra".split()),
     }
 
@@ -115,10 +124,38 @@ def test_a_function_may_run_an_event_loop_of_its_own():
         return [await double(n) for n in range(len(completions))]
 
     members = score([runs, makes, finds, awaits]).members
-    assert [[p.value for p in member.parts] for member in members] == [
-        [0.0] * 4,
-        [2.0] * 4,
-    ]
+    assert [[p.value for p in member.parts] for member in members] == [[0.0] * 4, [2.0] * 4]
+
+
+def test_what_a_function_keeps_in_its_event_loop_lasts_until_its_thread_ends():
+    lock, loops = asyncio.Lock(), set()
+
+    async def ask():
+        async with lock:  # it belongs to the loop in which somebody waited for it first
+            await asyncio.sleep(0)
+            return 1.0
+
+    def keeps(completions, **kwargs):
+        loops.add(loop := asyncio.get_event_loop())
+        return loop.run_until_complete(asyncio.gather(ask(), ask()))
+
+    def gathers(completions, **kwargs):
+        return asyncio.gather(ask(), ask())
+
+    def yields(completions, **kwargs):
+        yield from asyncio.run(gathers_anew())
+
+    async def gathers_anew():
+        return [await asyncio.sleep(0, 1.0)] * 2
+
+    def in_a_thread():
+        functions = [keeps, yields, gathers, lambda completions: gathers_anew()]
+        return [score(functions).members[0].reward for _ in range(2)]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(in_a_thread).result() == [4.0, 4.0]
+    (loop,) = loops
+    assert loop.is_closed()
 
 
 class Counter:
@@ -202,57 +239,43 @@ def test_part_of_weight_zero_neither_applies_nor_fails():
     assert (nothing.outcome, nothing.reason) == ("failed", NO_REWARD)
 
 
-@pytest.mark.parametrize("answer", [
-    [1, 1], (True, 1.0), np.ones(2, dtype=np.float16), [np.array(1.0), np.float32(1)],
-    [Decimal(1), 1],
-])  # fmt: skip
-def test_numbers_of_many_kinds(answer):
-    found = score([lambda completions: answer])
-    assert [member.reward for member in found.members] == [1.0, 1.0]
-
-
 # 3. failures
 
 
-@pytest.mark.parametrize(("answer", "parts"), [
-    ([1.0], ["returned 1 value for 2 completions"]),
-    (1.0, ["returned float 1.0", "expected a list of 2 numbers"]),
-    (None, ["returned NoneType None"]), ("ab", ["returned str 'ab'"]),
-    ({"a": 1, "b": 2}, ["returned dict"]), (np.float64(1), ["expected a list"]),
+@pytest.mark.parametrize(("answer", "first", "second"), [
+    ([1, 1], 1, 1), ((True, False), 1, 0), ([Decimal(1), np.float32(2)], 1, 2), (np.ones(2, dtype=np.float16), 1, 1),
+    (np.array([[1], [2]]), 1, 2), ([np.array(1.0), np.array(True)], 1, 1), (map(float, "12"), 1, 2), ({"a": 1, "b": 2}.values(), 1, 2),
+    (torch.tensor([1, np.nan], dtype=torch.bfloat16), 1, None), ([torch.tensor(1), torch.tensor([2.0])], 1, 2),
+    ([1.0, None], 1, None), ([np.nan, 1], None, 1), (np.array([None, 2.0]), None, 2), ([None, Decimal("NaN")], None, None),
+    *(([1, entry], 1, "returned") for entry in (np.inf, -np.inf, 1e308, -1e16, 10**400, "1", [1.0], {"a": 1}, 1j, np.ones(2))),
+    ([1, Failed("has no tests")], 1, "has no tests"), *((answer, *["expected a list of 2 numbers"] * 2) for answer in (
+        1.0, np.float64(1), torch.tensor(1.0), True, None, "ab", {"a": 1, "b": 2}, {1.0, 2.0})),
+    ([1.0], *["returned 1 value for 2 completions"] * 2), (np.ones((2, 2)), *["returned list [1.0, 1.0]"] * 2),
 ])  # fmt: skip
-def test_wrong_answers_fail_the_whole_call(answer, parts):
-    def reward(completions):
-        return answer
-
-    for member in score([constant(1.0, "fine"), reward]).members:
-        assert (member.outcome, member.reward) == ("failed", None)
-        assert [part.value for part in member.parts] == [1.0, None]
-        for part in ["`reward`", *parts]:
-            assert part in reason(member)
-
-
-@pytest.mark.parametrize(
-    "entry", [float("nan"), float("inf"), -np.inf, "1", [1.0], 1j, 10**400, Failed("has no tests")]
-)
-def test_wrong_entry_fails_its_own_rollout_only(entry):
-    def picky(completions):
-        return [1.0, entry]
-
-    first, second = score([picky]).members
-    assert (first.outcome, first.reward) == ("scored", 1.0)
-    assert second.outcome == "failed"
-    said = "has no tests" if isinstance(entry, Failed) else "returned"
-    assert f"`picky` {said}" in reason(second)
+def test_every_answer_has_one_meaning(answer, first, second):
+    """Numbers count, None and NaN do not apply, and anything else fails its own rollout, or all where it is no list of the right length."""
+    members = score([constant(0.0, "fine"), lambda completions: answer]).members
+    for member, wanted in zip(members, (first, second), strict=True):
+        value = None if isinstance(wanted, str) else wanted
+        assert member.parts[1].value == value
+        if isinstance(wanted, str):
+            assert (member.outcome, member.reward) == ("failed", None)
+            assert "reward `lambda` " in reason(member)
+            assert wanted in reason(member)
+        else:
+            assert (member.outcome, member.reward, member.notes) == ("scored", value or 0, {})
 
 
-@pytest.mark.parametrize(("value", "weight"), [(1e308, 1.0), (-1e16, 1.0), (1e14, 1e9)])
+@pytest.mark.parametrize(("value", "weight"), [(1e308, 1.0), (1e14, 1e9)])
 def test_rewards_beyond_what_a_step_can_compute_with_fail_their_rollouts(value, weight):
     member = score([(constant(value), weight)]).members[0]
     assert (member.outcome, "up to 1e+15" in reason(member)) == ("failed", True)
 
 
 def test_arguments_that_no_row_fills_are_told():
-    def settings(completions, answer, gold=None, tolerance=0.1, origin=None, log_extra=None): ...
+    some = np.array([1, 2])
+
+    def settings(completions, answer, gold=None, w=some, origin=None, log_extra=None): ...
 
     rubric = Rubric([settings])
     assert rubric.never_filled([]) == []
@@ -278,9 +301,14 @@ def leaves(completions, **kwargs):
     raise SystemExit(1)
 
 
+def looks_back(completions, trainer_state, **kwargs):
+    assert getattr(trainer_state, "save_steps", None) is None
+    return trainer_state.eval_steps
+
+
 @pytest.mark.parametrize(("function", "part"), [
     (raises, "return [1 / 0 for _ in completions]"), (raises_later, "KeyError: 'late'"),
-    (cancels, "CancelledError"), (leaves, "SystemExit"),
+    (cancels, "CancelledError"), (leaves, "SystemExit"), (looks_back, "has no `eval_steps` here"),
 ])  # fmt: skip
 def test_exceptions_fail_the_call_and_nothing_else(function, part):
     heard = []
@@ -305,8 +333,8 @@ def refused(call) -> str:
 
 @pytest.mark.parametrize(("value", "part"), [
     ([], "empty"), ({}, "got dict"), (None, "got NoneType"),
-    (["accuracy"], "entry 0: expected a function"), ([constant(1), (3, 1.0)], "entry 1"),
-    ([Counter], "give an instance, `Counter()`"), ([(constant(1), "1")], "weight of `f` is '1'"),
+    (["accuracy"], "groupwise.rewards.get_reward_funcs"), ([3], "entry 0: expected a function"),
+    ([constant(1), (3, 1.0)], "entry 1"), ([Counter], "give an instance, `Counter()`"), ([(constant(1), "1")], "weight of `f` is '1'"),
     ([(constant(1), float("nan"))], "finite"), ([(constant(1), True)], "weight of `f` is True"),
     ([(constant(1), 0)], "every weight is 0"), ([lambda completions, /: 1], "position only"),
 ])  # fmt: skip
@@ -329,9 +357,28 @@ def test_weights_replace_those_given_and_names_are_unique():
 def test_arguments_that_nobody_gives_are_refused_with_the_columns_there_are():
     rubric = Rubric([lambda completions, gold, log_extra, hint=None: completions])
     rubric.check_columns({"gold"}, where="t")
-    message = refused(lambda: rubric.check_columns({"answer", "level"}, where="t"))
+    message = refused(lambda: rubric.check_columns({"answer", "level", "origin"}, where="t"))
     assert "asks for `gold`" in message
-    assert "answer, level" in message
+    assert "It has: answer, level. " in message
+
+
+def c(prompts, completion): ...
+async def i(completion, answer, log_metric, level=0, j=1, **state): ...
+def p(prompt, completion, parser): ...  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "body"), [
+    (c, "def c_of_all(completions, prompts, **columns):\n      return [c(prompts=prompts, completion=completions[i]) for i"),
+    (i, "async def i_of_all(completions, answer, log_metric, level, **columns):\n      return [await "
+        "i(completion=completions[ii], answer=answer[ii], log_metric=log_metric, level=level[ii]) for ii"),
+    (p, "def p_of_all(completions, prompts, **columns):\n      return [p(prompt=prompts[i], completion=completions[i]) for i"),
+    (lambda completion: 1, "def reward_of_all(completions, **columns):\n      return [reward(completion=completions[i]) for i"),
+])  # fmt: skip
+def test_a_function_of_one_completion_is_told_what_calls_it_rightly(function, body):
+    message = refused(lambda: Rubric([function]).check_columns({"answer", "level"}, where="t"))
+    assert message.endswith(f"{body} in range(len(completions))]")
+    assert ("functools.partial(p, parser=…)" in message) is (function is p)
+    exec(textwrap.dedent(message.partition("instead")[2].partition(":\n")[2]), {})
 
 
 def test_stateful_is_what_a_function_says_of_itself():

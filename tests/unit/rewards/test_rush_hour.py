@@ -143,21 +143,15 @@ def test_moves_change_the_board():
     assert played(BOARD, GOLD) == ("oooCooAAooBoooBo", 3, True)
 
 
-@pytest.mark.parametrize(
-    ("moves", "cells", "legal"),
-    [
-        ("A>1", BOARD, 0),  # B stands there
-        ("A<1", BOARD, 0),  # off the board
-        ("B>1", BOARD, 0),  # not its axis
-        ("Av1", BOARD, 0),
-        ("Z>1", BOARD, 0),  # no such car
-        ("Bv9", "ooCoAAooooBoooBo", 0),  # one cell goes, the second does not
-        ("C>9,Bv1", "oooCAABoooBooooo", 0),  # and what follows is not played
-        ("Bv1,B^2", BOARD, 1),
-        ("Bv1,A>1,Bv1", "ooCooAAoooBoooBo", 2),
-        ("C^1", BOARD, 0),  # a car of one cell is horizontal
-    ],
-)
+@pytest.mark.parametrize(("moves", "cells", "legal"), [
+    ("A>1", BOARD, 0),  # B stands there
+    ("A<1", BOARD, 0),  # off the board
+    ("B>1", BOARD, 0),  # not its axis
+    ("Av1", BOARD, 0), ("Z>1", BOARD, 0),  # no such car
+    ("Bv9", "ooCoAAooooBoooBo", 0),  # one cell goes, the second does not
+    ("C>9,Bv1", "oooCAABoooBooooo", 0),  # and what follows is not played
+    ("Bv1,B^2", BOARD, 1), ("Bv1,A>1,Bv1", "ooCooAAoooBoooBo", 2), ("C^1", BOARD, 0),  # a car of one cell is horizontal
+])  # fmt: skip
 def test_the_first_cell_that_is_not_free_stops_the_play(moves, cells, legal):
     assert played(BOARD, moves) == (cells, legal, False)
 

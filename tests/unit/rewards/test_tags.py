@@ -59,6 +59,13 @@ def test_a_flood_of_tags_is_read_in_time():
     ("<think>a</think> b", " b"), ("a</think> b", " b"), ("<THINK>a</Think>b", "b"), ("b <think> a", "b "),
     ("<think>a</think>b<think>c</think>d", "d"), ("<think>a <answer>5</answer>", ""), ("a < b", "a < b"),
     ("<reasoning>a</reasoning>b", "b"), ("<thought>a</thought>b", "b"), ("<thinking>a</thinking>b", "b"),
+    ("[THINK]a[/THINK]b", "b"), ("◁think▷a", ""), ("<|begin_of_thought|>a<|end_of_thought|>b", "b"),
+    ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b", "b"), ("<|channel|>analysis<|message|>a", ""),
+    ("analysisSo it is.assistantfinalb", "b"), ("analysisSo", ""), ("analysis of it", "analysis of it"), ("My analysisA", "My analysisA"),
+    ("analysis\nWe need", ""), ("<think >a</think>b", "b"), ("<think\n>a", ""), ("<|think|>a", ""),
+    ("<start_working_out>a<end_working_out>b", "b"),
+    ("<seed:think>a</seed:think>b", "b"), ("<|START_THINKING|>a<|END_THINKING|>b", "b"), ("<unused94>thought a<unused95>b", "b"),
+    *[(f"<{name}>a</{name}>b", "b") for name in ("scratchpad", "analysis", "reflection", "thoughts", "reason")], ("[REASONING]a", ""),
 ])  # fmt: skip
 def test_what_is_said_behind_the_reasoning(text, said):
     assert after_reasoning(text) == said
@@ -66,10 +73,10 @@ def test_what_is_said_behind_the_reasoning(text, said):
 
 
 @pytest.mark.parametrize(("prompt", "opened"), [
-    ("Why? <think>\n", "<think>\n"), ("Think in <think> tags. Why?", ""), ("<think>a</think>", ""), ("", ""), ([], ""),
+    ("Why? <think>\n", "<think>\n"), ("Why?[THINK]", "[THINK]"), ("<|channel|>analysis<|message|>", "<|channel|>analysis<|message|>"),
+    ("Think in <think> tags. Why?", ""), ("<think>a</think>", ""), ("", ""), ([], ""), ([{"role": "user", "content": "<think>"}], ""),
     ([{"role": "assistant", "content": "Well.\n<think>\nFirst"}], "<think>\nFirst"),
     ([{"role": "assistant", "content": "<think>a</think>b"}], ""),
-    ([{"role": "user", "content": "<think>"}], ""),
     ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
 ])  # fmt: skip
 def test_reasoning_that_the_prompt_opens(prompt, opened):

@@ -342,4 +342,4 @@ async def test_environment_of_a_worker(shared):
     names = ["OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"]
     notes = (await shared.score(request("tells_environment", names=names))).members[0].notes
     assert list(notes["found"].values()) == ["1", "", "false"]
-    assert notes["torch"] is False
+    assert (notes["torch"], notes["collects"]) == (False, True)

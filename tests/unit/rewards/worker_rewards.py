@@ -1,6 +1,7 @@
 """Reward functions that behave badly in every way, and the factories that workers make them with."""
 
 import ctypes
+import gc
 import importlib
 import os
 import signal
@@ -152,6 +153,7 @@ def closes_the_line(completions, **kwargs):
 
 def tells_environment(completions, log_extra, names, **kwargs):
     log_extra("found", [{name: os.environ.get(name) for name in names[0]}] * len(completions))
+    log_extra("collects", [gc.isenabled() and gc.get_freeze_count() > 0] * len(completions))
     log_extra("torch", ["torch" in sys.modules] * len(completions))
     return [1.0] * len(completions)
 

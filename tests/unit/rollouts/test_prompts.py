@@ -3,9 +3,10 @@
 import pytest
 
 from groupwise.errors import TaskError
-from groupwise.rollouts.prompts import tokenise
+from groupwise.rollouts.prompts import odd_prompts, tokenise
 from groupwise.testing.fakes import FakeTokenizer
-from groupwise.types import Example
+from groupwise.types import Example, NumberedRow
+from tests.chat import chat_tokenizer
 
 WHERE = "Task t (t.py): get_rl_dataset"
 
@@ -32,5 +33,15 @@ def test_prompts_above_the_limit_are_left_out_and_counted():
 
 
 def test_a_prompt_that_the_model_has_no_room_for_is_refused_with_the_remedy():
+    assert "row 7: A prompt has no tokens" in message([Example(0, "", NumberedRow({}, 7))])
     assert "data.max_prompt_length=10" in message(examples(3, 12, 15), room=10)
     assert found(examples(3, 12, 15), limit=10, room=10).dropped == 2
+
+
+@pytest.mark.parametrize(("prompt", "told"), [
+    ("hi", None), ('{"answer": 3}', None), ([{"role": "user", "content": "hi"}], None), ('[{"role": "user"', "JSON"),
+    ('{"messages": [1], "tools": []}', "JSON"), ([{"role": "user", "content": "<|im_start|>user hi"}], "through it already"),
+])  # fmt: skip
+def test_prompts_that_are_hardly_meant_are_warned_of(prompt, told):
+    warnings = odd_prompts(chat_tokenizer("chatml"), [Example(0, prompt)])
+    assert [told in each for each in warnings] == [True] * bool(told)

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from groupwise.data.messages import NumberedRow
 from groupwise.errors import TaskError
+from groupwise.models.tokens import prompt_ids
+from groupwise.rollouts.dialogue import told_of_tools
 from groupwise.rollouts.teacher import TeacherWay, read_lessons, teacher_group, teacher_row
-from tests.chat import chat_tokenizer
+from groupwise.types import NumberedRow
+from tests.chat import SPECIAL, chat_tokenizer
 
 CHAT = {
     "messages": [
@@ -23,6 +25,7 @@ CHAT = {
         {"role": "assistant", "content": "gh"},
     ]
 }
+ANSWER = CHAT["messages"][1]
 TEXT = {"text": "abcdef"}
 PAIR = {"prompt": "ab", "completion": "cd"}
 TOKENS = {"input_ids": [10, 11, 12, 13], "labels": [-100, 11, -100, 13]}
@@ -43,37 +46,31 @@ def trained(row: dict[str, Any], family: str = "chatml", **way: Any) -> list[str
     ]
 
 
-@pytest.mark.parametrize(
-    ("row", "way", "wanted"),
-    [
-        (CHAT, {}, [f"cd{END}gh{END}"]),
-        (CHAT, {"completion_only": True}, [f"cd{END}gh{END}"]),
-        (CHAT, {"last_turn_only": True}, [f"gh{END}"]),
-        (
-            CHAT,
-            {"completion_only": False},
-            [
-                f"user\nab{END}\n<|im_start|>assistant\ncd{END}\n"
-                f"<|im_start|>user\nef{END}\n<|im_start|>assistant\ngh{END}\n"
-            ],
-        ),
-        (TEXT, {}, [f"bcdef{END}"]),
-        (PAIR, {}, [f"cd{END}"]),
-        (PAIR, {"completion_only": False}, [f"bcd{END}"]),
-        (TOKENS, {}, ["bd"]),
-        ({"prompt": CHAT["messages"][:3], "completion": CHAT["messages"][3:]}, {}, [f"gh{END}"]),
-        ({"prompt": CHAT["messages"][:2], "completion": "ij"}, {}, [f"cdij{END}"]),
-        ({"messages": CHAT["messages"][1:]}, {}, [f"gh{END}"]),
-        (
-            {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]},
-            {},
-            [f"cd{END}"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "way", "wanted"), [
+    (CHAT, {}, [f"cd{END}gh{END}"]), (CHAT, {"completion_only": True}, [f"cd{END}gh{END}"]),
+    (CHAT, {"last_turn_only": True}, [f"gh{END}"]),
+    (CHAT, {"completion_only": False}, [f"user\nab{END}\n<|im_start|>assistant\ncd{END}\n"
+      f"<|im_start|>user\nef{END}\n<|im_start|>assistant\ngh{END}\n"]),
+    (TEXT, {}, [f"bcdef{END}"]), (PAIR, {}, [f"cd{END}"]), (PAIR, {"completion_only": False}, [f"bcd{END}"]), (TOKENS, {}, ["bd"]),
+    ({"prompt": CHAT["messages"][:3], "completion": CHAT["messages"][3:]}, {}, [f"gh{END}"]),
+    ({"prompt": CHAT["messages"][:2], "completion": "ij"}, {}, [f"ij{END}"]),
+    ({"prompt": CHAT["messages"][:2], "completion": CHAT["messages"][1:], "tools": [{}]}, {}, [f"cd{END}gh{END}"]),
+    ({"messages": CHAT["messages"][1:]}, {}, [f"gh{END}"]),
+    ({"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]}, {}, [f"cd{END}"]),
+])  # fmt: skip
 def test_what_is_trained(row, way, wanted):
     """The first token of all is never: nothing stands before it that could predict it."""
     assert trained(row, **way) == wanted
+
+
+@pytest.mark.parametrize("family", sorted(SPECIAL))
+def test_words_that_the_prompt_begins_the_answer_with_are_seen_as_asked_and_not_trained(family):
+    tokenizer = chat_tokenizer(family)
+    begun = [*CHAT["messages"][:1], {**ANSWER, "content": " <think>\n"}]
+    (lesson,) = read([{"prompt": begun, "completion": "ef\n</think>gh"}], family).lessons
+    row = teacher_row(lesson.rows[0])
+    assert row.prompt_ids == prompt_ids(tokenizer, begun)
+    assert tokenizer.decode(row.completion_ids).rstrip() == f"ef\n</think>gh{SPECIAL[family][-1]}"
 
 
 def test_a_row_that_the_template_does_not_take_is_left_out_and_counted():
@@ -82,6 +79,11 @@ def test_a_row_that_the_template_does_not_take_is_left_out_and_counted():
     assert [lesson.example.index for lesson in found.lessons] == [0, 3]
     ((reason, count),) = found.refused.items()
     assert ("begins with the assistant" in reason, count) == (True, 2)
+    twice = {"messages": [*CHAT["messages"][:2], ANSWER]}
+    apart = {"prompt": CHAT["messages"][:2], "completion": [{**ANSWER, "reasoning_content": "r"}]}
+    for row, told in ((twice, "follow each other"), (apart, "given apart")):
+        ((reason, count),) = read([CHAT, row], "qwen3").refused.items()
+        assert (told in reason, count) == (True, 1)
     for rows, strict in (([greeting], False), ([CHAT, greeting], True)):
         with pytest.raises(TaskError, match=r"^W: row \d.*begins with the assistant"):
             read(rows, strict=strict)
@@ -97,6 +99,9 @@ def test_tools_stand_in_the_system_message_where_the_template_has_no_place_for_t
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     (lesson,) = read([{**CHAT, "tools": [tool]}]).lessons
     assert "weather" in chat_tokenizer("chatml").decode(lesson.rows[0].ids)
+    for said in ("", "Be kind."):
+        (told,) = told_of_tools([{"role": "developer", "content": said}], [tool])
+        assert told["content"].startswith(said or told_of_tools([], [tool])[0]["content"])
 
 
 def test_a_template_that_rewrites_turns_gives_several_rows_which_are_members_of_a_group():
@@ -117,21 +122,13 @@ def test_a_collators_masks_are_used_as_they_are():
     assert trained(PAIR, collator=collator) == ["cd"]
 
 
-@pytest.mark.parametrize(
-    ("row", "way", "said"),
-    [
-        ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "no token of it is trained"),
-        ({"input_ids": [1, 2], "labels": [1, -100]}, {}, "no token of it is trained"),
-        (TEXT, {"completion_only": True}, "data.completion_only_loss"),
-        ({"words": "a"}, {}, "has none of the forms"),
-        (
-            {"input_ids": [10, 260, 11], "labels": [-100, 260, 11]},
-            {"vocabulary": 260},
-            "token 1 has the id 260",
-        ),
-        ({"input_ids": [10, -1]}, {}, "token 1 has the id -1"),
-    ],
-)
+@pytest.mark.parametrize(("row", "way", "said"), [
+    ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "no token of it is trained"),
+    ({"input_ids": [1, 2], "labels": [1, -100]}, {}, "no token of it is trained"),
+    (TEXT, {"completion_only": True}, "data.completion_only_loss"), ({"words": "a"}, {}, "has none of the forms"),
+    ({"input_ids": [10, 260, 11], "labels": [-100, 260, 11]}, {"vocabulary": 260}, "token 1 has the id 260"),
+    ({"input_ids": [10, -1]}, {}, "token 1 has the id -1"),
+])  # fmt: skip
 def test_a_row_that_cannot_teach_is_named(row, way, said):
     with pytest.raises(TaskError, match=f"^W: row 1.*{said}"):
         read([{**PAIR} if not way else {**CHAT}, row], **way)

@@ -72,19 +72,16 @@ def test_keys_are_looked_at_where_they_are_free_and_values_everywhere():
     assert not is_secret("pad_token")
 
 
-@pytest.mark.parametrize(
-    ("word", "hidden", "told"),
-    [
-        ("callbacks=[{name: x, token: hf_secret}]", "hf_secret", "callbacks.token looks like a"),
-        ("callbacks=[{name: x, token: hf_secret", "hf_secret", "cannot be read as YAML"),
-        ("callbacks:[{token: hf_secret}]", "hf_secret", "write it as key=value"),
-        ("task.url=https://user:passw0rd@host/x", "passw0rd", "task.url holds what looks like a"),
-        ("task.judge_auth=Bearer sk-0123456789", "sk-", "task.judge_auth holds what looks like"),
-        ("model.name=https://user:passw0rd@host/x", "passw0rd", "override model.name=…"),
-        ("training.seed=sk-0123456789", "sk-0", "training.seed is …; it must be a whole number"),
-        ("task.token.deep=[1", "[1", "cannot be read as YAML"),
-    ],
-)
+@pytest.mark.parametrize(("word", "hidden", "told"), [
+    ("callbacks=[{name: x, token: hf_secret}]", "hf_secret", "callbacks.token looks like a"),
+    ("callbacks=[{name: x, token: hf_secret", "hf_secret", "cannot be read as YAML"),
+    ("callbacks:[{token: hf_secret}]", "hf_secret", "write it as key=value"),
+    ("task.url=https://user:passw0rd@host/x", "passw0rd", "task.url holds what looks like a"),
+    ("task.judge_auth=Bearer sk-0123456789", "sk-", "task.judge_auth holds what looks like"),
+    ("model.name=https://user:passw0rd@host/x", "passw0rd", "override model.name=…"),
+    ("training.seed=sk-0123456789", "sk-0", "training.seed is …; it must be a whole number"),
+    ("task.token.deep=[1", "[1", "cannot be read as YAML"),
+])  # fmt: skip
 def test_no_message_shows_it(word, hidden, told):
     config: dict[str, Any] = {
         "model": {"name": "tiny"},

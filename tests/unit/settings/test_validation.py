@@ -41,35 +41,26 @@ titel: x
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("title: ''", 'title is ""; it must be text (of length at least 1).'),
-        ("title: 3", "title is 3; it must be text (of length at least 1)."),
-        ("rate: " + "x" * 500, 'rate is "xxx'),
-        ("rate: '1e-5'", "Write it without quotes."),
-        ("rate: null", "rate is null; it must be a number"),
-        ("engine:", "engine is null; it must be a section with keys of its own."),
-        ("engine: torch", 'engine is "torch"; it must be a section with keys of its own.'),
-        ("engine: {name: warp}", "engine.name: warp is not in this version; it must be one of"),
-        ("engine: {name: steam}", 'engine.name is "steam"; it must be one of torch, fake.'),
-        ("task: 3", "task is 3; it must be a section with keys of its own."),
-        ("lr: 1", "lr is not a key; here it is rate."),
-        ("engine: {lr: 1}", "engine.lr is not a key; here it is rate."),
-        ("vllm_mode: x", "vllm_mode is not a key; there is no vllm."),
-        ("slots: 1", "slots is not a key; did you mean engine.slots or spare.slots?"),
-        ("top_p: 1", "top_p is not a key; engine.top_p would be, but it is not in this version."),
-        ("slotz: 1", "slotz is not a key; did you mean spare.slots?"),
-        ("qqq: 1", "qqq is not a key; of the"),
-        ("engine: {qqq: 1}", "the keys in engine are: name, stop, slots."),
-        ("api_key: x", "api_key looks like a secret"),
-        ("shape: {type: circel}", "it must be one of circle, square; did you mean circle?"),
-        ("shape: {radius: 2}", "shape.type is required; it must be one of circle, square."),
-        ("shape: circle", 'shape is "circle"; it must be a section with keys of its own.'),
-        ("shape: {type: circle, side_length: 1}", "type circle; it is a key of square."),
-        ("shape: {type: square, sidelength: 1}", "did you mean shape.side_length (of square)?"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("title: ''", 'title is ""; it must be text (of length at least 1).'),
+    ("title: 3", "title is 3; it must be text (of length at least 1)."), ("rate: " + "x" * 500, 'rate is "xxx'),
+    ("rate: '1e-5'", "Write it without quotes."), ("rate: null", "rate is null; it must be a number"),
+    ("engine:", "engine is null; it must be a section with keys of its own."),
+    ("engine: torch", 'engine is "torch"; it must be a section with keys of its own.'),
+    ("engine: {name: warp}", "engine.name: warp is not in this version; it must be one of"),
+    ("engine: {name: steam}", 'engine.name is "steam"; it must be one of torch, fake.'),
+    ("task: 3", "task is 3; it must be a section with keys of its own."), ("lr: 1", "lr is not a key; here it is rate."),
+    ("engine: {lr: 1}", "engine.lr is not a key; here it is rate."), ("vllm_mode: x", "vllm_mode is not a key; there is no vllm."),
+    ("slots: 1", "slots is not a key; did you mean engine.slots or spare.slots?"),
+    ("top_p: 1", "top_p is not a key; engine.top_p would be, but it is not in this version."),
+    ("slotz: 1", "slotz is not a key; did you mean spare.slots?"), ("qqq: 1", "qqq is not a key; of the"),
+    ("engine: {qqq: 1}", "the keys in engine are: name, stop, slots."), ("api_key: x", "api_key looks like a secret"),
+    ("shape: {type: circel}", "it must be one of circle, square; did you mean circle?"),
+    ("shape: {radius: 2}", "shape.type is required; it must be one of circle, square."),
+    ("shape: circle", 'shape is "circle"; it must be a section with keys of its own.'),
+    ("shape: {type: circle, side_length: 1}", "type circle; it is a key of square."),
+    ("shape: {type: square, sidelength: 1}", "did you mean shape.side_length (of square)?"),
+])  # fmt: skip
 def test_what_each_mistake_is_told(tmp_path: Path, text: str, message: str) -> None:
     title = "" if text.startswith("title") else "title: a\n"
     (found,) = problems(f"{title}{text}\n", tmp_path)

@@ -171,18 +171,15 @@ def test_missing_hook_shows_signature_and_near_misses(task_of, tmp_path):
         assert part in message
 
 
-@pytest.mark.parametrize(
-    ("verb", "hook", "given"),
-    [
-        ("rl", "get_eval_dataset", "def get_eval_dataset(): ..."),
-        ("rl", "compute_metrics", "def compute_metrics(completions): ..."),
-        ("rl", "get_config_schema", "def get_config_schema(config): ..."),
-        ("rl", "get_rl_callbacks", "def get_rl_callbacks(): ..."),
-        ("eval", "get_reward_funcs", "def get_reward_funcs(): ..."),
-        ("eval", "get_config_schema", "async def get_config_schema(): ..."),
-        ("rl", "get_rl_dataset", "async def get_rl_dataset(config): ..."),
-    ],
-)
+@pytest.mark.parametrize(("verb", "hook", "given"), [
+    ("rl", "get_eval_dataset", "def get_eval_dataset(): ..."),
+    ("rl", "compute_metrics", "def compute_metrics(completions): ..."),
+    ("rl", "get_config_schema", "def get_config_schema(config): ..."),
+    ("rl", "get_rl_callbacks", "def get_rl_callbacks(): ..."),
+    ("eval", "get_reward_funcs", "def get_reward_funcs(): ..."),
+    ("eval", "get_config_schema", "async def get_config_schema(): ..."),
+    ("rl", "get_rl_dataset", "async def get_rl_dataset(config): ..."),
+])  # fmt: skip
 def test_optional_hooks_are_checked_as_well(task_of, verb, hook, given):
     require(task_of(WHOLE + "def get_sft_dataset(config, tokenizer): ...\n"), "rl")
     message = refused(lambda: require(task_of(f"{WHOLE}{given}\n"), verb))
@@ -201,17 +198,14 @@ def test_callbacks_are_those_that_the_hook_returns(task_of, returned, callbacks)
     assert "rl_callbacks returned str" in message
 
 
-@pytest.mark.parametrize(
-    ("body", "parts"),
-    [
-        ("return []", ["get_rl_dataset", "empty dataset"]),
-        ("return [{'question': 'x'}]", ["no column `prompt`", "question"]),
-        ("return [{'prompt': 'x', 'completions': 1}]", ["column `completions`", "Rename"]),
-        ("return None", ["returned NoneType"]),
-        ("return [{'prompt': config['task']['sise']}]", ["task.py:2", "sise", "Did you mean size"]),
-        ("yield {'prompt': 'a'}\n    1 / 0", ["task.py:3", "1 / 0", "ZeroDivisionError"]),
-    ],
-)
+@pytest.mark.parametrize(("body", "parts"), [
+    ("return []", ["get_rl_dataset", "empty dataset"]),
+    ("return [{'question': 'x'}]", ["no column `prompt`", "question"]),
+    ("return [{'prompt': 'x', 'completions': 1}]", ["column `completions`", "Rename"]),
+    ("return None", ["returned NoneType"]),
+    ("return [{'prompt': config['task']['sise']}]", ["task.py:2", "sise", "Did you mean size"]),
+    ("yield {'prompt': 'a'}\n    1 / 0", ["task.py:3", "1 / 0", "ZeroDivisionError"]),
+])  # fmt: skip
 def test_bad_datasets_and_failing_hooks(task_of, tmp_path, body, parts):
     task = task_of(
         f"def get_rl_dataset(config):\n    {body}\ndef get_reward_funcs(config, tokenizer): ...\n"
@@ -222,15 +216,9 @@ def test_bad_datasets_and_failing_hooks(task_of, tmp_path, body, parts):
     assert "contract.py" not in message
 
 
-@pytest.mark.parametrize(
-    ("returned", "part"),
-    [
-        ("[]", "empty"),
-        ("[3]", "entry 0"),
-        ("None", "got NoneType"),
-        ("1 / 0", "ZeroDivisionError"),
-    ],
-)
+@pytest.mark.parametrize(("returned", "part"), [
+    ("[]", "empty"), ("[3]", "entry 0"), ("None", "got NoneType"), ("1 / 0", "ZeroDivisionError"),
+])  # fmt: skip
 def test_bad_rewards(task_of, returned, part):
     task = task_of(f"def get_reward_funcs(config, tokenizer):\n    return {returned}\n")
     message = refused(lambda: task.rubric(CONFIG, None))

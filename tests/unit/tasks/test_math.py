@@ -37,23 +37,13 @@ def answered(answer, thought="I see."):
 # Rewards
 
 
-@pytest.mark.parametrize(
-    ("text", "reward", "strict"),
-    [
-        (answered("42"), 1.1, 1.1),
-        (answered("42.0"), 1.1, 1.1),
-        (answered(r"\boxed{42}"), 1.1, 1.1),
-        ("Well: " + answered("42"), 1.1, 0.1),
-        (answered("24"), 0.1, 0.1),
-        (answered("42") + "<answer>24</answer>", 0.1, 0.1),
-        ("<answer>42</answer>", 1.0, 0.0),
-        (r"It is \boxed{42}.", 1.0, 0.0),
-        ("42", 0.0, 0.0),
-        (answered(""), 0.0, 0.0),
-        (answered("forty-two"), 0.1, 0.1),
-        ("", 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "reward", "strict"), [
+    (answered("42"), 1.1, 1.1), (answered("42.0"), 1.1, 1.1), (answered(r"\boxed{42}"), 1.1, 1.1),
+    ("Well: " + answered("42"), 1.1, 0.1), (answered("24"), 0.1, 0.1),
+    (answered("42") + "<answer>24</answer>", 0.1, 0.1), ("<answer>42</answer>", 1.0, 0.0),
+    (r"It is \boxed{42}.", 1.0, 0.0), ("42", 0.0, 0.0), (answered(""), 0.0, 0.0), (answered("forty-two"), 0.1, 0.1),
+    ("", 0.0, 0.0),
+])  # fmt: skip
 def test_rewards(text, reward, strict):
     assert score(text) == pytest.approx(reward)
     assert score(text, strict=True) == pytest.approx(strict)
@@ -223,7 +213,7 @@ MATRIX = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \\ 5 & 6 \end{pmatrix}"
     ("solution", "answer"),
     [
         ("#### 3\n#### 1,234", "1,234"),
-        (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"First \boxed{1}. Then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         ("<think>a\nb</think><answer> 7 </answer>", "7"),
         (" 42 ", "42"),
         ("a\nlong text", None),

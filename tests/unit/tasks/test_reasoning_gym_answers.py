@@ -71,37 +71,22 @@ def test_a_long_product_of_polynomials_passes() -> None:
     assert earned("polynomial_multiplication", gold, 3) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
-        ("x**3/3 + sin(2*x)/2 + C", True),
-        ("sin(x)*cos(x) + x**3/3 - 10**12", True),
-        ("x**3/3 + sin(2*x)/2.01 + C", False),
-        ("x**4000", False),
-    ],
-)
+@pytest.mark.parametrize(("answer", "right"), [
+    ("x**3/3 + sin(2*x)/2 + C", True), ("sin(x)*cos(x) + x**3/3 - 10**12", True), ("x**3/3 + sin(2*x)/2.01 + C", False),
+    ("x**4000", False),
+])  # fmt: skip
 def test_a_derivative_is_compared_at_a_point(answer: str, right: bool) -> None:
     integral = {"variable": "x", "integrand": "x**2 + cos(2*x)"}
     assert agrees_at_a_point(answer, integral) is right
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("spiral_matrix", "__import__('os').system('true')"),
-        ("spiral_matrix", "[print(1)]"),
-        ("n_queens", "open('x')"),
-        ("string_insertion", "(lambda: 1)()"),
-        ("countdown", "__import__('os').getpid()"),
-        ("countdown", "sqrt(4)"),
-        ("countdown", "x"),
-        ("simple_integration", "x.__class__"),
-        ("simple_integration", "sympify('1')"),
-        ("puzzle24", "factorial(4)"),
-        ("polynomial_multiplication", "S.One"),
-        ("polynomial_multiplication", "x if x else y"),
-    ],
-)
+@pytest.mark.parametrize(("name", "answer"), [
+    ("spiral_matrix", "__import__('os').system('true')"), ("spiral_matrix", "[print(1)]"), ("n_queens", "open('x')"),
+    ("string_insertion", "(lambda: 1)()"), ("countdown", "__import__('os').getpid()"), ("countdown", "sqrt(4)"),
+    ("countdown", "x"), ("simple_integration", "x.__class__"), ("simple_integration", "sympify('1')"),
+    ("puzzle24", "factorial(4)"), ("polynomial_multiplication", "S.One"),
+    ("polynomial_multiplication", "x if x else y"),
+])  # fmt: skip
 def test_graders_that_evaluate_answers_get_no_code(name: str, answer: str) -> None:
     assert not is_harmless(answer, name)
     assert earned(name, answer) == 0.0

@@ -72,17 +72,12 @@ def test_the_rubric_in_the_prompt_is_warned_about_and_not_paid_for_when_copied()
 # What sets look like
 
 
-@pytest.mark.parametrize(
-    ("rubric", "text"),
-    [
-        (" names Jupiter ", "names Jupiter"),
-        (["names Jupiter", "gas giant"], "names Jupiter\ngas giant"),
-        ([{"title": "Name", "description": "names Jupiter", "weight": 5}], "names Jupiter"),
-        ([{"criterion": "gas giant", "points": 3}], "gas giant"),
-        ('["one", "two"]', "one\ntwo"),
-        ("[sic] one", "[sic] one"),
-    ],
-)
+@pytest.mark.parametrize(("rubric", "text"), [
+    (" names Jupiter ", "names Jupiter"), (["names Jupiter", "gas giant"], "names Jupiter\ngas giant"),
+    ([{"title": "Name", "description": "names Jupiter", "weight": 5}], "names Jupiter"),
+    ([{"criterion": "gas giant", "points": 3}], "gas giant"), ('["one", "two"]', "one\ntwo"),
+    ("[sic] one", "[sic] one"),
+])  # fmt: skip
 def test_rubrics_come_as_text_lists_and_records(rubric: Any, text: str) -> None:
     assert rubric_text(rubric) == text
 
@@ -90,19 +85,13 @@ def test_rubrics_come_as_text_lists_and_records(rubric: Any, text: str) -> None:
 ASKED = [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}]
 
 
-@pytest.mark.parametrize(
-    ("names", "row"),
-    [
-        ({}, {"instruction": "Why?", "grading_rubric": "r", "response": "a"}),
-        ({}, {"query": "Why?", "rubrics": ["r"], "reference_answer": "a", "score": 3}),
-        ({}, {"student_input": "Why?", "rubric_text": "r", "reference_response": "a"}),
-        ({"question": "q", "reference": "best"}, {"q": "Why?", "rubric": "r", "best": "a"}),
-        (
-            {},
-            {"prompt": ASKED, "rubric": "r", "reference": [{"role": "assistant", "content": "a"}]},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("names", "row"), [
+    ({}, {"instruction": "Why?", "grading_rubric": "r", "response": "a"}),
+    ({}, {"query": "Why?", "rubrics": ["r"], "reference_answer": "a", "score": 3}),
+    ({}, {"student_input": "Why?", "rubric_text": "r", "reference_response": "a"}),
+    ({"question": "q", "reference": "best"}, {"q": "Why?", "rubric": "r", "best": "a"}),
+    ({}, {"prompt": ASKED, "rubric": "r", "reference": [{"role": "assistant", "content": "a"}]}),
+])  # fmt: skip
 def test_columns_go_by_their_usual_names(
     names: dict[str, str], row: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -110,21 +110,16 @@ async def test_calls_are_made_in_their_order_and_a_turn_without_one_is_the_answe
     assert step.observation == "\n<tool_response>\n3\n</tool_response>\n"
 
 
-@pytest.mark.parametrize(
-    ("completion", "said"),
-    [
-        (call("sub", a=1, b=2), "error: there is no tool 'sub'"),
-        (call("add", a=1), "error: b: "),
-        (call("add", a="x", b=2), "error: a: "),
-        (call("add", a=1, b=2, c=3), "error: c: "),
-        (call("divide", a=1, b=0), "error: ZeroDivisionError"),
-        ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is no JSON ("),
-        ('<tool_call>{"name": "add", "argu', "error: the call is no JSON ("),
-        ("<tool_call>[1]</tool_call>", "error: the call is no JSON object"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks"),
-        ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the call lacks"),
-    ],
-)
+@pytest.mark.parametrize(("completion", "said"), [
+    (call("sub", a=1, b=2), "error: there is no tool 'sub'"), (call("add", a=1), "error: b: "),
+    (call("add", a="x", b=2), "error: a: "), (call("add", a=1, b=2, c=3), "error: c: "),
+    (call("divide", a=1, b=0), "error: ZeroDivisionError"),
+    ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is no JSON ("),
+    ('<tool_call>{"name": "add", "argu', "error: the call is no JSON ("),
+    ("<tool_call>[1]</tool_call>", "error: the call is no JSON object"),
+    ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks"),
+    ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the call lacks"),
+])  # fmt: skip
 async def test_mistakes_are_told_to_the_policy(completion, said):
     assert (await told(Tools([add, divide]), completion)).startswith(said)
 

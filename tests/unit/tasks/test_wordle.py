@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.data.order import Stream
 from groupwise.errors import TaskError
 from groupwise.settings.view import View
-from groupwise.tasks import wordle
+from groupwise.tasks import math, wordle
 from groupwise.tasks.wordle_rules import Knowledge, guess_in, marks_of, words_of
 from tests import task_kit
 from tests.task_kit import scored
@@ -63,10 +64,9 @@ def test_rewards(text, expected, reward):
 
 def test_a_guess_is_repeated_whether_it_is_a_real_word_or_not():
     own = {"guesses": ["alley", "abcde"], "feedback": ["YYYGX", "YYXXY"]}
-    parts = [part.value for part in score(guessing("abcde"), own).parts]
-    assert parts == [1, 0, 1, 0, 0, 0]
-    parts = [part.value for part in score(guessing("lwael"), own).parts]
-    assert parts == [1, 0, 0, 0, 0, 0]
+    for word, repeated in (("abcde", 1), ("lwael", 0)):
+        parts = [part.value for part in score(guessing(word), own).parts]
+        assert parts == [1, 0, repeated, 0, 0, 0]
 
 
 HUNDRED = {"max_completion_length": 100}
@@ -144,6 +144,16 @@ def test_no_word_is_in_two_splits(splits):
     )
     assert train.isdisjoint(validation | test)
     assert validation.isdisjoint(test)
+
+
+@pytest.mark.parametrize(("task", "times"), [(wordle, 3), (math, 1)])
+def test_rows_are_drawn_once_for_all_hooks_and_made_anew_for_each(task, times, monkeypatch):
+    begun = []
+    monkeypatch.setattr(task, "Stream", lambda *key: begun.append(key) or Stream(*key))
+    own = config(seed=987, train_size=9)
+    task.get_rl_dataset(own)[0]["prompt"].clear()
+    assert task_kit.splits(task, own)[0][0]["prompt"]
+    assert len(begun) == times
 
 
 def test_more_rows_than_there_can_be_are_refused(tmp_path):

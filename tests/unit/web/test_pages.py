@@ -214,32 +214,18 @@ async def test_curves_of_evaluations_stand_after_so_many_steps(tmp_path: Path) -
     assert [each["label"] for each in plots["Held-out pass@k"]] == ["pass@1", "pass@4"]
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "says"),
-    [
-        ("/runs/none", 404, "There are: broken"),
-        ("/runs/%2e%2e%2f%2e%2e%2fetc", 404, ""),
-        ("/runs/broken", 409, "run.db"),
-        ("/runs/one/rollouts/999999", 404, "no rollout 999999"),
-        ("/runs/one/groups/99", 404, "no group of draw 99"),
-        ("/runs/one/examples/99", 404, "example 99"),
-        ("/runs/one/rollouts?step=-1", 400, "step=-1"),
-        ("/runs/one/rollouts?order=odd", 400, "order=odd"),
-        ("/runs/one/weights/step-9/x", 404, "no weights"),
-        ("/runs/one/weights/final", 404, "no weights"),
-        ("/compare?run=one", 400, "at least two runs"),
-        ("/compare?run=one&run=two&metric=rewrad", 400, "entropy"),
-        ("/evaluations/compare?a=/etc/passwd&b=one@0", 404, "no run"),
-        ("/evaluations/compare?a=one@0&b=one@3", 404, "one@3"),
-        ("/rollouts/compare?a=one", 400, "?a=RUN&b=RUN"),
-        ("/rollouts/compare?a=one&b=none@3", 404, "no run 'none'"),
-        ("/curves?run=none&name=reward", 404, "no run"),
-        ("/curves?run=one", 400, "name=METRIC"),
-        ("/curves?run=one&name=own/number&from=-1", 400, "from=-1"),
-        ("/curves?run=one&name=own/number&to=1" + "0" * 30, 400, "to=1"),
-        ("/nothing/here", 404, "no page"),
-    ],
-)
+@pytest.mark.parametrize(("path", "status", "says"), [
+    ("/runs/none", 404, "There are: broken"), ("/runs/%2e%2e%2f%2e%2e%2fetc", 404, ""), ("/runs/broken", 409, "run.db"),
+    ("/runs/one/rollouts/999999", 404, "no rollout 999999"), ("/runs/one/groups/99", 404, "no group of draw 99"),
+    ("/runs/one/examples/99", 404, "example 99"), ("/runs/one/rollouts?step=-1", 400, "step=-1"),
+    ("/runs/one/rollouts?order=odd", 400, "order=odd"), ("/runs/one/weights/step-9/x", 404, "no weights"),
+    ("/runs/one/weights/final", 404, "no weights"), ("/compare?run=one", 400, "at least two runs"),
+    ("/compare?run=one&run=two&metric=rewrad", 400, "entropy"), ("/evaluations/compare?a=/etc/passwd&b=one@0", 404, "no run"),
+    ("/evaluations/compare?a=one@0&b=one@3", 404, "one@3"), ("/rollouts/compare?a=one", 400, "?a=RUN&b=RUN"),
+    ("/rollouts/compare?a=one&b=none@3", 404, "no run 'none'"), ("/curves?run=none&name=reward", 404, "no run"),
+    ("/curves?run=one", 400, "name=METRIC"), ("/curves?run=one&name=own/number&from=-1", 400, "from=-1"),
+    ("/curves?run=one&name=own/number&to=1" + "0" * 30, 400, "to=1"), ("/nothing/here", 404, "no page"),
+])  # fmt: skip
 async def test_what_cannot_be_shown_says_why(
     client: httpx2.AsyncClient, path: str, status: int, says: str
 ) -> None:

@@ -29,7 +29,7 @@ def test_messages_become_what_templates_take():
         result,
     ]
     plain = [message.plain() for message in chat(messages=messages).messages]
-    assert plain == [{"role": "system", "content": "ab"}, named, called, result]
+    assert plain == [{"role": "developer", "content": "ab"}, named, called, result]
 
 
 def test_what_fields_come_to():

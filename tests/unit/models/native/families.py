@@ -48,10 +48,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama-llama3": lambda: LlamaConfig(
         **SMALL,
         rope_parameters=_rope(
-            "llama3",
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
+            "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
     ),
     "llama-linear": lambda: LlamaConfig(**SMALL, rope_parameters=_rope("linear")),

@@ -11,6 +11,7 @@ import torch
 
 from groupwise.models.native import compiled
 from groupwise.models.native.compiled import refusal
+from groupwise.models.native.facts import without_numba
 from groupwise.models.native.weights import native_model
 from tests.unit.models.native.families import family
 
@@ -19,16 +20,9 @@ TOO_NEW = "Numba needs NumPy 2.5 or less. Got NumPy 2.6."
 
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
-    compiled._without_numba.cache_clear()
+    without_numba.cache_clear()
     yield
-    compiled._without_numba.cache_clear()
-
-
-def give_numba(monkeypatch, folder, code: str) -> None:
-    """Let this be what an import of numba runs."""
-    (folder / "numba.py").write_text(code)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "numba")
+    without_numba.cache_clear()
 
 
 def test_formats():
@@ -44,7 +38,9 @@ def test_numba_is_not_installed(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["ImportError", "OSError"])
 def test_numba_cannot_be_imported(monkeypatch, tmp_path, caplog, kind):
-    give_numba(monkeypatch, tmp_path, f"raise {kind}({TOO_NEW!r})")
+    (tmp_path / "numba.py").write_text(f"raise {kind}({TOO_NEW!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "numba")
     with caplog.at_level(logging.WARNING):
         assert native_model(family("llama")) is None
     assert TOO_NEW in caplog.text

@@ -92,8 +92,7 @@ def test_in_bfloat16_they_are_as_near_to_float32_as_transformers(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak(suite="engine"))],
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak(suite="engine"))]
 )
 def test_logits_of_the_bundled_model(dtype):
     from groupwise.models.load import load_model

@@ -156,24 +156,16 @@ def test_what_is_damaged_is_like_nothing(folder, damage):
 # 4
 
 
-def both_work() -> None:
-    """Two kernels that are new here, one after the other."""
-    for function, wanted in ((doubled, [0, 2, 4, 6, 8]), (tripled, [0, 3, 6, 9, 12])):
-        numbers = INTEGERS.copy()
-        new(function)(numbers)
-        assert numbers.tolist() == wanted
-
-
-def assert_warned_once(caplog, reason: str) -> None:
-    (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-    assert reason in told
-    assert "NUMBA_CACHE_DIR" in told
-
-
 def test_a_full_disk(tmp_path, monkeypatch, caplog):
+    """Two kernels that are new here work, one after the other."""
     with small_disk(tmp_path / "disk", "64k") as disk:
         monkeypatch.setattr(numba.config, "CACHE_DIR", str(disk))
         ballast = fill(disk)
-        both_work()
-        assert_warned_once(caplog, "No space left on device")
+        for function, wanted in ((doubled, [0, 2, 4, 6, 8]), (tripled, [0, 3, 6, 9, 12])):
+            numbers = INTEGERS.copy()
+            new(function)(numbers)
+            assert numbers.tolist() == wanted
+        (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+        assert "No space left on device" in told
+        assert "NUMBA_CACHE_DIR" in told
         assert kept_files(disk) == [ballast], "nothing half written"

@@ -60,12 +60,7 @@ def assert_exact(kind: str, product: Packed, weight: Tensor, bias: Tensor | None
 @pytest.mark.parametrize(("rows", "bias"), [(1, True), (7, False), (8, True), (40, True)])
 @pytest.mark.parametrize(
     ("ranks", "columns"),
-    [
-        ((), ()),
-        ((16,), (0, 64)),
-        ((3, 16, 5), (0, 20, 40, 64)),
-        ((40,), (16, 48)),
-    ],
+    [((), ()), ((16,), (0, 64)), ((3, 16, 5), (0, 20, 40, 64)), ((40,), (16, 48))],
 )
 def test_a_product_is_the_exact_sum(kind, rows, bias, ranks, columns):
     weight = given(kind, 64, 50) / 8

@@ -26,7 +26,7 @@ KEPT = {
     kernels: ("norm", "norm_gradient", "swiglu", "swiglu_gradient", "attend"),
     products: ("narrow", "product"),
 }
-FORMATS = ["bfloat16", "float32"]
+FORMATS = [torch.bfloat16, torch.float32]
 
 
 @pytest.fixture
@@ -47,31 +47,23 @@ def called(monkeypatch) -> set[tuple[str, ...]]:
     return found
 
 
-def names(called: set[tuple[str, ...]]) -> set[str]:
-    return {name for name, *_ in called}
-
-
-def model_in(numbers: str) -> Any:
-    return family("qwen3", dtype=getattr(torch, numbers))
-
-
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_a_sampler(called, numbers):
-    weights = ServedAdapter(adapted(model_in(numbers)))
+    weights = ServedAdapter(adapted(family("qwen3", dtype=numbers)))
     weights.native()
     called.clear()
     sampler = TorchSampler(weights, tiny_tokenizer(), DecodeLayout(8, 32))
     before = {*called}
     request = GroupRequest(0, (5, 6, 7, 8), (1, 2, 3), SamplingParams(12))
     asyncio.run(sampler.generate(request))
-    assert names(called) == {"norm", "swiglu", "attend", "product"}
+    assert {name for name, *_ in called} == {"norm", "swiglu", "attend", "product"}
     assert called == before
 
 
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_a_learner(called, numbers, tmp_path):
     settings = new_lora_config(LoraConfig(r=4, alpha=8))
-    weights = TrainedAdapter(AdaptedModel(model_in(numbers), settings), seed=1)
+    weights = TrainedAdapter(AdaptedModel(family("qwen3", dtype=numbers), settings), seed=1)
     weights.native()
     called.clear()
     learner = TorchLearner(
@@ -81,5 +73,5 @@ def test_a_learner(called, numbers, tmp_path):
     rows = [Row((5, 6, 7), (8, 9, 10), (1,) * 3, (-5.0,) * 3, sign, 1.0) for sign in (-1.0, 1.0)]
     loss = make("dr_grpo", {}).loss_spec()
     asyncio.run(learner.forward_backward(rows, loss, {"policy": 6.0}))
-    assert names(called) == {"norm", "norm_gradient", "swiglu", "swiglu_gradient"}
+    assert {name for name, *_ in called} == {"norm", "norm_gradient", "swiglu", "swiglu_gradient"}
     assert called == before

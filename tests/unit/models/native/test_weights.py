@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen2Config
 
 from groupwise.models.native.forward import plain_logits
 from groupwise.models.native.weights import NativeModel, native_model, refusal
@@ -23,34 +18,16 @@ from groupwise.sampler.queued import DecodeLayout
 from groupwise.sampler.torch_sampler import TorchSampler
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import GroupRequest, SamplingParams
-from tests.unit.models.native.families import (
-    SMALL,
-    adapted,
-    family,
-    made,
-    own_logits,
-    text,
-)
+from tests.unit.models.native.families import SMALL, adapted, family, made, own_logits, text
 
 ROPE: dict[str, Any] = {"rope_theta": 1000.0}
-REFUSED: dict[str, tuple[Any, str]] = {
-    "gemma3": (
-        lambda: Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=5),
-        "gemma3_text is none of llama, mistral, qwen2, qwen3",
-    ),
-    "gelu": (lambda: LlamaConfig(**SMALL, hidden_act="gelu"), "its activation is gelu, not silu"),
-    "qwen2-window": (
-        lambda: Qwen2Config(
-            **SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1
-        ),
-        "a window of the text",
-    ),
-    "dynamic": (
-        lambda: LlamaConfig(
-            **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, **ROPE}
-        ),
-        r"rotary positions \(dynamic\) depend on the length",
-    ),
+WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, **ROPE}
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "gemma3": (Gemma3TextConfig, {"head_dim": 8}, "text is none of llama, mistral, qwen2, qwen3"),
+    "gelu": (LlamaConfig, {"hidden_act": "gelu"}, "its activation is gelu, not silu"),
+    "qwen2-window": (Qwen2Config, WINDOW, "a window of the text"),
+    "dynamic": (LlamaConfig, {"rope_parameters": DYNAMIC}, r"\(dynamic\) depend on the length"),
 }
 
 
@@ -68,8 +45,8 @@ def sampler(model: Any, **how: Any) -> TorchSampler:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_model_is_sampled_by_transformers_and_the_log_says_why(name, caplog):
-    config, reason = REFUSED[name]
-    model = AutoModelForCausalLM.from_config(config()).eval()
+    config, numbers, reason = REFUSED[name]
+    model = AutoModelForCausalLM.from_config(config(**SMALL, **numbers)).eval()
     with pytest.raises(ValueError, match=reason):
         NativeModel(model)
     with caplog.at_level(logging.WARNING):

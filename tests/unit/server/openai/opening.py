@@ -12,9 +12,11 @@ import httpx2
 from fastapi import FastAPI
 
 from groupwise.server.app import make_app
+from groupwise.server.ledger import groups
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.openai import attach, openai_routes
 from groupwise.testing.fake_engine import FakeEngine
+from groupwise.types import Group, from_json
 from groupwise.wire.keys import Keyring
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served
@@ -46,9 +48,9 @@ class Open(Served):
 
 
 @asynccontextmanager
-async def opened(folder: Path, **given: Any) -> AsyncGenerator[Open]:
+async def opened(folder: Path, kind: type[Open] = Open, **given: Any) -> AsyncGenerator[Open]:
     """A service that has begun."""
-    made = Open(folder, **given)
+    made = kind(folder, **given)
     await made.service.begin()
     try:
         yield made
@@ -100,3 +102,9 @@ async def asking(folder: Path, **given: Any) -> AsyncGenerator[tuple[Open, Clien
         await served.start(**settings.get("settings", {}))
         async with client_of(served.app()) as http:
             yield served, Client(http)
+
+
+async def record(served: Open, group: str) -> Group:
+    kept = await served.ledger.do(groups.read_record, group)
+    assert kept is not None
+    return from_json(Group, kept)

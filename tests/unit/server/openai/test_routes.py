@@ -11,13 +11,13 @@ import httpx2
 import pytest
 
 from groupwise.server.openai.service import MOST_SAMPLING
-from groupwise.testing.fakes import ALPHABET, END_ID
+from groupwise.testing.fakes import ALPHABET, END_ID, FakeTokenizer
 from groupwise.wire.keys import Role
 from groupwise.wire.openai import ChatRequest, TextRequest
 from groupwise.wire.problems import KINDS
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import HERE, client_of, keyring, listening
-from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened
+from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened, record
 from tests.unit.server.test_schema_walk import RAW, WRONG
 
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
@@ -140,6 +140,51 @@ async def test_stops_are_never_seen(tmp_path, path) -> None:
             assert texts_of(await client.streamed(path, body), 8) == whole
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "é\\ud83d"}}\n</tool_call>'
+ADD = ("add", {"a": "é\ud83d"})
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"default": None}}}
+
+
+@pytest.mark.parametrize(("text", "more", "content", "calls"), [
+    (f"I add.\n{CALL}\n{CALL}", {}, "I add.", [ADD, ADD]), (f"\n{CALL}{CALL}", {"parallel_tool_calls": False}, None, [ADD]),
+    (f"<tool_call>no JSON</tool_call>{CALL}", {"tool_choice": "auto"}, "<tool_call>no JSON</tool_call>", [ADD]),
+    (f" a < b {CALL[:30]} ", {}, ..., []), (f"I add. {CALL}", {"tool_choice": "none"}, ..., []), (CALL, {"tools": None}, ..., []),
+])  # fmt: skip
+async def test_calls_of_tools_are_read_from_the_text(
+    tmp_path, monkeypatch, text, more, content, calls
+) -> None:
+    def decode(self: FakeTokenizer, ids: list[int], **_: object) -> str:
+        return text if ids[-1] == END_ID or len(ids) == 60 else text[: 4 * len(ids)]
+
+    monkeypatch.setattr(FakeTokenizer, "decode", decode)
+    wrote = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": "b"}'}}
+    messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [wrote]}]
+    messages.append({"role": "tool", "tool_call_id": "1", "content": "c"})
+    body = {**CHAT, "messages": messages, "store": True, "tools": [TOOL], **more}
+    async with asking(tmp_path, pace=0.001, settings={"max_completion_length": 60}) as (served, c):
+        whole = await c.chat(**{**body, "n": 2, "logprobs": True})
+        pieces = await c.streamed("/v1/chat/completions", {**body, "n": 2})
+        kept: Any = await record(served, whole["group_id"])
+    offered = [] if body["tools"] is None or more.get("tool_choice") == "none" else [TOOL]
+    assert kept.example.columns.get("tools", []) == offered
+    assert kept.example.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": "b"}
+    for place, (choice, rollout) in enumerate(zip(whole["choices"], kept.rollouts, strict=True)):
+        assert choice["token_ids"] == list(rollout.completion_ids)
+        assert len(choice["logprobs"]["content"]) == len(rollout.completion_ids)
+        said = choice["message"]
+        pieced = [each for piece in pieces for each in piece["choices"] if each["index"] == place]
+        assert said["content"] == (text if content is ... else content)
+        assert texts_of(pieces, 2)[place] == (said["content"] or "")
+        sent = [call for each in pieced for call in each["delta"].get("tool_calls", [])]
+        assert [each["index"] for each in sent] == list(range(len(calls)))
+        for several in (said.get("tool_calls", []), sent):
+            found = [each["function"] for each in several]
+            assert [(each["name"], json.loads(each["arguments"])) for each in found] == calls
+            assert len({each["id"] for each in several}) == len(calls)
+        for end in (choice["finish_reason"], pieced[-1]["finish_reason"]):
+            assert (end == "tool_calls") is bool(calls)
+
+
 # 4
 
 NEVER = {
@@ -147,8 +192,8 @@ NEVER = {
     "stream_options": {"include_usage": True}, "max_tokens": 1000, "stop": ["a"] * 17,
 }  # fmt: skip
 NEVER_CHAT = {
-    "tools": [{"type": "function", "function": {"name": "f"}}], "functions": [{}], "response_format": {"type": "json_object"},
-    "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
+    "tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "functions": [{}], "tool_choice": "required",
+    "response_format": {"type": "json_object"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
 }  # fmt: skip
 NEVER_TEXT = {"logprobs": 2, "echo": True, "suffix": "x", "best_of": 2, "prompt": [[1, 2]]}

@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 
 from groupwise.server.ledger import groups
-from groupwise.types import Group, from_json
 from groupwise.wire.problems import Refusal
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import client_of
-from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, opened
+from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, opened, record
 from tests.unit.server.openai.test_routes import PATHS, shown, texts_of
 
 KEPT = {**TEXT, "store": True}
-
-
-async def record(served: Open, group: str) -> Group:
-    kept = await served.ledger.do(groups.read_record, group)
-    assert kept is not None
-    return from_json(Group, kept)
 
 
 async def counts(served: Open) -> dict[str, int]:

@@ -1,0 +1,38 @@
+"""What can be said of native models without torch: which families have one, and in what blocks its numbers are computed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+CHUNK = 256
+"""Rows of logits held at a time: 50 MB in float32 for a vocabulary of 49,152."""
+LANES = 16
+"""Numbers of a vector of the processor."""
+STRETCH = 16
+"""Keys that stand beside each other, in the order [D, STRETCH]; those that are not there weigh 0."""
+ROWS = 8
+"""Few rows are computed in multiples of so many: tiles are made for that, and libraries may compute fewer with other last bits."""
+
+
+def multiple(count: int, of: int) -> int:
+    """The least multiple of `of` that is no less."""
+    return -(-count // of) * of
+
+
+def head_size(config: Any) -> int:
+    """Numbers of a query, a key or a value of one head, which not every config says."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+@cache
+def without_numba() -> str | None:
+    """Why there is no numba; None where it can be imported."""
+    try:
+        import numba  # noqa: F401 — asked for, not used
+    except Exception as error:  # noqa: BLE001 — beside another NumPy than it was made for, any may come
+        if isinstance(error, ModuleNotFoundError) and error.name == "numba":
+            return "numba is not installed (pip install numba)"
+        return f"numba cannot be imported: {error}"
+    return None

@@ -1,0 +1,201 @@
+r"""The answer in `\boxed{}`: what the last box of a text says, together with what belongs to it.
+
+A box is an answer by itself where words, a relation (`x = \boxed{3}`), punctuation or the end of a formula stand around it, or a unit
+behind it. Boxes with only commas, `and` or `or` between them are one list. Where something else belongs to the box (`-\boxed{3}`,
+`2\boxed{3}`, `\sqrt{\boxed{3}}`, `not \boxed{3}`, another box in the same sentence), all of the formula or of the line is the answer, so
+that no part of it is taken for the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{]))")
+_JOINT = re.compile(
+    r"(?:[\s$,;.*]|\\[()\[\]]|\\(?:quad|qquad|[,;:! ]))*(?:(?:and|or|\\text\s*\{\s*(?:and|or)\s*\})(?:[\s$,;*]|\\[()\[\]])*"
+    r"|\n\s*(?:[-*•]|\d+[.)])\s*[$*]*)?"
+)
+"""Between the boxes of a list."""
+_MANY = 100
+"""More boxes of a sentence than these are not looked at."""
+_NEAR = 200
+"""Characters beside a box that tell whether something belongs to it."""
+_SENTENCE_ENDS = re.compile(r"\n|[.!?:]\s")
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    start: int
+    end: int
+    inside: str
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{}` or `\fbox{}` of a text says, with what belongs to it; None where there is none, or it is not closed."""
+    boxes = list(_boxes(text))
+    if not boxes or boxes[-1] is None:
+        return None
+    whole = [box for box in boxes if box is not None]
+    while len(whole) > 1 and not whole[-1].inside.strip():
+        whole.pop()  # an empty box says nothing
+    together = [whole[-1]]
+    apart = False
+    for box in whole[-2 : -_MANY - 2 : -1]:
+        between = text[box.end : together[0].start]
+        joined = _JOINT.fullmatch(between) is not None and bool(re.search(r"\S", between))
+        if not joined and _SENTENCE_ENDS.search(between):
+            break
+        apart |= not joined
+        together.insert(0, box)
+    if len({box.inside.strip() for box in together}) == 1 and len(together) > 1:
+        return together[-1].inside
+    formula = _formula_around(text, together[0].start, together[-1].end)
+    start, end = together[0].start, together[-1].end
+    before, after = (
+        text[max(formula[0], start - _NEAR) : start],
+        text[end : min(formula[1], end + _NEAR)],
+    )
+    if apart or not (_ends_apart(before, formula[2]) and _begins_apart(after, formula[2])):
+        return _without_boxes(text[formula[0] : formula[1]])
+    return ", ".join(box.inside for box in together)
+
+
+def _boxes(text: str) -> Iterator[_Box | None]:
+    """In order; None for one that is not closed, behind which none is looked for."""
+    place = 0
+    while found := _BOX.search(text, place):
+        inside = _inside(text, found)
+        if inside is None:
+            yield None
+            return
+        place = inside[0]
+        yield _Box(found.start(), *inside)
+
+
+def _inside(text: str, found: re.Match[str]) -> tuple[int, str] | None:
+    r"""Where a box ends, and what is in it; of `\boxed 5` the next character or command."""
+    if not found.group().endswith("{"):
+        next_one = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
+        return None if next_one is None else (next_one.end(), next_one.group())
+    end = closing(text, found.end())
+    return None if end is None else (end + 1, text[found.end() : end])
+
+
+def closing(text: str, start: int) -> int | None:
+    """Where the brace that was opened just before `start` closes; None: nowhere."""
+    depth = 1
+    for brace in re.compile(r"(?<!\\)[{}]").finditer(text, start):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def _without_boxes(text: str) -> str:
+    """The text with each box as a bracket."""
+    pieces: list[str] = []
+    place = 0
+    for box in _boxes(text):
+        if box is None:
+            break
+        pieces += [text[place : box.start], f"({box.inside})"]
+        place = box.end
+    return "".join([*pieces, text[place:]])
+
+
+# What belongs to a box
+
+_DELIMITER = re.compile(r"(?<!\\)\$\$?|\\[()\[\]]")
+_FORMULA = 2_000
+"""Characters around a box in which its formula is looked for."""
+
+
+def _formula_around(text: str, start: int, end: int) -> tuple[int, int, bool]:
+    """Where the formula that holds a place begins and ends, and True; or the line, and False, where it stands in no formula."""
+    line = text.rfind("\n", 0, start) + 1
+    before = list(_DELIMITER.finditer(text, max(0, start - _FORMULA), start))
+    closed = _DELIMITER.search(text, end, end + _FORMULA)
+    if len(before) % 2 and closed is not None:
+        return before[-1].end(), closed.start(), True
+    line_end = text.find("\n", end)
+    return line, len(text) if line_end < 0 else line_end, False
+
+
+_STYLES = r"(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|displaystyle|large|Large|huge|Huge|color|textcolor|underline|left)"
+_SAYS_NO = frozenset("not or and nor neither except without isn never maybe perhaps either".split())
+_APART_BEFORE = re.compile(
+    r"(?:[=≈→⇒⟹∴:;.&(\[\"'`“‘：，；。（]|[-=]>|<[^<>\n]{1,20}>|\\\\"
+    r"|\\(?:approx|implies|Rightarrow|Longrightarrow|longrightarrow|rightarrow|to|therefore|iff|equiv|in|quad|qquad"
+    rf"|{_STYLES}|[,;:! $]))$"
+)
+_DASH = re.compile(r"(?:^\s*[#>]+|(?:^|\w)\s*[-*•])\s+[$*]*$")
+"""A heading, a quote, a bullet, or a dash between words: no minus."""
+_APART_BEHIND = re.compile(
+    r"\s*(?:$|\^\s*\{?\s*\\circ|°|\\?%|\\(?:text\w*|mathrm|mbox)\b|\\(?:quad|qquad|right|[,;:! )\]])"
+    r"|[.:;?&=≈)}\]\"'`”’。，；：？！）]|<(?=[/|a-zA-Z])|\\\\|\\(?:approx|implies|Rightarrow|iff|end)\b)"
+)
+
+
+def _ends_apart(before: str, in_formula: bool) -> bool:
+    """Whether what stands before a box does not belong to it."""
+    if not in_formula and _DASH.search(before):
+        return True
+    if in_formula and re.search(r"(?<![a-zA-Z\\])[a-zA-Z]+$", before):
+        return False  # a factor
+    before = before.rstrip("$* \t") if not in_formula else before.rstrip()
+    opened = re.search(rf"(?:\\{_STYLES}\s*(?:\{{[^{{}}]*\}}\s*)?)?(?<!\\)\{{$", before)
+    if opened and (
+        opened.group() != "{"
+        or not re.search(r"\\[A-Za-z]+(?:\{[^{}]*\}|\[[^\]]*\])?\{$|[\^_]\{$", before)
+    ):
+        return _ends_apart(before[: opened.start()], in_formula)
+    if not before or _APART_BEFORE.search(before):
+        return True
+    if re.search(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}$", before):
+        return not _SAYS_NO & {
+            word.casefold() for word in re.findall(r"[a-zA-Z]+", before[before.rfind("\\") :])
+        }
+    if before.endswith(","):
+        return not in_formula
+    word = re.search(r"(?:^|[^\w\\])([^\W\d_]{2,}|a)$|([^\W\d_a-zA-Z])$", before)
+    return word is not None and (word[1] or "").casefold() not in _SAYS_NO
+
+
+def _begins_apart(after: str, in_formula: bool) -> bool:
+    """Whether what stands behind a box does not belong to it."""
+    if not in_formula:
+        after = after.lstrip("$* \t")
+        if re.match(r"!?\s*$|!\s", after):
+            return True
+    if _APART_BEHIND.match(after):
+        return not re.match(r"[)\]}\s]*[.,;]?\s*(?:or|nor)\b", after)
+    if re.match(r"\s*,", after):
+        return not re.match(r"\s*,\s*(?:[-+\d\\(]|or\b)", after)
+    word = re.match(r"\s+([^\W\d_]{2,})\b(.*)|([^\W\d_]{2,})\b(.*)", after, re.DOTALL)
+    if word is None:
+        return False
+    first, rest = (word[1] or word[3]).casefold(), word[2] or word[4] or ""
+    if first in (
+        "or",
+        "nor",
+        "not",
+        "mod",
+        "choose",
+        "factorial",
+        "squared",
+        "cubed",
+        "times",
+        "plus",
+        "minus",
+        "over",
+        "divided",
+    ):
+        return False
+    if first == "and":
+        return not re.match(r"\s*(?:\$\s*)?[-+\d\\(]", rest)
+    return not (
+        first in ("is", "are", "was")
+        and re.match(r"\s*(?:not|n['’]t|wrong|incorrect|false)\b", rest)
+    )
