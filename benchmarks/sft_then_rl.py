@@ -78,7 +78,7 @@ def compare(given: argparse.Namespace) -> tuple[Way, Way]:
     first = rewarded(steps, "worked solutions first", warm_up, str(taught.folder))
     mean_step = (first.seconds[-1] - warm_up) / given.steps
     more = given.steps + round(warm_up / mean_step)
-    alone = [*common, *given.overrides, f"training.max_steps={more}"]
+    alone = [*common, *given.overrides, f"training.max_steps={more}", "warm_up=null"]
     return first, rewarded(alone, "rewards alone", 0.0, None)
 
 

@@ -362,8 +362,8 @@ class RunConfig(Strict):
     warm_up: str | dict[str, Any] | None = setting(
         None,
         "A supervised run before this one, which begins with its weights: the file of a config of groupwise sft, seen from this file's "
-        "folder, or its sections. Where it does not say otherwise it has this config's model, lora, task, scale and run.dir. A run "
-        "of the same config, task and data is used again, and one that was cut off goes on.",
+        "folder, or its sections. It has this config's model, lora and run.dir, and its sections task and scale unless it has its own. A "
+        "run of the same config, task and data is used again, and one that was cut off goes on.",
         on_resume="free",
     )
     sampler: SamplerConfig = SamplerConfig()

@@ -31,7 +31,7 @@ from groupwise.loops.training import Training, count_non_finite, update, write_c
 from groupwise.rollouts.teacher import Lesson, LessonSet, teacher_group, teacher_row
 from groupwise.runs import checkpoints
 from groupwise.runs.records import EvaluationRecord, StepRecord
-from groupwise.sft_config import SftConfig, holds
+from groupwise.sft_config import SftConfig, bounds_of, holds
 from groupwise.types import Row
 
 logger = logging.getLogger(__name__)
@@ -262,7 +262,14 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
 
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     """The condition of `training.stop_when` that holds now, if one does."""
-    met = (each for each in run.config.training.stop_when if holds(each, metrics))
+    conditions = run.config.training.stop_when
+    unknown = {name for each in conditions for name, _, _ in bounds_of(each)} - metrics.keys()
+    if unknown and run.step == 0:
+        run.say(
+            f"warning: training.stop_when names {', '.join(sorted(unknown))}, which the evaluation does not have. There are: "
+            f"{', '.join(metrics)}"
+        )
+    met = (each for each in conditions if holds(each, metrics))
     run.reached = next(met, None)
     if run.reached is not None:
         run.say(f"ended after {run.step} steps: {run.reached} (training.stop_when)")

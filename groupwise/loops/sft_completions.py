@@ -55,7 +55,7 @@ def ask(loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout) -> 
     wanted = loaded.config.eval.completions
     if wanted is None:
         return None
-    require(task, "rl")
+    require(task, "eval")
     config = _rl_config(loaded, task)
     room = ahead.prompt_room(config.model, task_parts.longest_completion(config))
     prompts = held_out_prompts(config, task, tokenizer, room)
@@ -125,7 +125,7 @@ class Completions:
             self.tokenizer,
             f"{policy.run}@{step}",
             on_progress=on_progress,
-            trainer=(step, max_steps),
+            trainer=(step, max_steps, None),
         )
         return {**result.metrics, **spread(result.rows)}
 

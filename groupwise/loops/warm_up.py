@@ -1,8 +1,7 @@
 """The supervised run that a config of `groupwise rl` names in `warm_up`: found by what it is made of, gone on with, or made.
 
-settle      the config of `groupwise sft`: the file or the sections that `warm_up` gives, over what the RL config says
-find_made   a run of that config, task and data, whatever it is called
-warm_up     its final weights, from which the RL run begins; made first where there are none
+The run is that of `groupwise sft` with the config that `warm_up` gives, a file or its sections, and with the model of the RL config. One
+that was made from the same config, task and data is used again, whatever it is called, so that many RL runs begin from one warm-up.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from groupwise.sft_config import LoadedSftConfig, load_sft_config
 
 logger = logging.getLogger(__name__)
 
-TAKEN_OVER = ("model", "lora", "task", "scale")
-"""Sections of the RL config that a warm-up has where it does not say otherwise."""
+TAKEN_OVER = ("task", "scale")
+"""Sections of the RL config that a warm-up has where it does not say otherwise; the model and its adapter are the same in both."""
 TOLD = (
     "run",
     "policy",
@@ -58,7 +57,7 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
 
     Raises what `groupwise sft` raises.
     """
-    given = settle(loaded)
+    given = config_of_warm_up(loaded)
     prepared = prepare_sft(given, task)
     made = find_made(prepared)
     if made is not None and _is_finished(made):
@@ -80,8 +79,8 @@ def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
     return not find.called(loaded.run_name, Path(loaded.config.run.dir))
 
 
-def settle(loaded: LoadedConfig) -> LoadedSftConfig:
-    """The config of the warm-up. Raises ConfigError for what `groupwise sft` refuses."""
+def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
+    """The config of `groupwise sft` that `warm_up` names. Raises ConfigError for what that command refuses."""
     config = loaded.config
     asked = config.warm_up
     assert asked is not None
@@ -90,18 +89,24 @@ def settle(loaded: LoadedConfig) -> LoadedSftConfig:
         tree = given_tree(beside / asked)
     else:
         tree = given_tree(asked)
-    values = tree.values
     above = config.model_dump(mode="json", exclude_unset=True)
-    for section in TAKEN_OVER:
-        if section in above:
-            values.setdefault(section, above[section])
-    drawn = values.get("eval", {}).get("completions")
+    shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
+    inherited = {section: above[section] for section in TAKEN_OVER if section in above}
+    values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
+    run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
+    run |= {"dir": config.run.dir, "server": config.run.server}
+    drawn = _section(values, "eval").get("completions")
     if isinstance(drawn, dict):
         cast("dict[str, Any]", drawn).setdefault("rl", {**above, "warm_up": None})
-    run = cast("dict[str, Any]", values.setdefault("run", {}))
-    run.setdefault("dir", config.run.dir)
-    run.setdefault("name", f"{loaded.run_name}-warm-up")
+    tree.values.clear()
+    tree.values.update({**inherited, **values, **shared, "run": run})
     return load_sft_config(tree)
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What is given in a section; nothing where that is no section, which the validation tells."""
+    found = values.get(name)
+    return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
 
 
 def find_made(prepared: SftPrepared) -> Path | None:

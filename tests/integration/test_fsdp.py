@@ -90,19 +90,12 @@ def test_a_run_of_two_is_that_of_one_process(alone, whole):
     assert files(alone) == files(whole)
 
 
-@pytest.mark.parametrize(
-    ("learners", "training", "more"),
-    [
-        (2, {"max_tokens_per_microbatch": 40, **AGAIN}, {**ALL, **KL}),
-        pytest.param(3, {**SMALL, **AGAIN}, {**ALL, **KL}, marks=SOAK),
-        pytest.param(3, SMALL, KL, marks=SOAK),
-        pytest.param(2, AGAIN, {}, marks=SOAK),
-        pytest.param(2, {"packing": False}, KL, marks=SOAK),
-        pytest.param(3, SMALL, ALL, marks=SOAK),
-        pytest.param(2, AGAIN, ALL, marks=SOAK),
-        pytest.param(2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("learners", "training", "more"), [
+    (2, {"max_tokens_per_microbatch": 40, **AGAIN}, {**ALL, **KL}), pytest.param(3, {**SMALL, **AGAIN}, {**ALL, **KL}, marks=SOAK),
+    pytest.param(3, SMALL, KL, marks=SOAK), pytest.param(2, AGAIN, {}, marks=SOAK), pytest.param(2, {"packing": False}, KL, marks=SOAK),
+    pytest.param(3, SMALL, ALL, marks=SOAK), pytest.param(2, AGAIN, ALL, marks=SOAK),
+    pytest.param(2, {"num_iterations": 2, "minibatches": 2}, ALL, marks=SOAK),
+])  # fmt: skip
 def test_any_number_of_learners_equals_one(tmp_path, monkeypatch, learners, training, more):
     """The reference of all weights is another model, of which each has its part as well."""
     held = noted_numbers(monkeypatch)

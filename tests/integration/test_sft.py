@@ -297,8 +297,8 @@ def test_other_held_out_rows_begin_anew(tmp_path):
 def evaluated_as(monkeypatch, *losses: float) -> None:
     """The evaluation after step n finds the loss at place n."""
 
-    async def evaluate(run, held_out):
-        return losses[run.step]
+    async def evaluate(run):
+        return {"eval_loss": losses[run.step]}
 
     monkeypatch.setattr(loop, "_evaluate", evaluate)
 

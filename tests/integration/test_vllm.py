@@ -177,18 +177,11 @@ def test_completions_of_a_server_are_weighed_unless_the_config_says_otherwise(tm
         assert knobs["importance_sampling_correction"] == correction
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["sampler.url=null"], "url"),
-        (["sampler.url=[http://x, http://x]"], "url"),
-        (["sampler.slots=16"], "slots"),
-        (["lora=null"], "lora"),
-        (["run.processes=2", "run.threads=2"], r"run\.processes"),
-        (["run.server=http://y"], r"run\.server"),
-        (["model.backend=tunix"], r"model\.backend"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    (["sampler.url=null"], "url"), (["sampler.url=[http://x, http://x]"], "url"), (["sampler.slots=16"], "slots"),
+    (["lora=null"], "lora"), (["run.processes=2", "run.threads=2"], r"run\.processes"), (["run.server=http://y"], r"run\.server"),
+    (["model.backend=tunix"], r"model\.backend"),
+])  # fmt: skip
 def test_what_does_not_go_together_is_refused(tmp_path, words, told):
     with pytest.raises(ConfigError, match=told):
         load_config(settings(tmp_path, "http://x"), words)

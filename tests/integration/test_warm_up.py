@@ -1,6 +1,7 @@
 """`warm_up` in a config of `groupwise rl`: a supervised run before it, made once, and ended by a rule on what it writes itself."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def task(tmp_path) -> str:
     return str(tmp_path / "both.py")
 
 
-def config(runs: Path, evaluation: dict | None = None, **training) -> dict:
+def config(runs: Path, evaluation: dict[str, Any] | None = None, **training: Any) -> dict[str, Any]:
     """An RL run of one step behind a warm-up of four."""
     given = {"max_steps": 4, "examples_per_step": 4, "learning_rate": 0.05, **training}
     return {
@@ -36,7 +37,7 @@ def config(runs: Path, evaluation: dict | None = None, **training) -> dict:
 
 def test_it_is_made_once_for_all_that_begin_with_the_same(tmp_path, task):
     first, again, other = (
-        groupwise.rl(config(tmp_path, **more), task).summary for more in ({}, {}, {"seed": 5})
+        groupwise.rl(config(tmp_path, None, **more), task).summary for more in ({}, {}, {"seed": 5})
     )
     assert [each["warm_up"]["found"] for each in (first, again, other)] == [False, True, False]
     assert [each["warm_up"]["policy"] for each in (first, again, other)] == [
@@ -62,7 +63,9 @@ def test_one_that_was_cut_off_goes_on(tmp_path, task, monkeypatch):
     assert not (tmp_path / "toy").exists()
     done = groupwise.rl(config(tmp_path), task, resume=True)
     assert done.summary["warm_up"]["policy"] == "toy-warm-up@4"
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir() and "toy" in path.name) == [
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if path.is_dir() and "toy" in path.name
+    ) == [
         "toy",
         "toy-warm-up",
     ]

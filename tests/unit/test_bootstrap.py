@@ -167,18 +167,10 @@ def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
 # Which torch
 
 
-@pytest.mark.parametrize(
-    ("wanted", "installed", "gpu", "expected"),
-    [
-        ("auto", None, False, "cpu"),
-        ("auto", None, True, "cuda"),
-        ("auto", CPU_VERSION, True, "cpu"),
-        ("auto", CUDA_VERSION, False, "cuda"),
-        ("auto", CPU_VERSION.replace(TORCH, "2.12.0"), True, "cuda"),
-        ("cpu", CUDA_VERSION, True, "cpu"),
-        ("cuda", None, False, "cuda"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "installed", "gpu", "expected"), [
+    ("auto", None, False, "cpu"), ("auto", None, True, "cuda"), ("auto", CPU_VERSION, True, "cpu"), ("auto", CUDA_VERSION, False, "cuda"),
+    ("auto", CPU_VERSION.replace(TORCH, "2.12.0"), True, "cuda"), ("cpu", CUDA_VERSION, True, "cpu"), ("cuda", None, False, "cuda"),
+])  # fmt: skip
 def test_the_build_that_is_chosen(
     bootstrap: Any,
     checkout: Path,

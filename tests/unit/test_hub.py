@@ -48,20 +48,11 @@ def wrapped(cause: BaseException) -> OSError:
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "passes"),
-    [
-        (of_status(503), True),
-        (of_status(429), True),
-        (of_status(404), False),
-        (of_status(401), False),
-        (wrapped(of_status(502)), True),
-        (wrapped(of_status(404)), False),
-        (wrapped(ConnectionResetError()), True),
-        (httpx.ReadTimeout("slow"), True),
-        (ValueError("no config of that name"), False),
-    ],
-)
+@pytest.mark.parametrize(("error", "passes"), [
+    (of_status(503), True), (of_status(429), True), (of_status(404), False), (of_status(401), False), (wrapped(of_status(502)), True),
+    (wrapped(of_status(404)), False), (wrapped(ConnectionResetError()), True), (httpx.ReadTimeout("slow"), True),
+    (ValueError("no config of that name"), False),
+])  # fmt: skip
 def test_what_passes_by_itself(
     monkeypatch: pytest.MonkeyPatch, error: Exception, *, passes: bool
 ) -> None:

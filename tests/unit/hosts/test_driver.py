@@ -125,18 +125,10 @@ async def test_a_large_blob_travels_in_batches_and_goes_on_with_the_parts_that_a
     assert set(machine.blobs) == {entry.sha256 for entry in manifest.values()}
 
 
-@pytest.mark.parametrize(
-    ("whole", "payload"),
-    [
-        ([True, False, True, True], b"onethre"),
-        ([True, False, True, True], b"onethree!"),
-        ([True, False, True], b"one"),
-        ([True, False, True, True, True], b"onethree"),
-        ([1, False, True, True], b"onethree"),
-        ("TFTT", b"onethree"),
-        (None, b""),
-    ],
-)
+@pytest.mark.parametrize(("whole", "payload"), [
+    ([True, False, True, True], b"onethre"), ([True, False, True, True], b"onethree!"), ([True, False, True], b"one"),
+    ([True, False, True, True, True], b"onethree"), ([1, False, True, True], b"onethree"), ("TFTT", b"onethree"), (None, b""),
+])  # fmt: skip
 async def test_what_does_not_agree_with_what_was_asked_for_is_no_answer(
     whole: Any, payload: bytes
 ) -> None:

@@ -114,21 +114,12 @@ def test_a_cache_of_a_processor_at_its_largest(dtype):
 # Which engines
 
 
-@pytest.mark.parametrize(
-    ("given", "sampler", "learner", "packed"),
-    [
-        ({}, True, True, 4),
-        ({"dtype": "bfloat16"}, True, True, 2),
-        ({"in_bfloat16": True}, True, True, 2),
-        ({"in_bfloat16": True, "full": True}, True, False, 4),
-        ({"device": "cuda"}, True, True, 0),
-        ({"full": True}, True, False, 4),
-        ({"dropout": 0.1}, True, False, 4),
-        ({"by_modules": True}, True, False, 4),
-        ({"samples": False}, False, True, 0),
-        ({"native": False}, False, False, 0),
-    ],
-)
+@pytest.mark.parametrize(("given", "sampler", "learner", "packed"), [
+    ({}, True, True, 4), ({"dtype": "bfloat16"}, True, True, 2), ({"in_bfloat16": True}, True, True, 2),
+    ({"in_bfloat16": True, "full": True}, True, False, 4), ({"device": "cuda"}, True, True, 0), ({"full": True}, True, False, 4),
+    ({"dropout": 0.1}, True, False, 4), ({"by_modules": True}, True, False, 4), ({"samples": False}, False, True, 0),
+    ({"native": False}, False, False, 0),
+])  # fmt: skip
 def test_native_engines_where_they_would_be_chosen(given, sampler, learner, packed):
     counts = {"native": True, "in_bfloat16": False, "dropout": 0.0}
     asked = {

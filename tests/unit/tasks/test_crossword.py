@@ -90,27 +90,18 @@ def test_a_clue_with_several_answers_is_in_one_split_alone(source):
 # Sources
 
 
-@pytest.mark.parametrize(
-    ("given", "clue", "enumeration"),
-    [
-        ({"answer": "NEW YORK"}, "Big city", "3,4"),
-        ({"answer": "Half-moon"}, "Big city", "4-4"),
-        ({"answer": "O'Hara"}, "Big city", "5"),
-        ({"answer": "Château"}, "Big city", "7"),
-        ({"clue": "Big city (3,4)", "answer": "NEW YORK"}, "Big city", "3,4"),
-        ({"clue": "Big city ( 7 )", "answer": "NEWYORK"}, "Big city", "7"),
-        ({"clue": "Film of (1984)", "answer": "AMADEUS"}, "Film of (1984)", "7"),
-        ({"clue": "Big city (3, 4)", "answer": "NEW YORK"}, "Big city", "3, 4"),
-        ({"clue": "City (of apples)", "answer": "NEWYORK"}, "City (of apples)", "7"),
-        ({"clue": "Big city (7)", "answer": "NEWYORK", "enumeration": "3,4"}, "Big city", "3,4"),
-        ({"answer": "NEWYORK", "enumeration": "(3,4)"}, "Big city", "3,4"),
-        ({"answer": "NEWYORK", "enumeration": 7}, "Big city", "7"),
-        ({"answer": "NEWYORK", "enumeration": 7.0}, "Big city", "7"),
-        ({"answer": "NEWYORK", "enumeration": [3, 4]}, "Big city", "3,4"),
-        ({"answer": "NEWYORK", "enumeration": float("nan")}, "Big city", "7"),
-        ({"answer": "NEWYORK", "enumeration": None}, "Big city", "7"),
-    ],
-)
+@pytest.mark.parametrize(("given", "clue", "enumeration"), [
+    ({"answer": "NEW YORK"}, "Big city", "3,4"), ({"answer": "Half-moon"}, "Big city", "4-4"), ({"answer": "O'Hara"}, "Big city", "5"),
+    ({"answer": "Château"}, "Big city", "7"), ({"clue": "Big city (3,4)", "answer": "NEW YORK"}, "Big city", "3,4"),
+    ({"clue": "Big city ( 7 )", "answer": "NEWYORK"}, "Big city", "7"),
+    ({"clue": "Film of (1984)", "answer": "AMADEUS"}, "Film of (1984)", "7"),
+    ({"clue": "Big city (3, 4)", "answer": "NEW YORK"}, "Big city", "3, 4"),
+    ({"clue": "City (of apples)", "answer": "NEWYORK"}, "City (of apples)", "7"),
+    ({"clue": "Big city (7)", "answer": "NEWYORK", "enumeration": "3,4"}, "Big city", "3,4"),
+    ({"answer": "NEWYORK", "enumeration": "(3,4)"}, "Big city", "3,4"), ({"answer": "NEWYORK", "enumeration": 7}, "Big city", "7"),
+    ({"answer": "NEWYORK", "enumeration": 7.0}, "Big city", "7"), ({"answer": "NEWYORK", "enumeration": [3, 4]}, "Big city", "3,4"),
+    ({"answer": "NEWYORK", "enumeration": float("nan")}, "Big city", "7"), ({"answer": "NEWYORK", "enumeration": None}, "Big city", "7"),
+])  # fmt: skip
 def test_enumerations(given, clue, enumeration):
     row = crossword._row({"clue": "Big city", **given})
     assert (row["clue"], row["enumeration"]) == (clue, enumeration)

@@ -73,20 +73,11 @@ def test_two_right_words_of_five_do_not_earn_the_full_ten():
 WORDS_3 = ["tiger", "apple", "river"]
 
 
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("apple, river, tiger", 1.0),
-        ("  Apple, RIVER,tiger.\nThese are sorted.", 1.0),
-        ("apple, tiger, river", 0.3 + 0.7 / 3),
-        ("river, tiger, apple", 0.3),
-        ("apple, river", 0.3 * 2 / 3),
-        ("apple, river, tiger, apple", 0.3 * 3 / 4),
-        ("Sure: apple, river, tiger", 0.3 * 3 / 4),
-        ("Sure!\napple, river, tiger", 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("text", "reward"), [
+    ("apple, river, tiger", 1.0), ("  Apple, RIVER,tiger.\nThese are sorted.", 1.0), ("apple, tiger, river", 0.3 + 0.7 / 3),
+    ("river, tiger, apple", 0.3), ("apple, river", 0.3 * 2 / 3), ("apple, river, tiger, apple", 0.3 * 3 / 4),
+    ("Sure: apple, river, tiger", 0.3 * 3 / 4), ("Sure!\napple, river, tiger", 0.0), ("", 0.0),
+])  # fmt: skip
 def test_quickstart_rewards(text, reward):
     assert total(text, WORDS_3, "quickstart") == pytest.approx(reward)
 

@@ -59,29 +59,21 @@ def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) 
     assert plan.order("/x")["secrets"] == ["PIP_INDEX_URL"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "why"),
-    [
-        ({"lock": Path("x"), "extras": ["train"]}, "--extra and --with are for a lock"),
-        ({"wheelhouse": Path("x"), "index_url": "https://x"}, "have no effect"),
-        ({"index_url": "https://me:hush@x/simple"}, "--secret PIP_INDEX_URL=env:NAME"),
-        ({"extra_index_urls": ["https://hush@x/simple"]}, "--secret PIP_INDEX_URL=env:NAME"),
-        ({"index_url": "pypi.org"}, "the address of a package index is wanted"),
-        ({"index_url": "https://a/b c"}, "the address of a package index is wanted"),
-        ({"index_url": "https://[/"}, "this is no address"),
-        ({"index_url": "https://x", "environment": {"PIP_INDEX_URL": "y"}}, "give one"),
-        ({"python": "bin/python"}, "its whole path there"),
-        ({"python": "--version"}, "its whole path there"),
-        ({"python": ""}, "its whole path there"),
-        ({"python": "/a\0b"}, "NUL"),
-        ({"environment": {"LD_PRELOAD": "x"}}, "not for jobs to set"),
-        ({"environment": {"A": "x\0y"}}, "NUL"),
-        ({"wheels": [Path("/nowhere/own-1-py3-none-any.whl")]}, "there is no such file"),
-        ({"wheelhouse": Path("/nowhere")}, "there is no such folder"),
-        ({"secrets": {"PIP_INDEX_URL": "env:THAT_NOBODY_SET"}}, "no text that can be read"),
-        ({"secrets": {"PIP_INDEX_URL": "env:*"}}, "no pattern"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "why"), [
+    ({"lock": Path("x"), "extras": ["train"]}, "--extra and --with are for a lock"),
+    ({"wheelhouse": Path("x"), "index_url": "https://x"}, "have no effect"),
+    ({"index_url": "https://me:hush@x/simple"}, "--secret PIP_INDEX_URL=env:NAME"),
+    ({"extra_index_urls": ["https://hush@x/simple"]}, "--secret PIP_INDEX_URL=env:NAME"),
+    ({"index_url": "pypi.org"}, "the address of a package index is wanted"),
+    ({"index_url": "https://a/b c"}, "the address of a package index is wanted"), ({"index_url": "https://[/"}, "this is no address"),
+    ({"index_url": "https://x", "environment": {"PIP_INDEX_URL": "y"}}, "give one"), ({"python": "bin/python"}, "its whole path there"),
+    ({"python": "--version"}, "its whole path there"), ({"python": ""}, "its whole path there"), ({"python": "/a\0b"}, "NUL"),
+    ({"environment": {"LD_PRELOAD": "x"}}, "not for jobs to set"), ({"environment": {"A": "x\0y"}}, "NUL"),
+    ({"wheels": [Path("/nowhere/own-1-py3-none-any.whl")]}, "there is no such file"),
+    ({"wheelhouse": Path("/nowhere")}, "there is no such folder"),
+    ({"secrets": {"PIP_INDEX_URL": "env:THAT_NOBODY_SET"}}, "no text that can be read"),
+    ({"secrets": {"PIP_INDEX_URL": "env:*"}}, "no pattern"),
+])  # fmt: skip
 def test_what_cannot_work_is_refused(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as refused:
         plan_of(Asked(**asked))
