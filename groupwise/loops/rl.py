@@ -27,6 +27,13 @@ from groupwise.loops.recording import check_something_scored, commit
 from groupwise.loops.run import Drawn, Run, TaskRun
 from groupwise.loops.schedules import make_schedule
 from groupwise.loops.training import save_checkpoint
+from groupwise.runs.advice import advice_on
+
+
+FIRST_ADVICE = 5
+"""Steps after which a run says for the first time what keeps it from learning."""
+HOPELESS = ("frac_reward_zero_std", "rollouts/unscored", "entropy")
+"""Metrics by which a reward cannot rise: groups without signal, rollouts without a reward, a policy without choice."""
 
 
 async def train(run: TaskRun) -> None:
@@ -40,11 +47,20 @@ async def train(run: TaskRun) -> None:
             with profiled(run):
                 drawn = await run.interruption.allow(run.schedule.next())
                 await take_step(run, drawn, begun)
+            if run.step == FIRST_ADVICE < run.max_steps:
+                say_what_keeps_it_from_learning(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
                 save_checkpoint(run)
                 await run.callbacks.saved()
     finally:
         await run.schedule.close()
+
+
+def say_what_keeps_it_from_learning(run: TaskRun) -> None:
+    """Whoever watches need not wait for the end to hear that the reward cannot rise like this."""
+    for each in advice_on(run.folder.store):
+        if each["metric"] in HOPELESS:
+            run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")
 
 
 async def goes_on(run: TaskRun) -> bool:

@@ -33,8 +33,8 @@ ALL = (
         "frac_reward_zero_std",
         lambda value: value > 0.7,
         "In {value} of the groups all members earn the same, so that these teach nothing.",
-        "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations or sampler.temperature, or "
-        "give rewards that tell more than right from wrong.",
+        "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations or sampler.temperature, give "
+        "rewards that tell more than right from wrong, or warm the model up first (warm_up).",
     ),
     Advice(
         "completions/clipped_ratio",

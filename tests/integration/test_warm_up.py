@@ -1,4 +1,5 @@
-"""`warm_up` in a config of `groupwise rl`: a supervised run before it, made once, and ended by a rule on what it writes itself."""
+"""`warm_up` in a config of `groupwise rl`: a supervised run before it, made once, and ended by a rule on what it writes itself; and a run
+that would need one."""
 
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,15 @@ def test_a_rule_that_is_none_is_refused(tmp_path, task):
 ])  # fmt: skip
 def test_conditions(condition, held):
     assert holds(condition, {"a": 1.0, "b/c": -2.0}) is held
+
+
+def test_a_run_whose_reward_cannot_rise_says_so_after_five_steps(tmp_path, capsys):
+    (tmp_path / "flat.py").write_text(
+        TASK + "def get_reward_funcs(config, tokenizer):\n    return [nothing]\n"
+        "def nothing(completions, **kwargs):\n    return [0.0] * len(completions)\n"
+    )
+    settings = {**toy_run.config(tmp_path, max_steps=6), "eval": {"before_and_after": False}}
+    groupwise.rl(settings, str(tmp_path / "flat.py"))
+    said = capsys.readouterr().err
+    assert said.count("after 5 steps: In 100% of the groups all members earn the same") == 1
+    assert "(warm_up)" in said
