@@ -29,7 +29,6 @@ from groupwise.loops.schedules import make_schedule
 from groupwise.loops.training import save_checkpoint
 from groupwise.runs.advice import advice_on
 
-
 FIRST_ADVICE = 5
 """Steps after which a run says for the first time what keeps it from learning."""
 HOPELESS = ("frac_reward_zero_std", "rollouts/unscored", "entropy")

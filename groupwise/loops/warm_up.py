@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.config import LoadedConfig, compare_for_resume, given_tree
-from groupwise.errors import StoreError
+from groupwise.errors import StoreError, UsageError
 from groupwise.loops.resume import FIXED_FACTS
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
 from groupwise.loops.sft_start import KIND, sft
 from groupwise.loops.start import TrainingResult, Ways
+from groupwise.ranks.launched import launched
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.store import Store
@@ -65,6 +66,11 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
         return WarmedUp(str(made), {**_told(read_summary(made) or {}), "found": True})
     if dry_run:
         return WarmedUp(None, plan_sft(prepared))
+    if launched() is not None:
+        raise UsageError(
+            "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
+            "with that config, and give --init-from with its name."
+        )
     goes_on = made is not None and checkpoints.newest(made / CHECKPOINTS) is not None
     result = sft(given.config, task, resume_from=str(made) if goes_on else None)
     if result.exit_code:
