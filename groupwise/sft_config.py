@@ -44,7 +44,10 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">":
 
 
 def bounds_of(condition: str) -> list[tuple[str, str, float]]:
-    """The metrics, signs and values of `eval_loss < 0.5 and groups/with_signal >= 0.6`. Raises ValueError for another text."""
+    """Parse a condition such as `eval_loss < 0.5 and reward >= 0.6` into (metric, comparison, value) triples.
+
+    Raises ValueError for a text that is no condition.
+    """
     found = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
     if not all(found):
         raise ValueError(
@@ -55,7 +58,7 @@ def bounds_of(condition: str) -> list[tuple[str, str, float]]:
 
 
 def holds(condition: str, metrics: Mapping[str, float]) -> bool:
-    """Whether all of its metrics are there and keep their bounds."""
+    """Whether the condition is true of these metrics; false if one that it names is missing."""
     return all(
         name in metrics and _SIGNS[sign](metrics[name], value)
         for name, sign, value in bounds_of(condition)

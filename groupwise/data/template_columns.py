@@ -20,7 +20,7 @@ ALIKE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class ForTemplate:
-    """The tools and arguments that a row hands to its chat template."""
+    """What a row passes to the chat template beside its messages."""
 
     tools: tuple[Any, ...] = ()
     """Schemas."""
@@ -71,7 +71,7 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
 
 
 def _parsed(value: Any, name: str, where: str) -> Any:
-    """What JSON text says; None for an empty cell, which tables write as "" or as no number."""
+    """The value of a cell, parsed if it is JSON text; None if the cell is empty, which tables write as "" or NaN."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(plain, str):
         return None if isinstance(plain, float) and math.isnan(plain) else plain

@@ -56,7 +56,7 @@ async def train(run: TaskRun) -> None:
 
 
 def say_what_keeps_it_from_learning(run: TaskRun) -> None:
-    """Whoever watches need not wait for the end to hear that the reward cannot rise like this."""
+    """Warn early, so that nobody waits until the end of a run whose reward cannot rise."""
     for each in advice_on(run.folder.store):
         if each["metric"] in HOPELESS:
             run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")

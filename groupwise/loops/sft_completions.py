@@ -1,7 +1,7 @@
 """What the policy of a supervised run writes by itself: completions drawn and scored at each evaluation, as `groupwise rl` would.
 
 A warm-up is done when its completions have the form that the rewards read and groups of them still differ, which the loss on given
-answers does not tell. `ask` finds out before the run what is asked; `Completions` draws, and measures:
+answers does not tell. `ask` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
 
     reward, rewards/NAME/mean, pass@k …   as evaluations have them, at the temperature of the RL config
     groups/with_signal                    share of prompts whose completions earn different rewards: what RL learns from
@@ -18,18 +18,12 @@ from typing import Any
 
 from groupwise import machine_layout, task_parts
 from groupwise.config import RunConfig, load_config, with_task_schema
-from groupwise.evaluation.evaluate import (
-    HeldOut,
-    answer_held_out,
-    held_out,
-    held_out_prompts,
-)
+from groupwise.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
 from groupwise.evaluation.measures import by_prompt
 from groupwise.machine_layout import Layout
 from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
-from groupwise.rollouts.asking import RolloutKind
 from groupwise.rollouts.prompts import PromptSet
 from groupwise.sft_config import LoadedSftConfig, SftConfig
 from groupwise.tasks.contract import Task, require
@@ -41,10 +35,10 @@ DISTINCT = "groups/distinct"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the completions are drawn for, and by what they are scored; no model is loaded yet."""
+    """The prompts that completions are drawn for, and how; found out before a model is loaded."""
 
     config: RunConfig
-    """That of the RL run which they are drawn for, over the model and the adapter of the supervised one."""
+    """Of the RL run, with the model and the adapter of the supervised one."""
     prompts: PromptSet
     rubric: Rubric | None
     layout: Layout
@@ -105,7 +99,6 @@ class Completions:
     sampler: Sampler
     scorer: Scorer
     tokenizer: Any
-    rollouts: RolloutKind
 
     async def measure(
         self,
@@ -145,22 +138,3 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             len({row["completion"] for row in samples}) / len(samples) for samples in groups
         ),
     }
-
-
-def completions_of(
-    asked: Asked,
-    task: Task,
-    tokenizer: Any,
-    sampler: Sampler,
-    stops: tuple[int, ...],
-    scorer: Scorer,
-    rollouts: RolloutKind,
-) -> Completions:
-    """With the parts that are built."""
-    return Completions(
-        asked=held_out(asked.config, task, asked.prompts, stops, rollouts),
-        sampler=sampler,
-        scorer=scorer,
-        tokenizer=tokenizer,
-        rollouts=rollouts,
-    )

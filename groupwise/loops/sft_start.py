@@ -20,6 +20,7 @@ from groupwise import build, task_parts
 from groupwise.awaiting import Interrupted, Interruption, run_to_end
 from groupwise.callbacks.base import Callbacks
 from groupwise.display.progress import Progress
+from groupwise.evaluation.evaluate import held_out
 from groupwise.loops.outcome import (
     end,
     ended_early,
@@ -31,7 +32,7 @@ from groupwise.loops.outcome import (
 )
 from groupwise.loops.resume import NOT_WEIGHTS, Resumption, check_folder, take_back
 from groupwise.loops.sft import SftRun, save, train
-from groupwise.loops.sft_completions import Completions, completions_of
+from groupwise.loops.sft_completions import Completions
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft, warnings_of
 from groupwise.loops.start import (
     Start,
@@ -144,10 +145,10 @@ async def _parts(
         starts = build.start_training(asked.config, asked.layout, folder.name, publications)
         with closing(await loaded(interruption, starts)) as parts:
             await asyncio.gather(scorer.start(), rollouts.start())
-            stops = parts.stop_token_ids
+            way = held_out(asked.config, task, asked.prompts, parts.stop_token_ids, rollouts)
             yield (
                 parts.learner,
-                completions_of(asked, task, tokenizer, parts.sampler, stops, scorer, rollouts),
+                Completions(asked=way, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer),
             )
     finally:
         await rollouts.close()

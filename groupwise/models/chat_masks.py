@@ -195,7 +195,7 @@ def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
 
 
 def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
-    """The tokens of `whole` after those of its beginning `before`, which are `opening`.
+    """The tokens that `whole` has behind its beginning `before`, whose own tokens are `opening`.
 
     Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
     is asked with the tokens of `before`.

@@ -51,14 +51,11 @@ def last_boxed(text: str) -> str | None:
         together.insert(0, box)
     if len({box.inside.strip() for box in together}) == 1 and len(together) > 1:
         return together[-1].inside
-    formula = _formula_around(text, together[0].start, together[-1].end)
     start, end = together[0].start, together[-1].end
-    before, after = (
-        text[max(formula[0], start - _NEAR) : start],
-        text[end : min(formula[1], end + _NEAR)],
-    )
-    if apart or not (_ends_apart(before, formula[2]) and _begins_apart(after, formula[2])):
-        return _without_boxes(text[formula[0] : formula[1]])
+    first, last, in_formula = _formula_around(text, start, end)
+    before, after = text[max(first, start - _NEAR) : start], text[end : min(last, end + _NEAR)]
+    if apart or not (_ends_apart(before, in_formula) and _begins_apart(after, in_formula)):
+        return _without_boxes(text[first:last])
     return ", ".join(box.inside for box in together)
 
 
@@ -125,6 +122,10 @@ def _formula_around(text: str, start: int, end: int) -> tuple[int, int, bool]:
 
 _STYLES = r"(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|displaystyle|large|Large|huge|Huge|color|textcolor|underline|left)"
 _SAYS_NO = frozenset("not or and nor neither except without isn never maybe perhaps either".split())
+_CHANGES_IT = frozenset(
+    "or nor not mod choose factorial squared cubed times plus minus over divided".split()
+)
+"""Words behind a box that make another answer of it."""
 _APART_BEFORE = re.compile(
     r"(?:[=≈→⇒⟹∴:;.&(\[\"'`“‘：，；。（]|[-=]>|<[^<>\n]{1,20}>|\\\\"
     r"|\\(?:approx|implies|Rightarrow|Longrightarrow|longrightarrow|rightarrow|to|therefore|iff|equiv|in|quad|qquad"
@@ -177,21 +178,7 @@ def _begins_apart(after: str, in_formula: bool) -> bool:
     if word is None:
         return False
     first, rest = (word[1] or word[3]).casefold(), word[2] or word[4] or ""
-    if first in (
-        "or",
-        "nor",
-        "not",
-        "mod",
-        "choose",
-        "factorial",
-        "squared",
-        "cubed",
-        "times",
-        "plus",
-        "minus",
-        "over",
-        "divided",
-    ):
+    if first in _CHANGES_IT:
         return False
     if first == "and":
         return not re.match(r"\s*(?:\$\s*)?[-+\d\\(]", rest)

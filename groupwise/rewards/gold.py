@@ -72,9 +72,7 @@ def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | 
     divided = at_mark(text)
     if divided is not None:
         return divided[1]
-    if not boxes or "box" not in text:
-        return None
-    inner = last_boxed(text)
+    inner = last_boxed(text) if boxes else None
     return None if inner is None else inner.strip()
 
 

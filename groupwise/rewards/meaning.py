@@ -679,7 +679,7 @@ def _same_equations(gold: Node, answer: Node) -> bool:
 
 
 def _multiple(gold: Node, answer: Node) -> Value | None:
-    """The ratio of left minus right in the answer to that in the gold equation; None where it varies from point to point."""
+    """The constant by which the gold equation must be multiplied to give the answer; None if there is none."""
     ratios: list[Value] = []
     for number in range(POINTS):
         one, other = (

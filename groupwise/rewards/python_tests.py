@@ -347,7 +347,7 @@ def _are_cases(value: Any) -> bool:
 
 
 def _are_asserts(value: Any) -> bool:
-    """Whether a column for cases has tests of functions, as AceCode's."""
+    """Whether a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
     return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
 

@@ -56,7 +56,7 @@ _PLURALS = frozenset(
 
 
 def words_of(text: str) -> frozenset[str]:
-    """The words of a text that has a unit, as units are compared."""
+    """The words of a gold answer, small and singular: behind the number of an answer they are accepted as its unit."""
     return frozenset(map(singular, re.findall(r"[a-zA-Z]{2,}", text)))
 
 
