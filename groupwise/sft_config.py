@@ -21,6 +21,7 @@ from groupwise.config import (
     LoadedConfig,
     given_tree,
     json_schema,
+    load_config,
     stem_of,
     unknown_callbacks,
 )
@@ -41,6 +42,9 @@ from groupwise.unsloth import config as unsloth
 
 _BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
+
+TAKEN_OVER = ("task", "scale")
+"""Sections of the RL config that a warm-up has where it does not say otherwise; the model and its adapter are the same in both."""
 
 
 def bounds_of(condition: str) -> list[tuple[str, str, float]]:
@@ -255,15 +259,48 @@ def load_sft_config(
     *,
     to_train: bool = False,
 ) -> LoadedSftConfig:
-    """Read, override and validate; see `groupwise.config.load_config`."""
+    """Read, override and validate; see `groupwise.config.load_config`. Of a config of `groupwise rl` its warm-up is meant."""
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
+    of_rl = tree.values.get("warm_up") is not None
+    if of_rl and not isinstance(source, SftConfig | Tree):
+        return config_of_warm_up(load_config(source, overrides))
 
     def check(given: Tree) -> list[str]:
         return [*_secrets(given), *(unknown_callbacks(given) if to_train else ())]
 
     config = validate(SftConfig, tree, check=check)
     return LoadedSftConfig(config, stem_of(path), path, tree)
+
+
+def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
+    """The config of `groupwise sft` that `warm_up` names. Raises ConfigError for what that command refuses."""
+    config = loaded.config
+    asked = config.warm_up
+    assert asked is not None
+    if isinstance(asked, str):
+        beside = loaded.path.parent if loaded.path else Path()
+        tree = given_tree(beside / asked)
+    else:
+        tree = given_tree(asked)
+    above = config.model_dump(mode="json", exclude_unset=True)
+    shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
+    inherited = {section: above[section] for section in TAKEN_OVER if section in above}
+    values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
+    run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
+    run |= {"dir": config.run.dir, "server": config.run.server}
+    drawn = _section(values, "eval").get("completions")
+    if isinstance(drawn, dict):
+        cast("dict[str, Any]", drawn).setdefault("rl", {**above, "warm_up": None})
+    tree.values.clear()
+    tree.values.update({**inherited, **values, **shared, "run": run})
+    return load_sft_config(tree)
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What is given in a section; nothing where that is no section, which the validation tells."""
+    found = values.get(name)
+    return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
 
 
 def _secrets(tree: Tree) -> list[str]:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, cast
 
 from groupwise.checks.check_rewards import (
@@ -25,13 +26,17 @@ from groupwise.checks.check_rewards import (
 from groupwise.checks.findings import Finding
 from groupwise.data.overlap import prompt_key
 from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.evaluation.measures import Success
 from groupwise.runs import find
+from groupwise.runs.advice import ALIKE, DISTINCT, FLAT
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
 
 MOST_ROLLOUTS = 512
 """Of a run, the newest steps with about so many rollouts are scored again."""
+FEW = 8
+"""Completions below which it means little that none of them is right."""
 NEAR = 1e-6
 """Rewards that differ by less are what was recorded."""
 
@@ -75,13 +80,15 @@ async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[V
     ]
 
 
-def judge_given(groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]) -> list[Finding]:
-    """Their distribution, constant groups, failures, and whether they earn what they earned."""
+def judge_given(
+    groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]], success: Success
+) -> list[Finding]:
+    """Their distribution, groups without signal, whether any is a success, failures, and whether they earn what they earned."""
     every = [rewards_of(verdicts) for verdicts in tried]
     values = [value for rewards in every for value in rewards]
     total = sum(len(group.texts) for group in groups)
     failed = total - len(values)
-    found = [_spread_of_given(groups, every, values, total)]
+    found = [_spread_of_given(groups, every, values, total), *_nothing_solved(tried, success)]
     if failed:
         reasons = Counter(
             v.member.reason or v.member.outcome
@@ -114,6 +121,8 @@ def _spread_of_given(
         return Finding("given completions", "skipped", f"none of {total} was scored")
     compared = [rewards for rewards in every if len(rewards) > 1]
     constant = sum(is_constant(rewards) for rewards in compared)
+    texts = [group.texts for group in groups if len(group.texts) > 1]
+    distinct = fmean(len(set(each)) / len(each) for each in texts) if texts else 1.0
     numbers = distribution(values)
     data = {
         **numbers,
@@ -121,10 +130,12 @@ def _spread_of_given(
         "prompts": len(groups),
         "groups": len(compared),
         "constant_groups": constant,
+        **({DISTINCT: distinct} if texts else {}),
     }
     measured = (
         f"{total} of {len(groups)} prompts: mean {numbers['mean']:.4g}, from {numbers['min']:.4g} to {numbers['max']:.4g}"
         + (f"; {constant} of {len(compared)} groups are constant" if compared else "")
+        + (f"; {distinct:.0%} of the completions of a prompt differ" if texts else "")
     )
     if is_constant(values) and len(values) > 1:
         return Finding(
@@ -135,16 +146,38 @@ def _spread_of_given(
             "begin with easier prompts, or add a part for what comes before a right answer",
             data,
         )
-    if compared and constant == len(compared):
+    if compared and constant > FLAT * len(compared):
         return Finding(
             "given completions",
             "warning",
             measured,
-            "members of a group are compared with each other, and here they all earn the same",
-            "begin with prompts that are sometimes answered rightly",
+            "members of a group are compared with each other, and here they hardly ever earn anything different",
+            "raise sampler.temperature, or end the warm-up sooner (training.stop_when), for the members of a group are alike"
+            if distinct < ALIKE
+            else "begin with prompts that are sometimes answered rightly, pay for parts of an answer, or warm the model up first (warm_up)",
             data,
         )
     return Finding("given completions", "ok", measured, data=data)
+
+
+def _nothing_solved(tried: Sequence[Sequence[Verdict]], success: Success) -> list[Finding]:
+    members = [verdict.member for verdicts in tried for verdict in verdicts]
+    judged = [
+        success.reached(member.reward, {part.name: part.value for part in member.parts})
+        for member in members
+    ]
+    if any(judged) or len(judged) < FEW:
+        return []
+    return [
+        Finding(
+            "given: solved",
+            "warning",
+            f"none of {len(judged)} counts as solved (eval.success_threshold, eval.success_part)",
+            "what is never right cannot be reinforced",
+            "begin with easier examples or with hints in the prompt, warm the model up first (warm_up), or say in the config what counts",
+            {"completions": len(judged)},
+        )
+    ]
 
 
 def _compared(groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]) -> list[Finding]:

@@ -43,6 +43,7 @@ from groupwise.runs.advice import advice_on
 from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
+from groupwise.runs.stages import warm_up_curve
 from groupwise.runs.store import Store
 
 LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
@@ -165,24 +166,25 @@ def plot(
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the curve of a metric in the terminal, and to a file if asked."""
+    """Draw the curve of a metric in the terminal, and to a file if asked; before step 0 that of the warm-up, where there was one."""
     path = resolve(run, dir).path
     with Store.open(path / RECORD, readonly=True) as store:
         names = store.metric_names()
         metric = metric or ("reward" if "reward" in names or "loss" not in names else "loss")
         _expect_name(f"metric '{metric}'", metric, names)
         points: list[Point] = [(step, value) for step, value in store.metrics([metric])[metric]]
+    warm_up = warm_up_curve(path, metric)
+    series = with_mean(metric, points, warm_up=warm_up)
     title = f"{path.name} · {metric}"
     if svg is not None:
-        svg.write_text(svg_curve(with_mean(metric, points), title=title), encoding="utf-8")
+        svg.write_text(svg_curve(series, title=title), encoding="utf-8")
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
-        print_json({"run": path.name, "metric": metric, "points": points})
+        told = {"warm_up": warm_up} if warm_up else {}
+        print_json({"run": path.name, "metric": metric, "points": points, **told})
         return
     width = min(shutil.get_terminal_size().columns, 100)
-    print_text(
-        terminal_curve(with_mean(metric, points), width, title=title, colour=sys.stdout.isatty())
-    )
+    print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))
 
 
 app.command()(compare)

@@ -34,8 +34,16 @@ class Series:
     """A band is the area between the lowest and the highest point of each x; a terminal shows its points."""
 
 
-def with_mean(name: str, points: Sequence[Point], window: int | None = None) -> list[Series]:
-    """The raw points and the line of their moving mean over the last `window` (default: a tenth of them, at least 3)."""
+def with_mean(
+    name: str,
+    points: Sequence[Point],
+    window: int | None = None,
+    warm_up: Sequence[Point] = (),
+) -> list[Series]:
+    """The raw points and the line of their moving mean over the last `window` (default: a tenth of them, at least 3).
+
+    Points of a warm-up are a line of their own.
+    """
     finite = _finite(points)
     window = window or max(3, math.ceil(len(finite) / 10))
     means = moving_mean([y for _, y in finite], window)
@@ -43,6 +51,7 @@ def with_mean(name: str, points: Sequence[Point], window: int | None = None) -> 
     return [
         Series(name, finite, "points"),
         Series(f"mean of {window}", line, "line"),
+        *([Series("warm-up", tuple(warm_up), "line")] if warm_up else []),
     ]
 
 

@@ -8,16 +8,23 @@ from groupwise.evaluation.evaluate import EvalResult
 from groupwise.evaluation.statistics import Interval, paired_difference
 
 
-def compared(before: EvalResult, after: EvalResult) -> dict[str, Any]:
-    """Held-out metrics before and after, and the paired difference of the rewards with its 95 % interval."""
+def compared(
+    before: EvalResult, after: EvalResult, untrained: EvalResult | None = None
+) -> dict[str, Any]:
+    """Held-out metrics before and after, and the paired difference of the rewards with its 95 % interval.
+
+    `untrained` is the model without any training, where another training came before this one.
+    """
     first, last = before.rewards, after.rewards
     both = sorted(first.keys() & last.keys())
     change = paired_difference([first[key] for key in both], [last[key] for key in both])
-    names = [name for name in after.metrics if name in before.metrics]
+    all_of_them = [before, after, *([untrained] if untrained else [])]
+    names = [name for name in after.metrics if all(name in each.metrics for each in all_of_them)]
     return {
         "prompts": len(both),
         "change": _as_dict(change),
         "rises": change.low > 0,
+        **({"base": {name: _measured(untrained, name) for name in names}} if untrained else {}),
         "before": {name: _measured(before, name) for name in names},
         "after": {name: _measured(after, name) for name in names},
     }

@@ -411,9 +411,37 @@ def _asked(config: RunConfig, task: Task) -> _Asked:
     return _Asked(tokenizer, prompts, rubric)
 
 
+def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
+    """How the model answers that a training begins with, before any training; no file is written.
+
+    None where the config compares nothing before and after, or the task has no held-out prompts.
+    """
+    found = task_parts.task_of(loaded.config, task)
+    if not loaded.config.eval.before_and_after or not found.has("get_eval_dataset"):
+        return None
+    found, settings, [policy] = _meant(loaded, task, ["base"], None)
+    build.expect_ranks(settings)
+    return run_to_end(_answered(settings, found, policy))[0]
+
+
 async def _evaluate(
     config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
 ) -> EvalResult:
+    result, fingerprint = await _answered(config, task, policy)
+    content = {
+        **result.summary,
+        "fingerprint": fingerprint,
+        "task": task.name,
+        "config": resolved(config),
+        "finished_at": time.time(),
+        "details": result.details,
+        "rows": result.rows,
+    }
+    return replace(result, path=write_result(content, *_place(task, policy, config), output))
+
+
+async def _answered(config: RunConfig, task: Task, policy: FoundPolicy) -> tuple[EvalResult, str]:
+    """How a policy answers, and the fingerprint of its weights."""
     asked_for = _asked(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = machine_layout.choose_layout(config, prompts.longest)
@@ -423,20 +451,11 @@ async def _evaluate(
     try:
         asked = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
         result = await answer_held_out(asked, parts.sampler, scorer, tokenizer, policy.label)
+        return result, parts.sampler.fingerprint()
     finally:
         parts.close()
         await rollouts.close()
         await scorer.close()
-    content = {
-        **result.summary,
-        "fingerprint": parts.sampler.fingerprint(),
-        "task": task.name,
-        "config": resolved(config),
-        "finished_at": time.time(),
-        "details": result.details,
-        "rows": result.rows,
-    }
-    return replace(result, path=write_result(content, *_place(task, policy, config), output))
 
 
 def _place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:

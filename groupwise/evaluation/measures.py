@@ -60,7 +60,11 @@ class Success:
         """Whether it succeeded; None where that is not known."""
         if rollout.outcome != "scored":
             return None
-        value = rollout.reward if self.part is None else rollout.part_values.get(self.part)
+        return self.reached(rollout.reward, rollout.part_values)
+
+    def reached(self, reward: float | None, parts: Mapping[str, float | None]) -> bool | None:
+        """Whether a reward with these parts is a success; None where what decides is not there."""
+        value = reward if self.part is None else parts.get(self.part)
         return None if value is None else value >= self.threshold
 
 

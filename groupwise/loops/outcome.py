@@ -27,6 +27,7 @@ from groupwise.rewards.threads import DaemonThreads
 from groupwise.runs import durable, find
 from groupwise.runs.advice import advice_on
 from groupwise.runs.folder import FINAL_STEP
+from groupwise.runs.stages import warm_up_curve
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ def write_curve(run: Training, metric: str) -> None:
     """`reward.svg` or `loss.svg`: the metric of every step."""
     points = run.folder.store.metrics([metric]).get(metric, [])
     if points:
-        drawn = svg_curve(with_mean(metric, points), title=f"{run.folder.name}: {metric}")
+        series = with_mean(metric, points, warm_up=warm_up_curve(run.folder.path, metric))
+        drawn = svg_curve(series, title=f"{run.folder.name}: {metric}")
         durable.write_file(run.folder.path / f"{metric}.svg", drawn.encode())
 
 

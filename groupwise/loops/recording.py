@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from groupwise.errors import NothingScoredError
+from groupwise.evaluation.measures import Success
 from groupwise.loops.metrics import failure_reasons, group_metrics, timing_metrics
 from groupwise.loops.run import Drawn, Run
+from groupwise.runs.advice import SOLVED
 from groupwise.runs.records import StepRecord, WarningRecord
 from groupwise.types import Group, Policy
 
@@ -30,6 +32,7 @@ def commit(
     signals, warnings = _signals(run, drawn.all, learned)
     metrics = {
         **_drawn_metrics(drawn, policy_in),
+        **_solved(run, drawn.all),
         **run.data_metrics(drawn.groups),
         **_temperature(run),
         **learned,
@@ -146,6 +149,14 @@ def _drawn_metrics(drawn: Drawn, policy_in: Policy) -> dict[str, float]:
         if segment.policy_version is not None
     ]
     return {**metrics, "sampling/staleness": fmean(ages)} if any(ages) else metrics
+
+
+def _solved(run: Run, groups: Sequence[Group]) -> dict[str, float]:
+    """Share of the scored rollouts that count as solved in evaluations."""
+    success = Success(run.config.eval.success_threshold, run.config.eval.success_part)
+    judged = [success.judge(rollout) for group in groups for rollout in group.rollouts]
+    known = [solved for solved in judged if solved is not None]
+    return {SOLVED: fmean(known)} if known else {}
 
 
 def _signals(

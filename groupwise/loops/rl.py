@@ -27,12 +27,12 @@ from groupwise.loops.recording import check_something_scored, commit
 from groupwise.loops.run import Drawn, Run, TaskRun
 from groupwise.loops.schedules import make_schedule
 from groupwise.loops.training import save_checkpoint
-from groupwise.runs.advice import advice_on
+from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
 
 FIRST_ADVICE = 5
 """Steps after which a run says for the first time what keeps it from learning."""
-HOPELESS = ("frac_reward_zero_std", "rollouts/unscored", "entropy")
-"""Metrics by which a reward cannot rise: groups without signal, rollouts without a reward, a policy without choice."""
+HOPELESS = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
+"""Metrics by which a reward cannot rise: groups without signal, nothing right, rollouts without a reward, a policy without choice."""
 
 
 async def train(run: TaskRun) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from groupwise.evaluation.evaluate import EvalResult, held_out
 from groupwise.loops.held_out import (
     ASKED,
     announce,
+    described,
     evaluate_held_out,
     in_passing,
     keep_evaluation,
@@ -63,10 +65,11 @@ from groupwise.loops.start import (
     watched,
 )
 from groupwise.loops.training import save_checkpoint
-from groupwise.loops.warm_up import begins_anew, warm_up
+from groupwise.loops.warm_up import WarmedUp, begins_anew, warm_up
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import EvaluationRecord
 from groupwise.types import Policy, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -74,8 +77,11 @@ logger = logging.getLogger(__name__)
 KIND = "rl"
 METRIC = "reward"
 """The one that a curve is drawn of, and the summary has."""
+UNTRAINED = "base"
 BEFORE = "before"
 AFTER = "after"
+"""What the evaluations of the held-out prompts are called: the model without any training, where a warm-up came first, then those before
+and after the steps of reinforcement learning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +114,9 @@ def rl(
     if not dry_run:
         build.be_launched(given.config)
 
-    def begin(ways: Ways) -> RlResult:
+    def begin(ways: Ways, warmed: WarmedUp | None = None) -> RlResult:
         with nullcontext() if dry_run else build.expected_ranks(given.config):
-            return _rl(find_start(given, ways, KIND), task, dry_run=dry_run)
+            return _rl(find_start(given, ways, KIND), task, warmed or WarmedUp(), dry_run=dry_run)
 
     if given.config.warm_up is None or not begins_anew(given, ways):
         return kept_going(begin, ways, given)
@@ -119,11 +125,11 @@ def rl(
         return RlResult(
             warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
         )
-    result = kept_going(begin, Ways(init_from=warmed.weights), given)
+    result = kept_going(partial(begin, warmed=warmed), Ways(init_from=warmed.weights), given)
     return replace(result, summary={"warm_up": warmed.summary, **result.summary})
 
 
-def _rl(start: Start[LoadedConfig], task: object, *, dry_run: bool) -> RlResult:
+def _rl(start: Start[LoadedConfig], task: object, warmed: WarmedUp, *, dry_run: bool) -> RlResult:
     prepared = prepare_rl(start.loaded, task, start.rows_read)
     resumption = start.resumption(prepared)
     if dry_run:
@@ -133,9 +139,19 @@ def _rl(start: Start[LoadedConfig], task: object, *, dry_run: bool) -> RlResult:
     noted = {
         "examples": len(prepared.prompts.examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
+        **warmed.facts,
     }
     with opened(prepared, start, KIND, noted) as (folder, ready):
+        if warmed.untrained is not None:
+            record_untrained(folder, ready, warmed.untrained)
         return run_to_end(run_in(folder, ready, resumption))
+
+
+def record_untrained(folder: RunFolder, prepared: RlPrepared, result: EvalResult) -> None:
+    """Note, before the first step, how the model answered without any training."""
+    asked = prepared.facts[ASKED]
+    told = EvaluationRecord(0, UNTRAINED, result.policy, result.metrics, result.rows, asked)
+    folder.store.add_evaluation(told)
 
 
 async def run_in(
@@ -281,6 +297,9 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
     """Held-out prompts before, all steps, held-out prompts after; an interruption keeps what is whole."""
     try:
         await run.callbacks.begin(run)
+        untrained = recorded_evaluation(run, UNTRAINED, 0)
+        if untrained is not None and run.step == 0:
+            run.say(f"held-out before any training: {described(untrained)}")
         before = await held_out_result(run, BEFORE, 0, prepared)
         await train(run)
         save_checkpoint(run)
@@ -324,7 +343,8 @@ def _summarise(
     if first is not None:
         summary |= {"reward_first": first, "reward_last": last}
     if before and after:
-        summary["held_out"] = compared(before, after)
+        untrained = recorded_evaluation(run, UNTRAINED, 0)
+        summary["held_out"] = compared(before, after, untrained)
     return summary
 
 

@@ -26,10 +26,11 @@ from groupwise.data.order import Order
 from groupwise.learner.schedule import learning_rate
 from groupwise.loops.metrics import Timings, loss_metrics, timing_metrics
 from groupwise.loops.profiling import profiled
-from groupwise.loops.sft_completions import DISTINCT, WITH_SIGNAL, Completions
+from groupwise.loops.sft_completions import WITH_SIGNAL, Completions
 from groupwise.loops.training import Training, count_non_finite, update, write_checkpoint
 from groupwise.rollouts.teacher import Lesson, LessonSet, teacher_group, teacher_row
 from groupwise.runs import checkpoints
+from groupwise.runs.advice import DISTINCT
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.sft_config import SftConfig, bounds_of, holds
 from groupwise.types import Row

@@ -25,12 +25,12 @@ from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.prompts import PromptSet
+from groupwise.runs.advice import DISTINCT
 from groupwise.sft_config import LoadedSftConfig, SftConfig
 from groupwise.tasks.contract import Task, require
 from groupwise.types import Learner, Policy, Sampler
 
 WITH_SIGNAL = "groups/with_signal"
-DISTINCT = "groups/distinct"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from groupwise.config import LoadedConfig, compare_for_resume, given_tree
+from groupwise.config import LoadedConfig, compare_for_resume
 from groupwise.errors import StoreError, UsageError
+from groupwise.evaluation.evaluate import EvalResult, evaluate_untrained
 from groupwise.loops.resume import FIXED_FACTS
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
 from groupwise.loops.sft_start import KIND, sft
@@ -21,13 +22,12 @@ from groupwise.loops.start import TrainingResult, Ways
 from groupwise.ranks.launched import launched
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
+from groupwise.runs.stages import WARM_UP
 from groupwise.runs.store import Store
-from groupwise.sft_config import LoadedSftConfig, load_sft_config
+from groupwise.sft_config import config_of_warm_up
 
 logger = logging.getLogger(__name__)
 
-TAKEN_OVER = ("task", "scale")
-"""Sections of the RL config that a warm-up has where it does not say otherwise; the model and its adapter are the same in both."""
 TOLD = (
     "run",
     "policy",
@@ -46,11 +46,18 @@ TOLD = (
 class WarmedUp:
     """What a warm-up came to."""
 
-    weights: str | None
+    weights: str | None = None
     """The run to begin from; None where it was interrupted, or only planned."""
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     """For people: the run, or its plan."""
     interrupted: TrainingResult | None = None
+    untrained: EvalResult | None = None
+    """How the model answered the held-out prompts before any training."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """For the record of the run that begins from it."""
+        return {WARM_UP: Path(self.weights).name} if self.weights else {}
 
 
 def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
@@ -63,19 +70,26 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
     made = find_made(prepared)
     if made is not None and _is_finished(made):
         logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
-        return WarmedUp(str(made), {**_told(read_summary(made) or {}), "found": True})
+        told = {**_told(read_summary(made) or {}), "found": True}
+        return WarmedUp(str(made), told, untrained=None if dry_run else _untrained(loaded, task))
     if dry_run:
         return WarmedUp(None, plan_sft(prepared))
     if launched() is not None:
         raise UsageError(
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
-            "with that config, and give --init-from with its name."
+            "with the same config: it is found then."
         )
     goes_on = made is not None and checkpoints.newest(made / CHECKPOINTS) is not None
     result = sft(given.config, task, resume_from=str(made) if goes_on else None)
     if result.exit_code:
         return WarmedUp(None, interrupted=result)
-    return WarmedUp(str(result.folder), {**_told(result.summary), "found": False})
+    told = {**_told(result.summary), "found": False}
+    return WarmedUp(str(result.folder), told, untrained=_untrained(loaded, task))
+
+
+def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
+    logger.info("held-out prompts, answered by the model as it was before the warm-up")
+    return evaluate_untrained(loaded, task)
 
 
 def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
@@ -83,36 +97,6 @@ def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
     if not ways.resume:
         return ways == Ways()
     return not find.called(loaded.run_name, Path(loaded.config.run.dir))
-
-
-def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
-    """The config of `groupwise sft` that `warm_up` names. Raises ConfigError for what that command refuses."""
-    config = loaded.config
-    asked = config.warm_up
-    assert asked is not None
-    if isinstance(asked, str):
-        beside = loaded.path.parent if loaded.path else Path()
-        tree = given_tree(beside / asked)
-    else:
-        tree = given_tree(asked)
-    above = config.model_dump(mode="json", exclude_unset=True)
-    shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
-    inherited = {section: above[section] for section in TAKEN_OVER if section in above}
-    values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
-    run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
-    run |= {"dir": config.run.dir, "server": config.run.server}
-    drawn = _section(values, "eval").get("completions")
-    if isinstance(drawn, dict):
-        cast("dict[str, Any]", drawn).setdefault("rl", {**above, "warm_up": None})
-    tree.values.clear()
-    tree.values.update({**inherited, **values, **shared, "run": run})
-    return load_sft_config(tree)
-
-
-def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What is given in a section; nothing where that is no section, which the validation tells."""
-    found = values.get(name)
-    return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
 
 
 def find_made(prepared: SftPrepared) -> Path | None:

@@ -16,6 +16,14 @@ RECENT = 10
 """Steps whose mean is looked at."""
 
 
+WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "rollouts/solved"
+"""Share of groups in which all earned the same, of a group's completions that differ, of the completions that count as solved."""
+FLAT = 0.7
+"""Share of groups without signal above which hardly anything is taught."""
+ALIKE = 0.5
+"""Share of different completions below which the members of a group are too much alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
     """About one metric."""
@@ -26,15 +34,32 @@ class Advice:
     """With `{value}` where the number stands."""
     do: str
     form: str = "{:.0%}"
+    alike: bool | None = None
+    """Whether it holds only where the members of a group are alike, or only where they are not; None: in both cases."""
 
 
 ALL = (
     Advice(
-        "frac_reward_zero_std",
-        lambda value: value > 0.7,
+        WITHOUT_SIGNAL,
+        lambda value: value > FLAT,
         "In {value} of the groups all members earn the same, so that these teach nothing.",
-        "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations or sampler.temperature, give "
-        "rewards that tell more than right from wrong, or warm the model up first (warm_up).",
+        "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations, give rewards that tell more "
+        "than right from wrong, or warm the model up first (warm_up).",
+        alike=False,
+    ),
+    Advice(
+        WITHOUT_SIGNAL,
+        lambda value: value > FLAT,
+        "In {value} of the groups all members earn the same, because most members of a group are alike: there is nothing to choose from.",
+        "Raise sampler.temperature, or end the warm-up sooner: training.stop_when with a rule such as groups/distinct < 0.5.",
+        alike=True,
+    ),
+    Advice(
+        SOLVED,
+        lambda value: value == 0,
+        "None of the completions of the last steps counts as solved (eval.success_threshold, eval.success_part).",
+        "Begin with easier examples or hints in the prompt, warm the model up first (warm_up), or see that the rewards pay for what comes "
+        "before a right answer.",
     ),
     Advice(
         "completions/clipped_ratio",
@@ -94,7 +119,8 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for each in ALL:
         value = means.get(each.metric)
-        if value is not None and each.holds(value):
+        fits = each.alike is None or each.alike == (means.get(DISTINCT, 1.0) < ALIKE)
+        if value is not None and each.holds(value) and fits:
             says = each.says.format(value=each.form.format(value))
             found.append({"metric": each.metric, "value": value, "says": says, "do": each.do})
     return found
@@ -102,7 +128,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
 
 def _means(store: Store, since: int) -> Mapping[str, float]:
     outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
-    curves = store.metrics([*(each.metric for each in ALL), *outcomes], since=since)
+    curves = store.metrics([*(each.metric for each in ALL), DISTINCT, *outcomes], since=since)
     means = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
     known = {name: value for name, value in means.items() if value is not None}
     scored, *others = (known.get(name, 0.0) for name in outcomes)

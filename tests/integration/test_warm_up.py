@@ -1,12 +1,14 @@
 """`warm_up` in a config of `groupwise rl`: a supervised run before it, made once, and ended by a rule on what it writes itself; and a run
 that would need one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import groupwise
+from groupwise.cli.main import main
 from groupwise.errors import ConfigError
 from groupwise.loops import sft as loop
 from groupwise.runs.store import Store
@@ -72,9 +74,10 @@ def test_one_that_was_cut_off_goes_on(tmp_path, task, monkeypatch):
     ]
 
 
-def test_a_dry_run_shows_both(tmp_path, task):
+def test_a_dry_run_shows_both_and_sft_makes_the_first_alone(tmp_path, task):
     plan = groupwise.rl(config(tmp_path), task, dry_run=True).summary
     assert (plan["plan"]["steps"], plan["warm_up"]["plan"]["steps"]) == (1, 4)
+    assert groupwise.sft(config(tmp_path), task, dry_run=True).summary == plan["warm_up"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
@@ -88,6 +91,23 @@ def test_a_rule_on_what_it_writes_ends_it(tmp_path, task):
         (found,) = store.evaluations(rows=False)
     assert {"eval_loss", "reward", "rewards/share/mean", "groups/distinct"} <= set(found.metrics)
     assert found.metrics["completions/mean_length"] <= 6, "as long as the RL run's"
+
+
+def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task, capsys):
+    drawn = {"eval_steps": 2, "completions": {"max_prompts": 4, "num_generations": 4}}
+    given = {**config(tmp_path, drawn), "eval": {"max_prompts": 4}}
+    held_out = groupwise.rl(given, task).summary["held_out"]
+    assert held_out["base"].keys() == held_out["before"].keys() == held_out["after"].keys()
+    assert held_out["base"]["reward"] != held_out["before"]["reward"]
+    alone = groupwise.rl({**given, "warm_up": None}, task).summary["held_out"]
+    assert alone["before"] == held_out["base"]
+    assert "base" not in alone
+    card = (tmp_path / "toy/final/README.md").read_text()
+    assert "| the base model | before | after |" in card
+    assert main(["runs", "plot", "toy", "--dir", str(tmp_path), "--json"]) == 0
+    drawn = json.loads(capsys.readouterr().out)
+    assert [step for step, _ in drawn["warm_up"]] == [-4, -2, 0]
+    assert [step for step, _ in drawn["points"]] == [0]
 
 
 def test_a_rule_that_is_none_is_refused(tmp_path, task):
@@ -112,3 +132,4 @@ def test_a_run_whose_reward_cannot_rise_says_so_after_five_steps(tmp_path, capsy
     said = capsys.readouterr().err
     assert said.count("after 5 steps: In 100% of the groups all members earn the same") == 1
     assert "(warm_up)" in said
+    assert "None of the completions of the last steps counts as solved" in said

@@ -14,6 +14,7 @@ from groupwise.runs.advice import advice_on
 from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
+from groupwise.runs.stages import WARM_UP
 from groupwise.runs.store import Store
 from groupwise.web.index import Listed
 from groupwise.web.pages import Page, Visit, live_of, shown
@@ -53,6 +54,7 @@ def run(visit: Visit) -> Page:
             "evaluations": [asdict(each) for each in evaluations_of(path, store)],
             "resumes": [asdict(each) for each in store.resumes()],
             "error": meta.get("error"),
+            "warm_up": meta.get(WARM_UP),
             "left_seconds": _left(store, listed.info),
             "curve": listed.curve,
             "metric": listed.metric,

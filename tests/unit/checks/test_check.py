@@ -201,3 +201,19 @@ def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
     assert said.data["mean"] == pytest.approx(1 / 3)
     assert (said.data["prompts"], said.data["groups"], said.data["constant_groups"]) == (2, 1, 0)
     assert report.details["table"][-1]["completion"] == "given"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"), [(["blue"], "stop_when"), (["blue", "grey", "pink", "tan"], "warm_up")]
+)
+def test_what_keeps_given_completions_from_teaching_is_told(tmp_path: Path, words, remedy):
+    rows = [{"prompt": "Say red.", "completion": word} for word in words * (8 // len(words))]
+    said = by_name(
+        check(
+            task(), PLAIN, completions=given(tmp_path, *rows, {"example": 1, "completion": "green"})
+        )
+    )
+    assert said["given completions"].data["groups/distinct"] == len(words) / 8
+    assert remedy in said["given completions"].remedy
+    alone = by_name(check(task(), PLAIN, completions=given(tmp_path, *rows)))
+    assert ("given: solved" in said, "given: solved" in alone) == (False, True)
