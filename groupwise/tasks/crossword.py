@@ -61,6 +61,12 @@ class TaskConfig(Strict):
     columns: dict[str, str] = setting(
         {}, "Names of columns: clue, answer or enumeration, then the source's name for it."
     )
+    choices: int | None = setting(
+        None,
+        "Answers shown in the prompt, in small letters, of which one is right: for models that know too few words. null shows none.",
+        ge=2,
+        le=20,
+    )
     strict: bool = setting(
         False, "Refuse a row that cannot be used, instead of leaving it out and counting it."
     )
@@ -98,8 +104,12 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
-    """`pure_accuracy`, which knows the number of letters from the column `enumeration`."""
-    return rewards_named(["pure_accuracy"], config)
+    """`pure_accuracy`, which knows the number of letters from the column `enumeration`.
+
+    Where answers are shown to choose from, nothing is paid for mentioning the right one.
+    """
+    unpaid = {} if _own(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
+    return rewards_named([{"name": "pure_accuracy", **unpaid}], config)
 
 
 def compute_metrics(
@@ -154,9 +164,28 @@ def _split(own: TaskConfig, wanted: str) -> Rows:
         if len(taken) < (size or 1):
             raise TaskError(_too_few(own, len(rows)))
         if split == wanted:
-            return Rows(taken[:size], Account(dict(+left_out)))
+            return Rows(_with_choices(taken[:size], own), Account(dict(+left_out)))
         met.update(_folded(row["clue"]) for row in taken[:size])
     raise AssertionError(wanted)
+
+
+def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str, Any]]:
+    """Each row with answers of its split to choose from, where the config wants that."""
+    if own.choices is None:
+        return rows
+    answers = list(dict.fromkeys(row["answer"].lower() for row in rows))
+    return [_choosing(row, answers, own.choices, own.seed) for row in rows]
+
+
+def _choosing(row: dict[str, Any], answers: list[str], count: int, seed: int) -> dict[str, Any]:
+    own, stream = row["answer"].lower(), Stream("crossword choices", seed, row["clue"])
+    others = stream.sample(
+        [answer for answer in answers if answer != own], min(count, len(answers)) - 1
+    )
+    choices = stream.sample([own, *others], len(others) + 1)
+    told, asked = row["prompt"]
+    content = f"{asked['content']}\nOne of: {', '.join(choices)}"
+    return {**row, "prompt": [told, {**asked, "content": content}], "choices": choices}
 
 
 def _too_few(own: TaskConfig, there: int) -> str:
@@ -259,8 +288,8 @@ def _taught(rows: Rows) -> Rows:
 
 
 def _completion(row: Mapping[str, Any]) -> str:
-    answer = row["answer"].upper()
-    thought = f"{row['clue']}: {len(letters(answer))} letters. That is {answer}."
+    answer = row["answer"].lower() if "choices" in row else row["answer"].upper()
+    thought = f"{len(letters(answer))} letters: {answer}."
     return f"<think>\n{thought}\n</think>\n<answer>{answer}</answer>"
 
 

@@ -1,7 +1,7 @@
 """Questions with a rubric and a reference answer: what a good answer mentions, and one that does.
 
     task:
-      source: anisha2102/RaR-Science    # a hub id or a file; without it, 48 questions of general knowledge that come with the package
+      source: anisha2102/RaR-Science    # a hub id or a file; without it, 87 questions of general knowledge that come with the package
 
 Columns go by the names that such sets give them (`COLUMNS`), or as `task.columns` says. A rubric may be text, a list of criteria, or a
 list of criteria with weights. The reward is `rubric_overlap`, 15 at most, unless `rewards.reward_funcs` names others; with `judge` a model
@@ -87,7 +87,7 @@ class TaskConfig(Strict):
         None, "Training questions; null: all that the other splits leave.", ge=1
     )
     validation_size: int = setting(8, "Held-out questions of a supervised run.", ge=1)
-    eval_size: int = setting(8, "Held-out questions of evaluations.", ge=1)
+    eval_size: int = setting(24, "Held-out questions of evaluations.", ge=1)
     seed: int = setting(0, "Of the splits; the run has a seed of its own.", ge=0)
 
 

@@ -74,6 +74,10 @@ class TaskConfig(Strict):
     max_moves: int = setting(5, "Fewest moves that solve a board, at most.", ge=1)
     max_walls: int = setting(1, "Walls on a board, at most; none stands in A's row.", ge=0, le=8)
     show_optimum: bool = setting(False, "Say in the prompt how many moves are enough.")
+    show_moves: bool = setting(
+        False,
+        "List in the prompt the moves that are possible at first, for models that cannot see them.",
+    )
     reward: Literal["shaped", "exact"] = setting(
         "shaped", "rush_solution_shaped, which also pays for progress, or rush_solution_exact."
     )
@@ -213,6 +217,8 @@ def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[st
     lines = [f"Board ({own.size} rows of {own.size} cells):", *map(" ".join, board.rows)]
     if own.show_optimum:
         lines.append(f"{moves} move{'s are' if moves > 1 else ' is'} enough.")
+    if own.show_moves:
+        lines.append(f"Possible first moves: {', '.join(map(str, possible_moves(board)))}")
     return {
         "prompt": [
             {"role": "system", "content": INSTRUCTION},
@@ -223,6 +229,18 @@ def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[st
         "moves": moves,
         "answer": [",".join(map(str, solution)) for solution in solutions],
     }
+
+
+def possible_moves(board: Board) -> list[Move]:
+    """Every slide that is legal on a board, car by car, the shorter ones first."""
+    cars = sorted(set(board.cells) - {EMPTY, WALL})
+    every = (
+        Move(car, direction, cells)
+        for car in cars
+        for direction in "<>^v"
+        for cells in range(1, board.size)
+    )
+    return [move for move in every if play(board, (move,)).legal]
 
 
 def _taught(row: dict[str, Any]) -> dict[str, Any]:

@@ -34,14 +34,16 @@ from groupwise.settings.schema import Strict, setting
 from groupwise.settings.view import View
 from groupwise.tasks.wordle_rules import (
     GUESSES,
-    RULES,
     Knowledge,
     Split,
     answer,
+    drawn_choices,
     guess_in,
     left,
     marks_of,
+    offered,
     reasoning,
+    rules,
     spelt,
     turns_met,
     words_of,
@@ -75,6 +77,12 @@ class TaskConfig(Strict):
     )
     min_history: int = setting(1, "Fewest earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
     max_history: int = setting(4, "Most earlier guesses of a prompt.", ge=1, le=GUESSES - 1)
+    choices: int | None = setting(
+        None,
+        "Words shown in the prompt of which the secret is one, for models that know too few words; null shows none.",
+        ge=2,
+        le=50,
+    )
     train_size: int = setting(1000, "Training examples.", ge=1)
     validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
     eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
@@ -277,6 +285,8 @@ class Turn:
     guesses: tuple[str, ...]
     marks: tuple[str, ...]
     gold: str
+    choices: tuple[str, ...] = ()
+    """Words that the policy is shown, the secret among them."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -284,12 +294,13 @@ class Turn:
         known = Knowledge.of(self.guesses, self.marks)
         return {
             "prompt": [
-                {"role": "system", "content": RULES},
-                {"role": "user", "content": _asked(self.guesses, self.marks)},
+                {"role": "system", "content": rules()},
+                {"role": "user", "content": _asked(self)},
             ],
             "guesses": list(self.guesses),
             "feedback": list(self.marks),
             "secret": self.secret,
+            **({"choices": list(self.choices)} if self.choices else {}),
             "gold_completion": answer(reasoning(known, self.gold), self.gold),
         }
 
@@ -297,20 +308,26 @@ class Turn:
 def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """So many rows of a split, no two with the same prompt; more of them begin alike."""
     words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
-    turns = _drawn(words, split, own.seed, own.min_history, own.max_history, size)
+    turns = _drawn(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
     return [turn.row for turn in turns]
 
 
 @lru_cache(maxsize=3)  # the splits: the same rows are rewarded and taught
 def _drawn(
-    words: tuple[str, ...], split: Split, seed: int, least: int, most: int, size: int
+    words: tuple[str, ...],
+    split: Split,
+    seed: int,
+    least: int,
+    most: int,
+    choices: int | None,
+    size: int,
 ) -> tuple[Turn, ...]:
-    """So many different ones, each with `least` to `most` guesses."""
+    """So many different ones, each with `least` to `most` guesses, and with `choices` words to choose from."""
     stream = Stream("wordle", split, seed)
     rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0
     while len(rows) < size:
-        turn = _turn(words, stream, least, most)
+        turn = _turn(words, stream, least, most, choices)
         shown = (turn.guesses, turn.marks)
         vain = vain + 1 if shown in rows else 0
         rows.setdefault(shown, turn)
@@ -322,7 +339,7 @@ def _drawn(
     return tuple(rows.values())
 
 
-def _turn(words: Sequence[str], stream: Stream, least: int, most: int) -> Turn:
+def _turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None) -> Turn:
     secret = words[stream.below(len(words))]
     turns = least + stream.below(most - least + 1)
     guesses: list[str] = []
@@ -331,8 +348,9 @@ def _turn(words: Sequence[str], stream: Stream, least: int, most: int) -> Turn:
         guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
         marks.append(marks_of(guesses[-1], secret))
     known = Knowledge.of(guesses, marks)
-    gold = next(word for word in _from_anywhere(words, stream) if known.allows(word))
-    return Turn(secret, tuple(guesses), tuple(marks), gold)
+    shown = drawn_choices(secret, [word for word in words if word not in guesses], choices, stream)
+    gold = next(word for word in shown or _from_anywhere(words, stream) if known.allows(word))
+    return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown))
 
 
 def _earlier_guess(
@@ -358,9 +376,10 @@ def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
     return [*words[begin:], *words[:begin]]
 
 
-def _asked(guesses: Sequence[str], marks: Sequence[str]) -> str:
-    turns = [spelt(guess, marked) for guess, marked in zip(guesses, marks, strict=True)]
-    return "\n".join([*turns, left(GUESSES - len(guesses))])
+def _asked(turn: Turn) -> str:
+    marked = zip(turn.guesses, turn.marks, strict=True)
+    lines = [*offered(turn.choices), *(spelt(guess, marks) for guess, marks in marked)]
+    return "\n".join([*lines, left(GUESSES - len(turn.guesses))])
 
 
 def _taught(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Wordle as a game: six guesses, each marked by the environment, until the secret is found.
+"""Wordle as a game: up to six guesses, each marked by the environment, until the secret is found.
 
 Needs `rollout.type: environment`. Every turn is written as in the task `wordle`: think, close `</think>`, `<guess>word</guess>`. A
 turn without a guess, or with what is no real word, is used up like any other and gets no marks. Six parts make the reward, 1.7 at
@@ -32,13 +32,15 @@ from groupwise.tasks.environment import Step
 from groupwise.tasks.wordle import PARTS, Verdict, judged
 from groupwise.tasks.wordle_rules import (
     GUESSES,
-    RULES,
     Knowledge,
     Split,
     answer,
+    drawn_choices,
     left,
     marks_of,
+    offered,
     reasoning,
+    rules,
     spelt,
     words_of,
 )
@@ -62,6 +64,13 @@ class TaskConfig(Strict):
     weights: Weights = setting(Weights(), "Weights of the reward's parts.")
     train_size: int | None = setting(
         None, "Training games; null: one for each secret of the training.", ge=1
+    )
+    guesses: int = setting(GUESSES, "Guesses of a game.", ge=1, le=GUESSES)
+    choices: int | None = setting(
+        None,
+        "Words shown in the prompt of which the secret is one, for models that know too few words; null shows none.",
+        ge=2,
+        le=50,
     )
     secrets: str | None = setting(
         None, "File with the words that may be the secret, one in each line; null: 877 common ones."
@@ -101,7 +110,7 @@ def get_environment(config: Any) -> Callable[[], Game]:
     """What makes the games."""
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
-    return partial(Game, real)
+    return partial(Game, real, own.guesses)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
@@ -111,7 +120,7 @@ def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., An
     weights = own.weights.model_dump()
     measures: dict[str, Callable[[Played], float]] = {"won": lambda played: float(played.won)}
     measures |= {name: _on_average(of) for name, of in PARTS.items()}
-    return [(Part(name, of, real), weights[name]) for name, of in measures.items()]
+    return [(Part(name, of, real, own.guesses), weights[name]) for name, of in measures.items()]
 
 
 def compute_metrics(
@@ -121,11 +130,11 @@ def compute_metrics(
     config: Any,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Share of the games won, guesses needed (a lost game counts 7), and shares of all turns."""
+    """Share of the games won, guesses needed (a lost game counts one more than there are), and shares of all turns."""
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     games = [
-        played(completion, row["secret"], real)
+        played(completion, row["secret"], real, own.guesses)
         for completion, row in zip(completions, dataset_rows, strict=True)
     ]
     turns = [verdict for game in games for verdict in game.verdicts] or [Verdict()]
@@ -153,6 +162,8 @@ class Game:
     """The environment of one rollout, and the one place that knows how a game goes on."""
 
     real: frozenset[str]
+    limit: int = GUESSES
+    """Guesses that may be made."""
     secret: str = ""
     guesses: list[str] = field(default_factory=list[str])
     """Real words, in order."""
@@ -180,11 +191,11 @@ class Game:
     @property
     def over(self) -> bool:
         """Whether nothing more can be guessed."""
-        return self.won or len(self.verdicts) == GUESSES
+        return self.won or len(self.verdicts) == self.limit
 
     def _said(self, verdict: Verdict) -> str:
         """What is told of the turn that was just judged."""
-        remaining = left(GUESSES - len(self.verdicts))
+        remaining = left(self.limit - len(self.verdicts))
         if verdict.guess is None:
             return f"There is no guess of five letters after </think>. Write <guess>word</guess>.\n{remaining}"
         if not verdict.real:
@@ -201,21 +212,24 @@ class Played:
 
     won: bool
     verdicts: tuple[Verdict, ...]
+    limit: int = GUESSES
 
     @property
     def needed(self) -> int:
-        """Turns until it was won; one more than there are where it was not."""
-        return len(self.verdicts) if self.won else GUESSES + 1
+        """Turns until it was won; one more than there may be where it was not."""
+        return len(self.verdicts) if self.won else self.limit + 1
 
 
-def played(completion: CompletionText, secret: str, real: frozenset[str]) -> Played:
+def played(
+    completion: CompletionText, secret: str, real: frozenset[str], limit: int = GUESSES
+) -> Played:
     """What came of a game whose turns are the assistant's messages; what was said after its end does not count."""
-    game = Game(real)
+    game = Game(real, limit)
     game.reset(secret)
     for text in _turns(completion):
         if not game.over:
             game.step(text)
-    return Played(game.won, tuple(game.verdicts))
+    return Played(game.won, tuple(game.verdicts), limit)
 
 
 def _turns(completion: CompletionText) -> list[str]:
@@ -235,13 +249,16 @@ class Part:
     name: str
     of: Callable[[Played], float]
     real: frozenset[str]
+    limit: int
 
     def __call__(
         self, completions: Sequence[CompletionText], secret: Sequence[str], **_: Any
     ) -> list[float]:
         """One value for each game."""
         pairs = zip(completions, secret, strict=True)
-        return [self.of(played(completion, own, self.real)) for completion, own in pairs]
+        return [
+            self.of(played(completion, own, self.real, self.limit)) for completion, own in pairs
+        ]
 
 
 def _on_average(of: Callable[[Verdict], float]) -> Callable[[Played], float]:
@@ -259,17 +276,24 @@ def _own(config: Any) -> TaskConfig:
 def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     nothing = Knowledge.of([], [])
     size = own.train_size if split == "train" else None
-    return [
-        {
-            "prompt": [
-                {"role": "system", "content": RULES},
-                {"role": "user", "content": left(GUESSES)},
-            ],
-            "secret": secret,
-            "gold_completion": answer(reasoning(nothing, secret), secret),
-        }
-        for secret in words_of(own.secrets, own.dictionary).of(split, own.seed)[:size]
-    ]
+    words = words_of(own.secrets, own.dictionary).of(split, own.seed)
+    stream = Stream("wordle choices", split, own.seed)
+    rows: list[dict[str, Any]] = []
+    for secret in words[:size]:
+        choices = drawn_choices(secret, words, own.choices, stream)
+        asked = "\n".join([*offered(choices), left(own.guesses)])
+        rows.append(
+            {
+                "prompt": [
+                    {"role": "system", "content": rules(own.guesses)},
+                    {"role": "user", "content": asked},
+                ],
+                "secret": secret,
+                **({"choices": choices} if choices else {}),
+                "gold_completion": answer(reasoning(nothing, secret), secret),
+            }
+        )
+    return rows
 
 
 def _taught(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
@@ -277,17 +301,25 @@ def _taught(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     words = words_of(own.secrets, own.dictionary)
     pool, stream = words.of(split, own.seed), Stream("wordle games", split, own.seed)
     return [
-        {**row, "completion": _won_game(row["secret"], pool, words.dictionary, stream)}
+        {
+            **row,
+            "completion": _won_game(
+                row["secret"],
+                row.get("choices", pool),
+                partial(Game, words.dictionary, own.guesses),
+                stream,
+            ),
+        }
         for row in _rows(own, split)
     ]
 
 
 def _won_game(
-    secret: str, pool: Sequence[str], real: frozenset[str], stream: Stream
+    secret: str, pool: Sequence[str], begin: Callable[[], Game], stream: Stream
 ) -> list[Message]:
     """A game that is won; one that is lost, as a few are, is played again with other guesses."""
     while True:
-        game = Game(real)
+        game = begin()
         game.reset(secret)
         said = list(_solved(game, stream.sample(pool, len(pool))))
         if game.won:

@@ -29,12 +29,24 @@ _LISTS = Path(__file__).with_name("wordlists")
 _CLOSING = re.compile(r"</think>", re.IGNORECASE)
 _GUESS = re.compile(rf"<guess>\s*\[?([a-z]{{{LENGTH}}})\]?\s*</guess>", re.IGNORECASE)
 
-RULES = """\
-You play Wordle: find the secret word of five letters in six guesses.
+_RULES = """\
+You play Wordle: find the secret word of five letters in {guesses}.
 Each letter of a guess is marked. G: right letter, right place. Y: the letter is in the word, in another place. X: the letter is not \
 in the word, or not one more time.
 Think between <think> and </think>, then give one guess: <guess>word</guess>"""
-"""What the policy is told first."""
+_NUMBERS = (
+    "one guess",
+    "two guesses",
+    "three guesses",
+    "four guesses",
+    "five guesses",
+    "six guesses",
+)
+
+
+def rules(guesses: int = GUESSES) -> str:
+    """What the policy is told first."""
+    return _RULES.format(guesses=_NUMBERS[guesses - 1])
 
 
 def guess_in(text: str) -> str | None:
@@ -63,6 +75,11 @@ def spelt(guess: str, marks: str) -> str:
     """A marked guess as the policy sees it: `alley: a Y, l Y, l Y, e G, y X`."""
     letters = ", ".join(f"{letter} {mark}" for letter, mark in zip(guess, marks, strict=True))
     return f"{guess}: {letters}"
+
+
+def offered(choices: Sequence[str]) -> list[str]:
+    """A line that tells which words the secret is one of, where the policy is shown some."""
+    return [f"The secret is one of: {', '.join(choices)}."] if choices else []
 
 
 def left(guesses: int) -> str:
@@ -167,6 +184,16 @@ class Words:
         tenth = len(shuffled) // 10
         ends = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, None)}
         return shuffled[slice(*ends[split])]
+
+
+def drawn_choices(
+    secret: str, words: Sequence[str], count: int | None, stream: Stream
+) -> list[str]:
+    """The secret among as many other words as make `count`, in random order; none where no count is given."""
+    if count is None:
+        return []
+    others = [word for word in stream.sample(words, min(count, len(words))) if word != secret]
+    return stream.sample([secret, *others[: count - 1]], min(count, len(others) + 1))
 
 
 @cache

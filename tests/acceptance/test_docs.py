@@ -197,6 +197,9 @@ def made_small(config: Path, target: Path) -> None:
     for key, value in (SMALL_SFT if is_supervised(config) else SMALL).items():
         section, leaf = key.split(".")
         content.setdefault(section, {})[leaf] = value
+    if isinstance(warm_up := content.get("warm_up"), dict):
+        warm_up["training"].update(max_steps=STEPS, examples_per_step=2)
+        warm_up["eval"].update(max_examples=4, completions={"max_prompts": 2, "num_generations": 2})
     if target.as_posix().endswith(IN_PROCESS):
         content.setdefault("rewards", {})["in_process"] = True
     sampler = content.get("sampler", {})

@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -373,11 +372,7 @@ def test_it_has_what_every_command_needs_a_config_and_a_page(name: str) -> None:
         require(task, hooks)
     assert task.has("get_sft_eval_dataset")
     assert task.config_schema() is not None
-    first_lines = [path.read_text().partition("\n")[0] for path in ROOT.glob("configs/*.yaml")]
-    words = [shlex.split(line.removeprefix("#")) for line in first_lines]
-    for verb in ("rl", "sft"):
-        begin, end = ["groupwise", verb], ["--task-module", name]
-        assert any(line[:2] == begin and line[-2:] == end for line in words), f"no config of {verb}"
+    assert name in dict(_configs())
     assert (ROOT / "docs/tasks" / f"{name}.md").is_file()
     assert f"]({name}.md)" in (ROOT / "docs/tasks/index.md").read_text()
 

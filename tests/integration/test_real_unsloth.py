@@ -57,7 +57,8 @@ def test_a_real_model_learns_in_four_bits(tmp_path: Path) -> None:
 
 
 def test_sft_learns(tmp_path: Path) -> None:
-    words = ("--config", str(ROOT / "configs/sort_words_sft.yaml"), "--task-module", "sort_words")
+    example = ROOT / "examples/05_sft_then_rl"
+    words = ("--config", str(example / "sft.yaml"), "--task-module", str(example / "task.py"))
     few = ("training.max_steps=3", "model.name=tiny", "model.backend=unsloth", "run.name=warm")
     result = told(tmp_path, "sft", *words, *few)
     assert result["state"] == "finished"

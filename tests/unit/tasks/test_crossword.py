@@ -166,3 +166,20 @@ def test_the_accuracy_is_that_of_the_reward(text):
     found = crossword.compute_metrics(["p"], [said], [row], config(), None)
     assert found["metrics"]["accuracy"] == (reward(said, row) == 1.0)
     assert found["correct"] == [text in ("CAT", "cat", "C-A-T!")]
+
+
+def test_with_choices_the_right_answer_is_among_those_of_its_split_and_alone_is_paid():
+    train, _, held_out = splits(choices=4)
+    for rows in (train, held_out):
+        answers = {row["answer"].lower() for row in rows}
+        for row in rows:
+            assert {row["answer"].lower()} <= {*row["choices"]} <= answers
+            assert len({*row["choices"]}) == 4
+            assert row["prompt"][1]["content"].endswith(f"One of: {', '.join(row['choices'])}")
+    row = train[0]
+    mentioned = f"<think>{' '.join([*row['choices']] * 20)}</think><answer>nothing</answer>"
+    given = config(choices=4)
+    assert [earned("crossword", text, row, given) for text in (mentioned, row["completion"])] == [
+        0,
+        1,
+    ]

@@ -33,7 +33,7 @@ SPLITS = {"train_size": None, "validation_size": 1, "eval_size": 1}
 
 def test_prompt_has_the_question_and_not_the_rubric() -> None:
     rows = rubric_answers.get_rl_dataset(config())
-    assert len(rows) == 32
+    assert len(rows) == 55
     told, asked = rows[0]["prompt"]
     assert told["role"] == "system"
     assert asked == {"role": "user", "content": rows[0]["question"]}

@@ -176,3 +176,11 @@ def test_metrics():
     assert nothing["metrics"] == {"solved": 0.0, "exact": 0.0, "readable": 0.0}
     with pytest.raises(ValidationError, match="min_moves is greater"):
         TaskConfig(min_moves=4, max_moves=3)
+
+
+def test_the_possible_first_moves_are_those_that_can_be_played():
+    for row in rows_of(size=4, show_moves=True, train_size=20)[0]:
+        told = row["prompt"][1]["content"].partition("Possible first moves: ")[2].split(", ")
+        board = board_of(row["board"], 4)
+        assert told == [move for move, _ in successors(board)]
+        assert all(gold.split(",")[0] in told for gold in row["answer"])

@@ -180,3 +180,14 @@ def test_metrics():
         }
     )
     assert found["guesses"] == ["label", "lapel", "lwael", "panel", None]
+
+
+def test_with_choices_the_secret_is_one_of_the_words_that_are_shown():
+    given = config(choices=5, train_size=30)
+    for row in wordle.get_sft_dataset(given, None):
+        assert row["secret"] in row["choices"]
+        assert len({*row["choices"]} - {*row["guesses"]}) == 5
+        asked = row["prompt"][1]["content"]
+        assert asked.startswith(f"The secret is one of: {', '.join(row['choices'])}.\n")
+        assert guess_in(row["completion"]) in row["choices"]
+        assert score(row["completion"], row, given=given).reward == pytest.approx(0.7)

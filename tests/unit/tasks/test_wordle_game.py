@@ -157,3 +157,18 @@ def test_the_teacher_wins_by_the_rules_with_words_of_its_split():
             for own, told in zip(completion[::2], [*completion[1::2], None], strict=True):
                 step = replayed.step(own["content"])
                 assert told is None or told == {"role": "user", "content": step.observation}
+
+
+def test_small_games_have_fewer_guesses_among_words_that_are_shown():
+    given = config(choices=4, guesses=2)
+    for row in wordle_game.get_sft_dataset(given, None)[:30]:
+        told, asked = (message["content"] for message in row["prompt"])
+        assert "in two guesses" in told
+        assert asked == f"The secret is one of: {', '.join(row['choices'])}.\n2 guesses left."
+        outcome = played(row["completion"], row["secret"], REAL, 2)
+        assert outcome.won
+        assert all(verdict.all_satisfied for verdict in outcome.verdicts)
+    playing = wordle_game.get_environment(given)()
+    playing.reset("label")
+    assert [playing.step(guessing(word)).done for word in ("metal", "later")] == [False, True]
+    assert played(transcript(*map(guessing, ("metal", "later"))), "label", REAL, 2).needed == 3
