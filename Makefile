@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 # Its heap has room for torch and transformers: at node's default of 4 GB pyright evicts its cache about forty times and parses them again.
 PYRIGHT := NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu clean
+.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -20,6 +20,8 @@ setup: ## make .venv with all that training, tests and checks need
 	$(READY)
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
+tour: ## train on each built-in task in turn, about an hour, and write one page of what was learnt (ARGS="--tasks math wordle --seeds 2")
+	$(READY) --profile train && $(BIN)/python -m benchmarks.tour $(ARGS)
 test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix and test-web
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not web and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it

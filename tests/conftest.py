@@ -108,6 +108,7 @@ def pytest_collection_finish() -> None:
 
 
 SUITES = (
+    "configs",
     "docs",
     "engine",
     "fleet",

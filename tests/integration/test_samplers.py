@@ -165,17 +165,11 @@ class Lost:
         monkeypatch.setattr(Samplers, "_take", take)
 
 
-@pytest.mark.parametrize(
-    ("lag", "rank", "name", "numbers"),
-    [
-        (1, 0, "sampler.generate", (4, 9)),
-        (0, 0, "sampler.load", (2,)),
-        pytest.param(0, 1, "sampler.generate", (3,), marks=SOAK),
-        pytest.param(1, 1, "sampler.load", (1, 4), marks=SOAK),
-        pytest.param(1, 0, "sampler.fingerprint", (2,), marks=SOAK),
-        pytest.param(0, 0, "sampler.generate", (1, 5, 9), marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("lag", "rank", "name", "numbers"), [
+    (1, 0, "sampler.generate", (4, 9)), (0, 0, "sampler.load", (2,)), pytest.param(0, 1, "sampler.generate", (3,), marks=SOAK),
+    pytest.param(1, 1, "sampler.load", (1, 4), marks=SOAK), pytest.param(1, 0, "sampler.fingerprint", (2,), marks=SOAK),
+    pytest.param(0, 0, "sampler.generate", (1, 5, 9), marks=SOAK),
+])  # fmt: skip
 def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, name, numbers):
     lost = Lost(monkeypatch, rank, name, *numbers)
     assert groupwise.rl(apart(tmp_path, lag=lag), TOY).exit_code == 0

@@ -73,17 +73,10 @@ def test_threads_and_slots_are_divided(monkeypatch):
     assert (layout.slots, layout.all_slots) == (16, 32)
 
 
-@pytest.mark.parametrize(
-    ("memory", "rows", "expected"),
-    [
-        (80 << 30, (8, 8), 64),
-        (80 << 30, (5, 4), 24),
-        (80 << 30, (2, 2), 8),
-        (80 << 30, (64, 8), 256),
-        (1 << 30, (64, 8), 152),
-        (1 << 20, (64, 8), 8),
-    ],
-)
+@pytest.mark.parametrize(("memory", "rows", "expected"), [
+    (80 << 30, (8, 8), 64), (80 << 30, (5, 4), 24), (80 << 30, (2, 2), 8), (80 << 30, (64, 8), 256), (1 << 30, (64, 8), 152),
+    (1 << 20, (64, 8), 8),
+])  # fmt: skip
 def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
     """512 tokens of 1,024 numbers of 4 bytes are 2 MiB, of which 0.3 GiB hold 153."""
     give_device(monkeypatch, "cuda", memory)

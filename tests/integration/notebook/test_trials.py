@@ -228,17 +228,11 @@ class Mine(TrainingConfig):
     words: int | None = None
 
 
-@pytest.mark.parametrize(
-    ("space", "kind"),
-    [
-        ({"beta": Between(0, 1)}, float),
-        ({"training.weight_decay": Between(0, 1)}, float),
-        ({"boldness": between(np.int64(0), np.float32(1))}, float),
-        ({"num_iterations": between(1.0, np.float32(20))}, int),
-        ({"words": Between(0, 20)}, int),
-        ({"lora.r": Between(1, 20)}, int),
-    ],
-)
+@pytest.mark.parametrize(("space", "kind"), [
+    ({"beta": Between(0, 1)}, float), ({"training.weight_decay": Between(0, 1)}, float),
+    ({"boldness": between(np.int64(0), np.float32(1))}, float), ({"num_iterations": between(1.0, np.float32(20))}, int),
+    ({"words": Between(0, 20)}, int), ({"lora.r": Between(1, 20)}, int),
+])  # fmt: skip
 def test_what_a_range_holds_is_what_the_field_takes(config, space, kind, monkeypatch):
     monkeypatch.setattr("groupwise.notebook.trials._tried", told_a_number)
     given = Mine(**{name: getattr(config, name) for name in config.model_fields_set})

@@ -44,16 +44,10 @@ def test_identical_rewards_give_exactly_zero(divide_by_std: bool) -> None:
             assert _advantages([reward] * size, divide_by_std=divide_by_std) == [0.0] * size
 
 
-@pytest.mark.parametrize(
-    "rewards",
-    [
-        [0.1 + 0.2, 0.3],
-        [0.1 + 0.7 + 0.2, 0.2 + 0.7 + 0.1, 1.0],
-        [float(np.float32(0.35)), 0.35],
-        [0.1 + 0.2 - 0.3, 0.0],
-        [1234.5678, float(np.float32(1234.5678))],
-    ],
-)
+@pytest.mark.parametrize("rewards", [
+    [0.1 + 0.2, 0.3], [0.1 + 0.7 + 0.2, 0.2 + 0.7 + 0.1, 1.0], [float(np.float32(0.35)), 0.35], [0.1 + 0.2 - 0.3, 0.0],
+    [1234.5678, float(np.float32(1234.5678))],
+])  # fmt: skip
 def test_rewards_that_differ_by_rounding_are_the_same(rewards: list[float]) -> None:
     assert _advantages(rewards, divide_by_std=True) == [0.0] * len(rewards)
 

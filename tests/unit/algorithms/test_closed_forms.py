@@ -200,16 +200,9 @@ def test_rollout_without_a_token_counts_but_has_no_row(rollout, group) -> None:
     assert Grpo().denominators([silent], 8) == {"policy": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("log_ratio", "advantage", "slope"),
-    [
-        (3.5e-4, 1.0, -1.0),
-        (5e-4, 1.0, 0.0),
-        (-5e-4, 1.0, -1.0),
-        (-3.5e-4, -1.0, 0.0),
-        (5e-4, -1.0, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("log_ratio", "advantage", "slope"), [
+    (3.5e-4, 1.0, -1.0), (5e-4, 1.0, 0.0), (-5e-4, 1.0, -1.0), (-3.5e-4, -1.0, 0.0), (5e-4, -1.0, 1.0),
+])  # fmt: skip
 def test_gspo_clips_a_rollout_as_a_whole(
     batch, log_ratio: float, advantage: float, slope: float
 ) -> None:

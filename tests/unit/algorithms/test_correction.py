@@ -16,17 +16,11 @@ PROXIMAL = [[LOG2, -LOG2, 2 * LOG2, 9.0], [-LOG2, 0.0, 0.0, 0.0]]
 MASK = [[1, 1, 1, 0], [1, 1, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("mode", "cap", "expected"),
-    [
-        ("token_truncate", 3.0, [[2, 0.5, 3, 1], [0.5, 1, 1, 1]]),
-        ("token_mask", 3.0, [[2, 0.5, 0, 1], [0.5, 1, 1, 1]]),
-        ("token_mask", 1.5, [[0, 0.5, 0, 1], [0.5, 1, 1, 1]]),
-        ("sequence_truncate", 3.0, [[3, 3, 3, 1], [0.5, 0.5, 1, 1]]),
-        ("sequence_mask", 3.0, [[0, 0, 0, 1], [0.5, 0.5, 1, 1]]),
-        ("sequence_mask", 5.0, [[4, 4, 4, 1], [0.5, 0.5, 1, 1]]),
-    ],
-)
+@pytest.mark.parametrize(("mode", "cap", "expected"), [
+    ("token_truncate", 3.0, [[2, 0.5, 3, 1], [0.5, 1, 1, 1]]), ("token_mask", 3.0, [[2, 0.5, 0, 1], [0.5, 1, 1, 1]]),
+    ("token_mask", 1.5, [[0, 0.5, 0, 1], [0.5, 1, 1, 1]]), ("sequence_truncate", 3.0, [[3, 3, 3, 1], [0.5, 0.5, 1, 1]]),
+    ("sequence_mask", 3.0, [[0, 0, 0, 1], [0.5, 0.5, 1, 1]]), ("sequence_mask", 5.0, [[4, 4, 4, 1], [0.5, 0.5, 1, 1]]),
+])  # fmt: skip
 def test_weights_by_hand(mode: Correction, cap: float, expected: list[list[float]]) -> None:
     zeros = torch.zeros(2, 4)
     weights, clipped = importance_weights(

@@ -55,18 +55,12 @@ def test_a_file_that_appeared_meanwhile_is_kept_and_so_is_the_work(tmp_path: Pat
     assert not list(output.parent.glob(f"{durable.BUILDING}*"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("no json", "cannot be read as a result"),
-        ("[1]", "holds no JSON object"),
-        ('{"policy": "x"}', "it has no metrics and no rows"),
-        ('{"policy": "x", "metrics": {}, "rows": []}', "it has no rows"),
-        ('{"policy": "x", "metrics": {}, "rows": [{"prompt": 1}]}', "no `example` in each row"),
-        ('{"kind": "rescoring"}', "holds the result of a rescoring"),
-        ('{"format": 99}', r"has format 99.*Upgrade"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ("no json", "cannot be read as a result"), ("[1]", "holds no JSON object"), ('{"policy": "x"}', "it has no metrics and no rows"),
+    ('{"policy": "x", "metrics": {}, "rows": []}', "it has no rows"),
+    ('{"policy": "x", "metrics": {}, "rows": [{"prompt": 1}]}', "no `example` in each row"),
+    ('{"kind": "rescoring"}', "holds the result of a rescoring"), ('{"format": 99}', r"has format 99.*Upgrade"),
+])  # fmt: skip
 def test_what_is_no_result_says_so(tmp_path: Path, content: str, message: str):
     path = tmp_path / "x.json"
     path.write_text(content)

@@ -139,16 +139,10 @@ async def test_running_without_any_attempt_goes_back_into_the_queue(fleet: Fleet
     assert await fleet.sweep() == {}
 
 
-@pytest.mark.parametrize(
-    ("outcome", "failure", "status", "retries"),
-    [
-        ("succeeded", None, "completed", 0),
-        ("failed", "crashed", "queued", 1),
-        ("failed", "user_error", "failed", 0),
-        ("cancelled", None, "cancelled", 0),
-        ("void", None, "queued", 0),
-    ],
-)
+@pytest.mark.parametrize(("outcome", "failure", "status", "retries"), [
+    ("succeeded", None, "completed", 0), ("failed", "crashed", "queued", 1), ("failed", "user_error", "failed", 0),
+    ("cancelled", None, "cancelled", 0), ("void", None, "queued", 0),
+])  # fmt: skip
 async def test_a_job_whose_attempt_ended_without_it_goes_where_that_leads(
     fleet: Fleet, outcome: str, failure: str | None, status: str, retries: int
 ):

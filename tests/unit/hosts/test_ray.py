@@ -184,15 +184,9 @@ async def test_what_seems_lost_is_only_where_ray_has_it_no_more(
     assert head.changed() == [("POST", f"/api/jobs/{NAME}/stop")], "Ray need not begin it"
 
 
-@pytest.mark.parametrize(
-    ("engine", "address"),
-    [
-        (WORD, "http://10.0.0.7:8265"),
-        ("ray:10.0.0.7:8265", ADDRESS),
-        ("ray:another:8265", ADDRESS),
-        ("slurm", ADDRESS),
-    ],
-)
+@pytest.mark.parametrize(("engine", "address"), [
+    (WORD, "http://10.0.0.7:8265"), ("ray:10.0.0.7:8265", ADDRESS), ("ray:another:8265", ADDRESS), ("slurm", ADDRESS),
+])  # fmt: skip
 async def test_what_another_one_is_to_begin_is_left_alone(engine: str, address: str) -> None:
     head = RaysHead(engine=engine)
     assert (await head(address).status("j", 1)).state is RunnerState.QUEUED

@@ -89,16 +89,10 @@ def test_nodes_meet_at_the_first_of_them_secrets_are_named_and_results_have_a_cl
     assert {"claimName": "runs"} in [each.get("persistentVolumeClaim") for each in pod["volumes"]]
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"name": "Sums"}, "name 'Sums'"),
-        ({"image": "a b"}, "image 'a b'"),
-        ({"secret": "s", "variables": ("a-b",)}, "a-b"),
-        ({"command": ("groupwise", "a\0b")}, "NUL"),
-        ({"nodes": 100_001}, "100001"),
-    ],
-)
+@pytest.mark.parametrize(("change", "why"), [
+    ({"name": "Sums"}, "name 'Sums'"), ({"image": "a b"}, "image 'a b'"), ({"secret": "s", "variables": ("a-b",)}, "a-b"),
+    ({"command": ("groupwise", "a\0b")}, "NUL"), ({"nodes": 100_001}, "100001"),
+])  # fmt: skip
 def test_what_kubernetes_would_not_take_is_told(change: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         manifests(replace(ASKED, **change))

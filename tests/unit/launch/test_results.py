@@ -18,18 +18,11 @@ FAILED = Status(
 )
 
 
-@pytest.mark.parametrize(
-    ("handle", "status", "left_out", "all_here"),
-    [
-        (HANDLE, FAILED, {}, True),
-        (HANDLE, FAILED, {"latest": "link"}, True),
-        (HANDLE, FAILED, {"model": "too_large"}, False),
-        (HANDLE, FAILED, {"too_many": "12 more"}, False),
-        (HANDLE, Status(Phase.RUNNING), {}, False),
-        (Handle("local", "job", 3), FAILED, {}, False),
-        (Handle("local", "other", 2), FAILED, {}, False),
-    ],
-)
+@pytest.mark.parametrize(("handle", "status", "left_out", "all_here"), [
+    (HANDLE, FAILED, {}, True), (HANDLE, FAILED, {"latest": "link"}, True), (HANDLE, FAILED, {"model": "too_large"}, False),
+    (HANDLE, FAILED, {"too_many": "12 more"}, False), (HANDLE, Status(Phase.RUNNING), {}, False),
+    (Handle("local", "job", 3), FAILED, {}, False), (Handle("local", "other", 2), FAILED, {}, False),
+])  # fmt: skip
 def test_whether_all_is_here(
     tmp_path: Path, handle: Handle, status: Status, left_out: dict[str, str], all_here: bool
 ) -> None:

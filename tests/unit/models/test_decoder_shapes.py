@@ -56,19 +56,12 @@ UNUSUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("llama-yarn", {}),
-        ("qwen3", {"head_dim": None}),
-        ("mistral", {"sliding_window": 4096}),
-        ("qwen2", {"use_sliding_window": True}),
-        ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
-        ("llama", {"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": None}),
-        ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}),
-        *(("llama", {key: value}) for key, value in UNUSUAL.items()),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes"), [
+    ("llama-yarn", {}), ("qwen3", {"head_dim": None}), ("mistral", {"sliding_window": 4096}), ("qwen2", {"use_sliding_window": True}),
+    ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": None}),
+    ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}), *(("llama", {key: value}) for key, value in UNUSUAL.items()),
+])  # fmt: skip
 def test_it_says_nothing_of_a_model_that_may_be_another_one(family, changes, tmp_path):
     model = model_of(tmp_path, family, **changes)
     assert read_decoder(model) is None

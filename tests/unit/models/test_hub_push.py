@@ -152,17 +152,11 @@ def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
     assert commits(hub, "main") == 3, "its history has what was there"
 
 
-@pytest.mark.parametrize(
-    ("repo_id", "token", "role", "told"),
-    [
-        ("you/model", "hf_of_the_tests", "write", "me, lab"),
-        ("model", "hf_of_the_tests", "write", "OWNER/NAME"),
-        ("me/a b", "hf_of_the_tests", "write", "me/a b"),
-        ("me/model", "another", "write", "HF_TOKEN"),
-        ("me/model", "hf_of_the_tests", "read", "may only read"),
-        ("me/model", None, "write", "hf auth login"),
-    ],
-)
+@pytest.mark.parametrize(("repo_id", "token", "role", "told"), [
+    ("you/model", "hf_of_the_tests", "write", "me, lab"), ("model", "hf_of_the_tests", "write", "OWNER/NAME"),
+    ("me/a b", "hf_of_the_tests", "write", "me/a b"), ("me/model", "another", "write", "HF_TOKEN"),
+    ("me/model", "hf_of_the_tests", "read", "may only read"), ("me/model", None, "write", "hf auth login"),
+])  # fmt: skip
 def test_who_may_not_write_is_told_before_any_work(
     monkeypatch, tmp_path, repo_id, token, role, told
 ):

@@ -269,18 +269,11 @@ def test_loading_is_strict_and_lists_everything():
     assert fingerprint(model.parameters("policy")) == before, "none was loaded"
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"bias": "all"}, "bias"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
-        ({"peft_type": "IA3"}, "'IA3'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "named"), [
+    ({"use_dora": True}, "use_dora"), ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"bias": "all"}, "bias"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"), ({"peft_type": "IA3"}, "'IA3'"),
+])  # fmt: skip
 def test_other_kinds_of_adapter_are_refused(tmp_path, change, named):
     folder = saved(trained(), tmp_path / "a")
     described = json.loads((folder / CONFIG).read_text())

@@ -22,16 +22,10 @@ def test_this_machine_is_described_as_by_torch(file, monkeypatch):
     assert machine.choose_device() == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize(
-    ("flags", "told", "instructions", "bfloat16"),
-    [
-        (WIDE, None, "AVX512", False),
-        (f"{WIDE} avx512_bf16", None, "AVX512", True),
-        (f"{WIDE} amx_bf16", "avx2", "AS TORCH SAYS", True),
-        ("fma avx2 avx512f", None, "AVX2", False),
-        ("sse", None, "AS TORCH SAYS", False),
-    ],
-)
+@pytest.mark.parametrize(("flags", "told", "instructions", "bfloat16"), [
+    (WIDE, None, "AVX512", False), (f"{WIDE} avx512_bf16", None, "AVX512", True), (f"{WIDE} amx_bf16", "avx2", "AS TORCH SAYS", True),
+    ("fma avx2 avx512f", None, "AVX2", False), ("sse", None, "AS TORCH SAYS", False),
+])  # fmt: skip
 def test_a_processor_is_known_by_its_flags(
     flags, told, instructions, bfloat16, tmp_path, monkeypatch
 ):

@@ -48,16 +48,10 @@ def test_whoever_refuses_it_is_understood(who):
     assert f"({whose}" in str(caught.value), "by these words programs that read logs know it"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        OSError(errno.ENOSPC, "No space left on device"),
-        NonFiniteError("no numbers"),
-        OutOfMemoryError("explained already: out of memory"),
-        ValueError("out of memory"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"), OSError(errno.ENOSPC, "No space left on device"),
+    NonFiniteError("no numbers"), OutOfMemoryError("explained already: out of memory"), ValueError("out of memory"),
+])  # fmt: skip
 def test_other_errors_stay_what_they_are(error):
     assert not lacks_memory(error)
     with pytest.raises(type(error)) as caught, memory_explained("learning"):

@@ -31,16 +31,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EvalConfig]:
 WARM = {"eval.temperature": 0.3, "eval.samples_per_prompt": 2}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "given", "expected"),
-    [
-        ({}, {}, (1, 0.0)),
-        ({}, {"samples_per_prompt": np.int64(4)}, (4, 1.0)),
-        (WARM, {}, (2, 0.3)),
-        (WARM, {"samples_per_prompt": 4}, (4, 0.3)),
-        ({"eval": {"temperature": 0.3}}, {"samples_per_prompt": 4}, (4, 0.3)),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "given", "expected"), [
+    ({}, {}, (1, 0.0)), ({}, {"samples_per_prompt": np.int64(4)}, (4, 1.0)), (WARM, {}, (2, 0.3)),
+    (WARM, {"samples_per_prompt": 4}, (4, 0.3)), ({"eval": {"temperature": 0.3}}, {"samples_per_prompt": 4}, (4, 0.3)),
+])  # fmt: skip
 def test_overrides_win(asked: list[EvalConfig], overrides: Any, given: Any, expected: Any) -> None:
     config = TrainingConfig(model="tiny", dataset="arithmetic", dataset_max=8, overrides=overrides)
     evaluate(config, prepare_session(config), **given)

@@ -523,16 +523,10 @@ def compared(source: str, edited: str) -> list[str]:
     return differences(*comparable(before, reward_facts(rubric_of(cell(edited))), marked))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "name"),
-    [
-        ("100.0", "101.0", "score"),
-        ("200.0", "201.0", "easy"),
-        ("300.0", "301.0", "hard"),
-        ("400.0", "401.0", "Scorer.strict"),
-        ('["strict"]', '["stricter"]', "scorer.strict_words.words"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "name"), [
+    ("100.0", "101.0", "score"), ("200.0", "201.0", "easy"), ("300.0", "301.0", "hard"), ("400.0", "401.0", "Scorer.strict"),
+    ('["strict"]', '["stricter"]', "scorer.strict_words.words"),
+])  # fmt: skip
 def test_what_a_name_pointed_to_counts_though_a_training_pointed_it_elsewhere(
     old: str, new: str, name: str
 ) -> None:

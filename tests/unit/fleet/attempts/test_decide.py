@@ -214,16 +214,10 @@ CLEANS_UP = {
 }
 
 
-@pytest.mark.parametrize(
-    ("state", "cases"),
-    [
-        (RESERVED, {case(member(reading)): (Move(LAUNCHING),) for reading in Reading}),
-        (LAUNCHING, LAUNCHES),
-        (RUNNING, RUNS),
-        (COLLECTING, COLLECTS),
-        (ENDED, CLEANS_UP),
-    ],
-)
+@pytest.mark.parametrize(("state", "cases"), [
+    (RESERVED, {case(member(reading)): (Move(LAUNCHING),) for reading in Reading}), (LAUNCHING, LAUNCHES), (RUNNING, RUNS),
+    (COLLECTING, COLLECTS), (ENDED, CLEANS_UP),
+])  # fmt: skip
 def test_what_follows_from_what_is_seen(
     state: AttemptState, cases: dict[tuple[tuple[MemberView, ...], bool], tuple[Effect, ...]]
 ) -> None:
@@ -352,22 +346,16 @@ def test_it_is_over_when_everything_is_clean() -> None:
 # what nobody drives
 
 
-@pytest.mark.parametrize(
-    ("epoch", "reading", "known", "what"),
-    [
-        (5, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.LEAVE),
-        (4, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.KILL),
-        (5, Reading.RUNNING, Known(live_epoch=None, highest_epoch=5), Stray.KILL),
-        (5, Reading.CLAIMED, Known(live_epoch=None, highest_epoch=6), Stray.KILL),
-        (5, Reading.EXITED, Known(live_epoch=None, highest_epoch=6), Stray.LEAVE),
-        (5, Reading.RUNNING, None, Stray.QUARANTINE),
-        (5, Reading.EXITED, None, Stray.LEAVE),
-        (6, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.QUARANTINE),
-        (7, Reading.QUEUED, None, Stray.QUARANTINE),
-        (7, Reading.QUEUED, Known(7, 7), Stray.LEAVE),
-        (6, Reading.QUEUED, Known(7, 7), Stray.KILL),
-    ],
-)
+@pytest.mark.parametrize(("epoch", "reading", "known", "what"), [
+    (5, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.LEAVE),
+    (4, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.KILL),
+    (5, Reading.RUNNING, Known(live_epoch=None, highest_epoch=5), Stray.KILL),
+    (5, Reading.CLAIMED, Known(live_epoch=None, highest_epoch=6), Stray.KILL),
+    (5, Reading.EXITED, Known(live_epoch=None, highest_epoch=6), Stray.LEAVE), (5, Reading.RUNNING, None, Stray.QUARANTINE),
+    (5, Reading.EXITED, None, Stray.LEAVE), (6, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.QUARANTINE),
+    (7, Reading.QUEUED, None, Stray.QUARANTINE), (7, Reading.QUEUED, Known(7, 7), Stray.LEAVE),
+    (6, Reading.QUEUED, Known(7, 7), Stray.KILL),
+])  # fmt: skip
 def test_strays(epoch: int, reading: Reading, known: Known | None, what: Stray) -> None:
     assert stray(epoch, reading, known) is what
 

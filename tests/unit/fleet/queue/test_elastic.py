@@ -17,22 +17,16 @@ def slurm(**said: Any) -> Elastic:
     return found
 
 
-@pytest.mark.parametrize(
-    ("document", "word"),
-    [
-        ({"name": "slum"}, "there is none called 'slum': slurm, ray"),
-        ({}, "name"),
-        ("slurm", "engine"),
-        ({"name": "slurm", "slots": 0}, "slots"),
-        ({"name": "slurm", "queue": "gpu"}, "queue"),
-        ({"name": "slurm", "options": ["--array=1-9"]}, "--array is set by groupwise"),
-        ({"name": "slurm", "options": ["partition"]}, "an option of sbatch is expected"),
-        ({"name": "slurm", "address": "http://head:8265"}, "Slurm is found by its programs"),
-        ({"name": "ray", "options": ["--partition=gpu"]}, "NAME=N is expected"),
-        ({"name": "ray", "options": ["GPU=1"]}, "asked for by --gpus"),
-        ({"name": "ray", "address": "ray://head:10001"}, "address of Ray's dashboard"),
-    ],
-)
+@pytest.mark.parametrize(("document", "word"), [
+    ({"name": "slum"}, "there is none called 'slum': slurm, ray"), ({}, "name"), ("slurm", "engine"),
+    ({"name": "slurm", "slots": 0}, "slots"), ({"name": "slurm", "queue": "gpu"}, "queue"),
+    ({"name": "slurm", "options": ["--array=1-9"]}, "--array is set by groupwise"),
+    ({"name": "slurm", "options": ["partition"]}, "an option of sbatch is expected"),
+    ({"name": "slurm", "address": "http://head:8265"}, "Slurm is found by its programs"),
+    ({"name": "ray", "options": ["--partition=gpu"]}, "NAME=N is expected"),
+    ({"name": "ray", "options": ["GPU=1"]}, "asked for by --gpus"),
+    ({"name": "ray", "address": "ray://head:10001"}, "address of Ray's dashboard"),
+])  # fmt: skip
 def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word: str) -> None:
     found = elastic_of(document)
     assert found is not None
@@ -41,23 +35,17 @@ def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word
         assert word in "; ".join(elastic.problems(document))
 
 
-@pytest.mark.parametrize(
-    ("asked", "said", "word"),
-    [
-        ({"gpus": 0}, {}, None),
-        ({"gpus": 1}, {}, "none, 1 wanted"),
-        ({"gpus": 5}, {"gpus": 4}, "at most 4, 5 wanted"),
-        ({"gpus": 1, "named": (0,), "vm": "s"}, {"gpus": 4}, "none can be named"),
-        ({"gpus": 1, "share_mb": 10}, {"gpus": 4}, "no shares"),
-        ({"gpus": 1, "machines": 2}, {"gpus": 4}, "several machines"),
-        ({"gpus": 1, "gpu_model": "A100"}, {"gpus": 4, "gpu_model": "a100_80gb"}, None),
-        ({"gpus": 1, "gpu_model": "h100"}, {"gpus": 4, "gpu_model": "a100"}, "a100, not h100"),
-        ({"gpus": 1, "gpu_model": "h100"}, {"gpus": 4}, "of unknown model, not h100"),
-        ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1, "gpu_memory_mb": 80_000}, None),
-        ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1, "gpu_memory_mb": 24_000}, "24000 MB"),
-        ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1}, "unknown memory"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "said", "word"), [
+    ({"gpus": 0}, {}, None), ({"gpus": 1}, {}, "none, 1 wanted"), ({"gpus": 5}, {"gpus": 4}, "at most 4, 5 wanted"),
+    ({"gpus": 1, "named": (0,), "vm": "s"}, {"gpus": 4}, "none can be named"), ({"gpus": 1, "share_mb": 10}, {"gpus": 4}, "no shares"),
+    ({"gpus": 1, "machines": 2}, {"gpus": 4}, "several machines"),
+    ({"gpus": 1, "gpu_model": "A100"}, {"gpus": 4, "gpu_model": "a100_80gb"}, None),
+    ({"gpus": 1, "gpu_model": "h100"}, {"gpus": 4, "gpu_model": "a100"}, "a100, not h100"),
+    ({"gpus": 1, "gpu_model": "h100"}, {"gpus": 4}, "of unknown model, not h100"),
+    ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1, "gpu_memory_mb": 80_000}, None),
+    ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1, "gpu_memory_mb": 24_000}, "24000 MB"),
+    ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1}, "unknown memory"),
+])  # fmt: skip
 def test_what_a_job_may_ask_for(asked: dict[str, Any], said: dict[str, Any], word: str) -> None:
     found = elastic.unfit(Resources(**asked), slurm(**said))
     assert found is None if word is None else word in str(found)

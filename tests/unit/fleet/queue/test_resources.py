@@ -13,16 +13,10 @@ def test_nothing_said_is_settled_by_the_fleet() -> None:
     assert parse(gpus="vm-1:0,3").settled(0).gpu_count == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "gpus", "named", "vm"),
-    [
-        ("2", 2, (), None),
-        ("0", 0, (), None),
-        ("vm-3:0,1", None, (0, 1), "vm-3"),
-        ("vm-3:GPU-ab", None, ("GPU-ab",), "vm-3"),
-        ("GPU-ab, MIG-cd", None, ("GPU-ab", "MIG-cd"), None),
-    ],
-)
+@pytest.mark.parametrize(("words", "gpus", "named", "vm"), [
+    ("2", 2, (), None), ("0", 0, (), None), ("vm-3:0,1", None, (0, 1), "vm-3"), ("vm-3:GPU-ab", None, ("GPU-ab",), "vm-3"),
+    ("GPU-ab, MIG-cd", None, ("GPU-ab", "MIG-cd"), None),
+])  # fmt: skip
 def test_forms_of_gpus(
     words: str, gpus: int | None, named: tuple[int | str, ...], vm: str | None
 ) -> None:

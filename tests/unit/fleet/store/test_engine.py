@@ -28,18 +28,11 @@ def test_spellings_of_postgresql() -> None:
         assert arguments["connect_timeout"] == "77", "rather than our own"
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("fleet.db", "no '://'"),
-        ("sqlite://", "is a file"),
-        ("sqlite:///:memory:", "is a file"),
-        ("sqlite://fleet.db", "is a file"),
-        (f"mysql://ada:{SECRET}@db/fleet", "begins with mysql"),
-        (f"postgresql://ada:{SECRET}@db:port/fleet", "cannot be read"),
-        (f"ada:{SECRET}@db/fleet", "no '://'"),
-    ],
-)
+@pytest.mark.parametrize(("given", "words"), [
+    ("fleet.db", "no '://'"), ("sqlite://", "is a file"), ("sqlite:///:memory:", "is a file"), ("sqlite://fleet.db", "is a file"),
+    (f"mysql://ada:{SECRET}@db/fleet", "begins with mysql"), (f"postgresql://ada:{SECRET}@db:port/fleet", "cannot be read"),
+    (f"ada:{SECRET}@db/fleet", "no '://'"),
+])  # fmt: skip
 def test_what_is_no_database_of_ours(given: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as raised:
         engine.parse(given)

@@ -1,0 +1,324 @@
+"""What each built-in task teaches the bundled model on this machine: `make tour`.
+
+Runs the short config of every task, one after the other, and writes one page, `runs/tour/tour.html`: the held-out results of the base
+model, after the warm-up and after reinforcement learning, with intervals; the curve of each run, and what was answered before and after.
+It takes about an hour on two CPU cores. What is there is not run again, so that a tour that was cut off goes on.
+
+`--seeds 2` repeats each with another seed, for the warm-up too; `--store` keeps the numbers and the curves that the documentation shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import groupwise
+from benchmarks.learning import IMAGES, ROOT
+from benchmarks.step import RESULTS, machine, slug
+from groupwise.config import load_config
+from groupwise.display.notebook import Code, Table, as_html
+from groupwise.display.plot import svg_curve, with_mean
+from groupwise.display.text import shorten
+from groupwise.runs.durable import write_json
+from groupwise.runs.folder import RECORD, read_state, read_summary
+from groupwise.runs.records import EvaluationRecord
+from groupwise.runs.stages import warm_up_curve
+from groupwise.runs.store import Store
+
+TASKS = (
+    "sort_words", "math", "crossword", "wordle", "wordle_game", "rush_hour", "reasoning_gym", "rubric_answers",
+)  # fmt: skip
+RUNS = Path("runs") / "tour"
+STAGES = {"base": "base model", "before": "after the warm-up", "after": "after RL"}
+"""The evaluations of a run, in their order, and what they are called here; without a warm-up there is no `base`."""
+LONGEST = 600
+"""Characters shown of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What came of one run."""
+
+    task: str
+    seed: int
+    folder: Path
+    minutes: float
+    """From the command to its end: warm-up, evaluations and reinforcement learning."""
+    summary: Mapping[str, Any]
+
+    @property
+    def held_out(self) -> Mapping[str, Any]:
+        """The metrics of each stage, and how the reward changed by RL."""
+        return self.summary["held_out"]
+
+    @property
+    def gained(self) -> bool:
+        """Whether the reward of the held-out prompts rose by RL alone, beyond its 95 % interval."""
+        return bool(self.held_out["rises"])
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What is kept of it."""
+        return {
+            "held_out": self.held_out,
+            "minutes": round(self.minutes, 1),
+            "warm_up_steps": self.summary.get("warm_up", {}).get("steps", 0),
+            "steps": self.summary["steps"],
+        }
+
+
+def main() -> int:
+    """Run what is missing, show it, and store it if asked. 1 where a task has gained nothing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS, metavar="TASK")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and the page")
+    parser.add_argument("--store", action="store_true", help="keep numbers and curves")
+    given = parser.parse_args()
+    found: list[Learnt] = []
+    for task in given.tasks:
+        for seed in range(given.seeds):
+            found.append(learn(task, seed, given.runs))
+            (given.runs / "tour.html").write_text(page(found))
+    print("\n" + table(each_as_row(found)))
+    print(f"\nThe page with curves and answers: {given.runs / 'tour.html'}")
+    if given.store:
+        store(found)
+    without = [f"{each.task} (seed {each.seed})" for each in found if not each.gained]
+    if without:
+        print(f"no gain by reinforcement learning: {', '.join(without)}", file=sys.stderr)
+    return 1 if without else 0
+
+
+def learn(task: str, seed: int, runs: Path) -> Learnt:
+    """The run of a task and a seed: found where it is finished, gone on with, or made. RuntimeError if it was interrupted."""
+    name = f"{task}-{seed}"
+    folder, notes = runs / name, runs / f"{name}.json"
+    there = (folder / RECORD).is_file()
+    if not there or read_state(folder) != "finished":
+        print(f"\n{task}, seed {seed}", flush=True)
+        config = ROOT / "configs" / f"{task}.yaml"
+        begun = time.monotonic()
+        result = groupwise.rl(config, task, overrides=keys(config, name, seed, runs), resume=there)
+        if result.exit_code:
+            raise SystemExit("Interrupted. The same command goes on where it stopped.")
+        write_json(notes, {"seconds": time.monotonic() - begun})
+    summary = read_summary(folder)
+    assert summary is not None
+    warm_up = folder.parent / Store.facts(folder / RECORD).get("warm_up", "")
+    if (warm_up / RECORD).is_file():
+        summary = {**summary, "warm_up": read_summary(warm_up) or {}}
+    seconds = json.loads(notes.read_text())["seconds"]
+    return Learnt(task, seed, folder, seconds / 60, summary)
+
+
+def keys(config: Path, name: str, seed: int, runs: Path) -> list[str]:
+    """What each run of the tour has of its own: place, name, and the seeds of both stages."""
+    own = [f"run.dir={runs}", f"run.name={name}", f"training.seed={seed}"]
+    warmed = load_config(config).config.warm_up is not None
+    return [*own, f"warm_up.training.seed={seed}"] if warmed else own
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def each_as_row(found: Iterable[Learnt]) -> list[list[str]]:
+    """The rows of the table."""
+    return [row_of(each.task, each.seed, each.numbers) for each in found]
+
+
+HEADER = (
+    "task",
+    "seed",
+    "reward: base",
+    "warmed up",
+    "after RL",
+    "gain by RL",
+    "solved",
+    "minutes",
+)
+
+
+def row_of(task: str, seed: int, numbers: Mapping[str, Any]) -> list[str]:
+    """One run: the held-out reward of each stage, its change by RL with the 95 % interval, the share solved, the time."""
+    held_out, gain = numbers["held_out"], numbers["held_out"]["change"]
+    warmed = "base" in held_out
+    there = [stage for stage in STAGES if stage in held_out]
+    return [
+        task,
+        str(seed),
+        f"{held_out[there[0]]['reward']['value']:.2f}",
+        f"{held_out['before']['reward']['value']:.2f}" if warmed else "none",
+        f"{held_out['after']['reward']['value']:.2f}",
+        f"{gain['value']:+.2f} [{gain['low']:+.2f}, {gain['high']:+.2f}]",
+        " → ".join(f"{held_out[stage]['pass@1']['value']:.2f}" for stage in there),
+        f"{numbers['minutes']:.1f}",
+    ]
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """As Markdown, and for terminals."""
+    every = [HEADER, *rows]
+    widths = [max(len(row[column]) for row in every) for column in range(len(HEADER))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in every
+    ]
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )
+
+
+def page(found: Sequence[Learnt]) -> str:
+    """All runs so far, as a page that stands alone."""
+    rows = Table("", [tuple(row) for row in each_as_row(found)], HEADER).as_html()
+    return (
+        "<!doctype html><meta charset=utf-8><title>Groupwise: the tour</title>"
+        '<body style="font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em">'
+        f"<h1>What each task teaches SmolLM2-135M-Instruct</h1><p>{as_html(_described(machine()))}. Rewards of held-out prompts; in "
+        f"brackets the 95 % interval of their change by reinforcement learning alone.</p>{rows}{''.join(map(section, found))}"
+    )
+
+
+def section(learnt: Learnt) -> str:
+    """A run: its curve, and the prompt that it gained most on."""
+    answers = "".join(
+        Code(stage, shorten(text, LONGEST)).as_html() for stage, text in answers_of(learnt)
+    )
+    return f"<h2>{learnt.task}, seed {learnt.seed}</h2>{curve(learnt)}{answers}"
+
+
+def curve(learnt: Learnt) -> str:
+    """The reward of both stages, as SVG."""
+    with Store.open(learnt.folder / RECORD, readonly=True) as store:
+        points = store.metrics(["reward"])["reward"]
+    series = with_mean("reward", points, warm_up=warm_up_curve(learnt.folder, "reward"))
+    return svg_curve(series, title=f"{learnt.task}: reward of the sampled completions")
+
+
+def answers_of(learnt: Learnt) -> list[tuple[str, str]]:
+    """A held-out prompt that was answered better after RL than before it, and what each stage wrote, with its reward."""
+    with Store.open(learnt.folder / RECORD, readonly=True) as store:
+        stages = {
+            each.name: store.evaluation(each.step, each.name)
+            for each in store.evaluations(rows=False)
+        }
+    rows = {name: _by_example(each) for name, each in stages.items() if each and name in STAGES}
+    before, after = rows["before"], rows["after"]
+    gains = {
+        key: (after[key]["reward"] or 0) - (before[key]["reward"] or 0)
+        for key in before.keys() & after.keys()
+    }
+    chosen = max(sorted(gains), key=lambda key: (after[key]["success"] is True, gains[key]))
+    prompt = after[chosen]["prompt"]
+    asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    said = [(title, rows[name][chosen]) for name, title in STAGES.items() if name in rows]
+    return [
+        ("asked", asked),
+        *((f"{title}: reward {row['reward'] or 0:.2f}", row["completion"]) for title, row in said),
+    ]
+
+
+def _by_example(evaluation: EvaluationRecord) -> dict[int, Mapping[str, Any]]:
+    return {row["example"]: row for row in evaluation.rows}
+
+
+# --- the documentation ---------------------------------------------------------------------------
+
+PAGES = ROOT / "docs" / "tasks"
+MARKS = "<!-- tour -->\n", "<!-- end of tour -->"
+"""What the program writes stands between these."""
+SHOWN = "reward", "pass@1"
+"""The metrics of a task's page."""
+
+
+def store(found: Sequence[Learnt]) -> None:
+    """Keep the numbers of all runs, and write what the pages of the tasks show of them."""
+    described = machine()
+    file = RESULTS / f"tour-{slug(described)}.json"
+    kept: dict[str, dict[str, Any]] = (
+        json.loads(file.read_text())["tasks"] if file.is_file() else {}
+    )
+    for each in found:
+        kept.setdefault(each.task, {})[str(each.seed)] = each.numbers
+    file.write_text(json.dumps({"machine": described, "tasks": kept}, indent=2) + "\n")
+    for each in found:
+        if each.seed == 0:
+            (IMAGES / f"tour-{each.task}.svg").write_text(curve(each))
+            _write_between_marks(
+                PAGES / f"{each.task}.md", page_section(each, kept[each.task], described)
+            )
+    _write_between_marks(PAGES / "index.md", table(rows_of(kept)) + "\n")
+    print(f"stored in {file}, {IMAGES} and {PAGES}")
+
+
+def rows_of(kept: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The rows of all runs that are kept."""
+    return [
+        row_of(task, int(seed), kept[task][seed])
+        for task in TASKS
+        if task in kept
+        for seed in sorted(kept[task])
+    ]
+
+
+def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str, Any]) -> str:
+    """What the page of a task says of its runs: the curve, each stage's numbers, and one prompt with its answers."""
+    held_out = first.held_out
+    steps = {"before": first.numbers["warm_up_steps"], "after": first.numbers["steps"]}
+    there = [stage for stage in STAGES if stage in held_out]
+    titles = [
+        STAGES[stage] + (f", {steps[stage]} steps" if steps.get(stage) else "") for stage in there
+    ]
+    rows = [[name, *(_interval(held_out[stage][name]) for stage in there)] for name in SHOWN]
+    gains = [
+        f"{_interval(each['held_out']['change'], '+.2f')} with seed {seed}"
+        for seed, each in sorted(seeds.items())
+    ]
+    minutes = " and ".join(f"{each['minutes']:.1f}" for _, each in sorted(seeds.items()))
+    answers = "\n".join(f"{stage}\n{_indented(text)}" for stage, text in answers_of(first))
+    return "\n".join(
+        [
+            f"![The reward of {first.task} over the steps of the warm-up and of reinforcement learning](../images/tour-{first.task}.svg)\n",
+            _markdown(["held-out prompts", *titles], rows),
+            f"\nBy reinforcement learning alone the reward of the held-out prompts changes by {' and by '.join(gains)}; {minutes} minutes, "
+            f"evaluations included, on {_described(described)}. One of the prompts:\n",
+            f"```text\n{answers}\n```\n",
+        ]
+    )
+
+
+def _described(found: Mapping[str, Any]) -> str:
+    return f"{found['cores']} cores, {found['processor']}"
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _interval(found: Mapping[str, float], form: str = ".2f") -> str:
+    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def _write_between_marks(page: Path, text: str) -> None:
+    begin, end = MARKS
+    before, _, rest = page.read_text().partition(begin)
+    _, mark, after = rest.partition(end)
+    if not mark:
+        raise SystemExit(f"{page} has no place for it, which {begin.strip()} and {end} would mark.")
+    page.write_text(f"{before}{begin}{text}{end}{after}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
