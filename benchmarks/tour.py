@@ -28,7 +28,7 @@ from groupwise.display.text import shorten
 from groupwise.runs.durable import write_json
 from groupwise.runs.folder import RECORD, read_state, read_summary
 from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.stages import warm_up_curve
+from groupwise.runs.stages import WARM_UP, warm_up_curve
 from groupwise.runs.store import Store
 
 TASKS = (
@@ -36,7 +36,7 @@ TASKS = (
 )  # fmt: skip
 RUNS = Path("runs") / "tour"
 STAGES = {"base": "base model", "before": "after the warm-up", "after": "after RL"}
-"""The evaluations of a run, in their order, and what they are called here; without a warm-up there is no `base`."""
+"""The evaluations of a run in order, with their titles. A run without a warm-up has no `base`."""
 LONGEST = 600
 """Characters shown of an answer."""
 
@@ -86,7 +86,7 @@ def main() -> int:
         for seed in range(given.seeds):
             found.append(learn(task, seed, given.runs))
             (given.runs / "tour.html").write_text(page(found))
-    print("\n" + table(each_as_row(found)))
+    print("\n" + table(rows_of(numbers_of(found))))
     print(f"\nThe page with curves and answers: {given.runs / 'tour.html'}")
     if given.store:
         store(found)
@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def learn(task: str, seed: int, runs: Path) -> Learnt:
-    """The run of a task and a seed: found where it is finished, gone on with, or made. RuntimeError if it was interrupted."""
+    """Train a task with a seed, unless that run is finished; an unfinished one is resumed. Raises SystemExit if interrupted."""
     name = f"{task}-{seed}"
     folder, notes = runs / name, runs / f"{name}.json"
     there = (folder / RECORD).is_file()
@@ -105,32 +105,29 @@ def learn(task: str, seed: int, runs: Path) -> Learnt:
         print(f"\n{task}, seed {seed}", flush=True)
         config = ROOT / "configs" / f"{task}.yaml"
         begun = time.monotonic()
-        result = groupwise.rl(config, task, overrides=keys(config, name, seed, runs), resume=there)
+        result = groupwise.rl(
+            config, task, overrides=overrides_of(config, name, seed, runs), resume=there
+        )
         if result.exit_code:
             raise SystemExit("Interrupted. The same command goes on where it stopped.")
         write_json(notes, {"seconds": time.monotonic() - begun})
     summary = read_summary(folder)
     assert summary is not None
-    warm_up = folder.parent / Store.facts(folder / RECORD).get("warm_up", "")
+    warm_up = folder.parent / Store.facts(folder / RECORD).get(WARM_UP, "")
     if (warm_up / RECORD).is_file():
         summary = {**summary, "warm_up": read_summary(warm_up) or {}}
     seconds = json.loads(notes.read_text())["seconds"]
     return Learnt(task, seed, folder, seconds / 60, summary)
 
 
-def keys(config: Path, name: str, seed: int, runs: Path) -> list[str]:
-    """What each run of the tour has of its own: place, name, and the seeds of both stages."""
+def overrides_of(config: Path, name: str, seed: int, runs: Path) -> list[str]:
+    """The config keys of one run: its folder, its name, and the seed of the warm-up and of RL."""
     own = [f"run.dir={runs}", f"run.name={name}", f"training.seed={seed}"]
     warmed = load_config(config).config.warm_up is not None
     return [*own, f"warm_up.training.seed={seed}"] if warmed else own
 
 
 # --- the page ------------------------------------------------------------------------------------
-
-
-def each_as_row(found: Iterable[Learnt]) -> list[list[str]]:
-    """The rows of the table."""
-    return [row_of(each.task, each.seed, each.numbers) for each in found]
 
 
 HEADER = (
@@ -162,10 +159,28 @@ def row_of(task: str, seed: int, numbers: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """As Markdown, and for terminals."""
-    every = [HEADER, *rows]
-    widths = [max(len(row[column]) for row in every) for column in range(len(HEADER))]
+def rows_of(numbers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The rows of the table, from the numbers by task and seed."""
+    return [
+        row_of(task, int(seed), numbers[task][seed])
+        for task in TASKS
+        if task in numbers
+        for seed in sorted(numbers[task])
+    ]
+
+
+def numbers_of(found: Iterable[Learnt]) -> dict[str, dict[str, Any]]:
+    """The numbers of runs, by task and seed."""
+    numbers: dict[str, dict[str, Any]] = {}
+    for each in found:
+        numbers.setdefault(each.task, {})[str(each.seed)] = each.numbers
+    return numbers
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = HEADER) -> str:
+    """A Markdown table that is also readable in a terminal."""
+    every = [header, *rows]
+    widths = [max(len(row[column]) for row in every) for column in range(len(header))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
         for row in every
@@ -177,7 +192,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def page(found: Sequence[Learnt]) -> str:
     """All runs so far, as a page that stands alone."""
-    rows = Table("", [tuple(row) for row in each_as_row(found)], HEADER).as_html()
+    rows = Table("", [tuple(row) for row in rows_of(numbers_of(found))], HEADER).as_html()
     return (
         "<!doctype html><meta charset=utf-8><title>Groupwise: the tour</title>"
         '<body style="font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em">'
@@ -195,7 +210,7 @@ def section(learnt: Learnt) -> str:
 
 
 def curve(learnt: Learnt) -> str:
-    """The reward of both stages, as SVG."""
+    """Plot the reward of the warm-up and of RL as SVG."""
     with Store.open(learnt.folder / RECORD, readonly=True) as store:
         points = store.metrics(["reward"])["reward"]
     series = with_mean("reward", points, warm_up=warm_up_curve(learnt.folder, "reward"))
@@ -245,8 +260,8 @@ def store(found: Sequence[Learnt]) -> None:
     kept: dict[str, dict[str, Any]] = (
         json.loads(file.read_text())["tasks"] if file.is_file() else {}
     )
-    for each in found:
-        kept.setdefault(each.task, {})[str(each.seed)] = each.numbers
+    for task, seeds in numbers_of(found).items():
+        kept[task] = kept.get(task, {}) | seeds
     file.write_text(json.dumps({"machine": described, "tasks": kept}, indent=2) + "\n")
     for each in found:
         if each.seed == 0:
@@ -256,16 +271,6 @@ def store(found: Sequence[Learnt]) -> None:
             )
     _write_between_marks(PAGES / "index.md", table(rows_of(kept)) + "\n")
     print(f"stored in {file}, {IMAGES} and {PAGES}")
-
-
-def rows_of(kept: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The rows of all runs that are kept."""
-    return [
-        row_of(task, int(seed), kept[task][seed])
-        for task in TASKS
-        if task in kept
-        for seed in sorted(kept[task])
-    ]
 
 
 def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str, Any]) -> str:
@@ -286,7 +291,7 @@ def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str
     return "\n".join(
         [
             f"![The reward of {first.task} over the steps of the warm-up and of reinforcement learning](../images/tour-{first.task}.svg)\n",
-            _markdown(["held-out prompts", *titles], rows),
+            table(rows, ["held-out prompts", *titles]),
             f"\nBy reinforcement learning alone the reward of the held-out prompts changes by {' and by '.join(gains)}; {minutes} minutes, "
             f"evaluations included, on {_described(described)}. One of the prompts:\n",
             f"```text\n{answers}\n```\n",
@@ -296,11 +301,6 @@ def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str
 
 def _described(found: Mapping[str, Any]) -> str:
     return f"{found['cores']} cores, {found['processor']}"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _interval(found: Mapping[str, float], form: str = ".2f") -> str:

@@ -60,7 +60,7 @@ from groupwise.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.config import LoadedConfig, RunConfig, load_config, view, with_task_schema
 from groupwise.data.overlap import same_prompt, same_row
 from groupwise.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
-from groupwise.evaluation.measures import Success
+from groupwise.evaluation.evaluate import success_of
 from groupwise.models.tokens import rendered
 from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
@@ -298,9 +298,7 @@ async def _try_rewards(
         verdicts = await _on_known(subject, trial, chosen, gold, findings)
         if given:
             answers = await score_given(trial, given)
-            wanted = subject.config.eval
-            success = Success(wanted.success_threshold, wanted.success_part)
-            findings.extend(judge_given(given, answers, success))
+            findings.extend(judge_given(given, answers, success_of(subject.config)))
             verdicts += [verdict for group in answers for verdict in group]
         if subject.task.has("compute_metrics"):
             findings.add(await _metrics_on_gold(subject, scorer, rows, gold))

@@ -26,7 +26,7 @@ from groupwise.checks.check_rewards import (
 from groupwise.checks.findings import Finding
 from groupwise.data.overlap import prompt_key
 from groupwise.errors import RunNotFoundError, UsageError
-from groupwise.evaluation.measures import Success
+from groupwise.evaluation.measures import Success, distinct_share
 from groupwise.runs import find
 from groupwise.runs.advice import ALIKE, DISTINCT, FLAT
 from groupwise.runs.folder import RECORD
@@ -122,7 +122,7 @@ def _spread_of_given(
     compared = [rewards for rewards in every if len(rewards) > 1]
     constant = sum(is_constant(rewards) for rewards in compared)
     texts = [group.texts for group in groups if len(group.texts) > 1]
-    distinct = fmean(len(set(each)) / len(each) for each in texts) if texts else 1.0
+    distinct = fmean(map(distinct_share, texts)) if texts else 1.0
     numbers = distribution(values)
     data = {
         **numbers,

@@ -54,6 +54,12 @@ class Stream:
             chosen[index], chosen[other] = chosen[other], chosen[index]
         return chosen[:count]
 
+    def among(self, item: Item, others: Sequence[Item], count: int) -> list[Item]:
+        """`item` with `count` − 1 different ones of `others` in random order; with fewer if there are fewer."""
+        rest = [other for other in others if other != item]
+        chosen = self.sample(rest, min(count - 1, len(rest)))
+        return self.sample([item, *chosen], len(chosen) + 1)
+
 
 def example_of_draw(draw: int, examples: int, seed: int, *, shuffle: bool = True) -> int:
     """The index of the example that draw number `draw` of a run gets, out of so many examples."""

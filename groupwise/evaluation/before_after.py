@@ -13,7 +13,7 @@ def compared(
 ) -> dict[str, Any]:
     """Held-out metrics before and after, and the paired difference of the rewards with its 95 % interval.
 
-    `untrained` is the model without any training, where another training came before this one.
+    `untrained` is the result of the base model, if the run began from a warm-up.
     """
     first, last = before.rewards, after.rewards
     both = sorted(first.keys() & last.keys())

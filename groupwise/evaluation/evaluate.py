@@ -198,9 +198,14 @@ def held_out(
         scores_rewards=task.gives_rewards,
         has_metrics=task.has("compute_metrics"),
         rollouts=rollouts,
-        success=Success(config.eval.success_threshold, config.eval.success_part),
+        success=success_of(config),
         pass_at_k=config.eval.ks,
     )
+
+
+def success_of(config: RunConfig) -> Success:
+    """What counts as solving a prompt, as the config's `eval` section says."""
+    return Success(config.eval.success_threshold, config.eval.success_part)
 
 
 def check_success_part(config: RunConfig, task: Task, rubric: Rubric | None) -> None:
@@ -412,9 +417,9 @@ def _asked(config: RunConfig, task: Task) -> _Asked:
 
 
 def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    """How the model answers that a training begins with, before any training; no file is written.
+    """Evaluate the model as it is before any training, without writing a file.
 
-    None where the config compares nothing before and after, or the task has no held-out prompts.
+    None if `eval.before_and_after` is off or the task has no held-out prompts.
     """
     found = task_parts.task_of(loaded.config, task)
     if not loaded.config.eval.before_and_after or not found.has("get_eval_dataset"):
@@ -441,7 +446,7 @@ async def _evaluate(
 
 
 async def _answered(config: RunConfig, task: Task, policy: FoundPolicy) -> tuple[EvalResult, str]:
-    """How a policy answers, and the fingerprint of its weights."""
+    """Evaluate a policy. Returns the result and the fingerprint of the policy's weights."""
     asked_for = _asked(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = machine_layout.choose_layout(config, prompts.longest)

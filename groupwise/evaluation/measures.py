@@ -83,6 +83,11 @@ class Measure:
         return mean_with_interval(list(self.values.values()))
 
 
+def distinct_share(completions: Sequence[str]) -> float:
+    """Share of the completions of one prompt that are different."""
+    return len(set(completions)) / len(completions)
+
+
 def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
     """One row for each rollout, in order.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from groupwise.algorithms.advantages import tied
+from groupwise.evaluation.measures import distinct_share
 from groupwise.runs.advice import DISTINCT
 from groupwise.types import Group, Rollout
 
@@ -83,10 +84,12 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     lengths = [rollout.written for rollout in rollouts]
     whole = [len(rollout.completion_ids) for rollout in rollouts]
-    compared = [group.rollouts for group in groups if len(group.rollouts) > 1]
+    several = [
+        [r.completion for r in group.rollouts] for group in groups if len(group.rollouts) > 1
+    ]
     return {
         **_reward_metrics(groups),
-        **({DISTINCT: fmean(map(_distinct, compared))} if compared else {}),
+        **({DISTINCT: fmean(map(distinct_share, several))} if several else {}),
         **_part_metrics(rollouts),
         **_task_metrics(groups),
         "completions/mean_length": fmean(lengths),
@@ -196,10 +199,6 @@ def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def is_our_own(name: str) -> bool:
     """Whether a metric of this name is, or may become, one that the loop records itself."""
     return name in OWN_NAMES or name.startswith(OWN_PREFIXES)
-
-
-def _distinct(rollouts: Sequence[Rollout]) -> float:
-    return len({rollout.completion for rollout in rollouts}) / len(rollouts)
 
 
 def _std(values: Sequence[float]) -> float:

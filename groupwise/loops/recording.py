@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from groupwise.errors import NothingScoredError
-from groupwise.evaluation.measures import Success
+from groupwise.evaluation.evaluate import success_of
 from groupwise.loops.metrics import failure_reasons, group_metrics, timing_metrics
 from groupwise.loops.run import Drawn, Run
 from groupwise.runs.advice import SOLVED
@@ -153,7 +153,7 @@ def _drawn_metrics(drawn: Drawn, policy_in: Policy) -> dict[str, float]:
 
 def _solved(run: Run, groups: Sequence[Group]) -> dict[str, float]:
     """Share of the scored rollouts that count as solved in evaluations."""
-    success = Success(run.config.eval.success_threshold, run.config.eval.success_part)
+    success = success_of(run.config)
     judged = [success.judge(rollout) for group in groups for rollout in group.rollouts]
     known = [solved for solved in judged if solved is not None]
     return {SOLVED: fmean(known)} if known else {}

@@ -19,7 +19,7 @@ from typing import Any
 from groupwise import machine_layout, task_parts
 from groupwise.config import RunConfig, load_config, with_task_schema
 from groupwise.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
-from groupwise.evaluation.measures import by_prompt
+from groupwise.evaluation.measures import by_prompt, distinct_share
 from groupwise.machine_layout import Layout
 from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
@@ -135,6 +135,6 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         WITH_SIGNAL: fmean(len({row["reward"] for row in samples}) > 1 for samples in groups),
         DISTINCT: fmean(
-            len({row["completion"] for row in samples}) / len(samples) for samples in groups
+            distinct_share([row["completion"] for row in samples]) for samples in groups
         ),
     }

@@ -17,11 +17,11 @@ RECENT = 10
 
 
 WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "rollouts/solved"
-"""Share of groups in which all earned the same, of a group's completions that differ, of the completions that count as solved."""
+"""Metrics: share of groups whose members all earn the same; share of a group's completions that differ; share of rollouts solved."""
 FLAT = 0.7
-"""Share of groups without signal above which hardly anything is taught."""
+"""If more than this share of the groups has no signal, the policy hardly learns."""
 ALIKE = 0.5
-"""Share of different completions below which the members of a group are too much alike."""
+"""If less than this share of a group's completions differ, the group counts as alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Advice:
     do: str
     form: str = "{:.0%}"
     alike: bool | None = None
-    """Whether it holds only where the members of a group are alike, or only where they are not; None: in both cases."""
+    """True: give it only if the completions of a group are alike; False: only if they differ; None: in both cases."""
 
 
 ALL = (

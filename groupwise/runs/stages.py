@@ -1,4 +1,4 @@
-"""A run and the warm-up that it began from, as one curve: the warm-up's steps count down to 0, where the run's own begin."""
+"""The curve of a run's warm-up, to be drawn before the run's own: its steps count down to 0, where the run's begin."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 
 WARM_UP = "warm_up"
-"""The fact about a run that names the run, in the same folder of runs, which it was warmed up by."""
+"""The fact in a run's record that names its warm-up, a run in the same folder."""
 
 
 def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:
-    """Points of a metric over the steps of the warm-up, the last of them at 0; none where there was no warm-up, or it is gone.
+    """Points (step, value) of a metric during the warm-up, with steps counted so that the warm-up ends at 0.
 
-    Of `reward` and its parts they are what the warm-up's evaluations found in the completions that it drew.
+    Empty if the run had no warm-up, or if its folder was deleted. `reward` and its parts come from the warm-up's evaluations, which draw
+    completions (`eval.completions`).
     """
     name = Store.facts(run / RECORD).get(WARM_UP)
     record = run.parent / name / RECORD if name else None
@@ -23,7 +24,8 @@ def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:
         return []
     try:
         with Store.open(record, readonly=True) as store:
-            last = (store.last_step() or 0) + 1
+            last = store.last_step()
+            done = 0 if last is None else last + 1
             of_steps = store.metrics([metric]).get(metric, [])
             of_evaluations = [
                 (e.step, e.metrics.get(metric)) for e in store.evaluations(rows=False)
@@ -31,4 +33,4 @@ def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:
     except StoreError:
         return []
     points = of_steps or [(step, value) for step, value in of_evaluations if value is not None]
-    return [(step - last, value) for step, value in points]
+    return [(step - done, value) for step, value in points]

@@ -170,22 +170,18 @@ def _split(own: TaskConfig, wanted: str) -> Rows:
 
 
 def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str, Any]]:
-    """Each row with answers of its split to choose from, where the config wants that."""
+    """The rows; if `task.choices` is set, each prompt also lists answers of the same split, one of which is right."""
     if own.choices is None:
         return rows
     answers = list(dict.fromkeys(row["answer"].lower() for row in rows))
-    return [_choosing(row, answers, own.choices, own.seed) for row in rows]
-
-
-def _choosing(row: dict[str, Any], answers: list[str], count: int, seed: int) -> dict[str, Any]:
-    own, stream = row["answer"].lower(), Stream("crossword choices", seed, row["clue"])
-    others = stream.sample(
-        [answer for answer in answers if answer != own], min(count, len(answers)) - 1
-    )
-    choices = stream.sample([own, *others], len(others) + 1)
-    told, asked = row["prompt"]
-    content = f"{asked['content']}\nOne of: {', '.join(choices)}"
-    return {**row, "prompt": [told, {**asked, "content": content}], "choices": choices}
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        stream = Stream("crossword choices", own.seed, row["clue"])
+        choices = stream.among(row["answer"].lower(), answers, own.choices)
+        told, asked = row["prompt"]
+        content = f"{asked['content']}\nOne of: {', '.join(choices)}"
+        found.append({**row, "prompt": [told, {**asked, "content": content}], "choices": choices})
+    return found
 
 
 def _too_few(own: TaskConfig, there: int) -> str:

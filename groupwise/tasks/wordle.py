@@ -37,7 +37,6 @@ from groupwise.tasks.wordle_rules import (
     Knowledge,
     Split,
     answer,
-    drawn_choices,
     guess_in,
     left,
     marks_of,
@@ -286,7 +285,7 @@ class Turn:
     marks: tuple[str, ...]
     gold: str
     choices: tuple[str, ...] = ()
-    """Words that the policy is shown, the secret among them."""
+    """Words listed in the prompt, one of which is the secret; empty without `task.choices`."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -348,7 +347,8 @@ def _turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: 
         guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
         marks.append(marks_of(guesses[-1], secret))
     known = Knowledge.of(guesses, marks)
-    shown = drawn_choices(secret, [word for word in words if word not in guesses], choices, stream)
+    fresh = [word for word in words if word not in guesses]
+    shown = stream.among(secret, fresh, choices) if choices else []
     gold = next(word for word in shown or _from_anywhere(words, stream) if known.allows(word))
     return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown))
 

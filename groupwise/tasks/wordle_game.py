@@ -35,7 +35,6 @@ from groupwise.tasks.wordle_rules import (
     Knowledge,
     Split,
     answer,
-    drawn_choices,
     left,
     marks_of,
     offered,
@@ -280,7 +279,7 @@ def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
     stream = Stream("wordle choices", split, own.seed)
     rows: list[dict[str, Any]] = []
     for secret in words[:size]:
-        choices = drawn_choices(secret, words, own.choices, stream)
+        choices = stream.among(secret, words, own.choices) if own.choices else []
         asked = "\n".join([*offered(choices), left(own.guesses)])
         rows.append(
             {

@@ -186,16 +186,6 @@ class Words:
         return shuffled[slice(*ends[split])]
 
 
-def drawn_choices(
-    secret: str, words: Sequence[str], count: int | None, stream: Stream
-) -> list[str]:
-    """The secret among as many other words as make `count`, in random order; none where no count is given."""
-    if count is None:
-        return []
-    others = [word for word in stream.sample(words, min(count, len(words))) if word != secret]
-    return stream.sample([secret, *others[: count - 1]], min(count, len(others) + 1))
-
-
 @cache
 def words_of(secrets: str | None, dictionary: str | None) -> Words:
     """Those of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""

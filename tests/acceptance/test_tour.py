@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tour import TASKS, each_as_row, learn, page, table
+from benchmarks.tour import TASKS, learn, numbers_of, page, rows_of, table
 from groupwise.tasks.contract import builtin_tasks
 
 
@@ -16,6 +16,5 @@ def test_the_tour_goes_through_every_task():
 @pytest.mark.parametrize("task", TASKS)
 def test_rewards_alone_raise_what_held_out_prompts_earn(task: str, tmp_path: Path):
     found = [learn(task, seed, tmp_path) for seed in range(2)]
-    print(table(each_as_row(found)))
     assert page(found).count("<svg") == 2
-    assert all(each.gained for each in found), table(each_as_row(found))
+    assert all(each.gained for each in found), table(rows_of(numbers_of(found)))
