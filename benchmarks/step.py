@@ -27,7 +27,14 @@ from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, Work
 from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config
-from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
+from groupwise.types import (
+    Completion,
+    GroupRequest,
+    Learner,
+    OptimiserParams,
+    Row,
+    SamplingParams,
+)
 
 VOCABULARY = 40_000
 RESULTS = Path(__file__).parent / "results"
@@ -92,7 +99,21 @@ async def one_step(
     marks = [time.perf_counter()]
     groups = await asyncio.gather(*map(parts.sampler.generate, requests))
     marks.append(time.perf_counter())
-    rows = [
+    rows = rows_of(requests, groups)
+    await learn(parts.learner, rows)
+    marks.append(time.perf_counter())
+    await parts.learner.update(OptimiserParams(learning_rate=LEARNING_RATE))
+    marks.append(time.perf_counter())
+    await parts.sampler.load(await parts.learner.publish(repetition + 1))
+    marks.append(time.perf_counter())
+    names = ("sampling", "learning", "update", "publication")
+    taken = {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+    return {**taken, "tokens": float(sum(len(row.completion_ids) for row in rows))}
+
+
+def rows_of(requests: Sequence[GroupRequest], groups: Sequence[Sequence[Completion]]) -> list[Row]:
+    """What is learnt from the completions; of each group, every other one was good."""
+    return [
         Row(
             asked.prompt_ids,
             found.token_ids,
@@ -104,18 +125,12 @@ async def one_step(
         for asked, group in zip(requests, groups, strict=True)
         for index, found in enumerate(group)
     ]
-    algorithm = make("dr_grpo", {})
-    await parts.learner.forward_backward(
-        rows, algorithm.loss_spec(), {"policy": float(sum(len(row.completion_ids) for row in rows))}
-    )
-    marks.append(time.perf_counter())
-    await parts.learner.update(OptimiserParams(learning_rate=LEARNING_RATE))
-    marks.append(time.perf_counter())
-    await parts.sampler.load(await parts.learner.publish(repetition + 1))
-    marks.append(time.perf_counter())
-    names = ("sampling", "learning", "update", "publication")
-    taken = {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
-    return {**taken, "tokens": float(sum(len(row.completion_ids) for row in rows))}
+
+
+async def learn(learner: Learner, rows: Sequence[Row]) -> None:
+    """Add the gradient of these rows."""
+    tokens = float(sum(len(row.completion_ids) for row in rows))
+    await learner.forward_backward(rows, make("dr_grpo", {}).loss_spec(), {"policy": tokens})
 
 
 def config_of(
