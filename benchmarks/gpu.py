@@ -293,7 +293,8 @@ def measured(name: str, bench: Bench, folder: Path, ceilings: dict[str, float]) 
             floor_seconds=size.products_of_learning() / ceilings["flops"],
             gib=bench.peak(),
         )
-        bench.profiled(f"learning-{name}-{budget}", step)
+        if budget == bench.budgets[-1]:
+            bench.profiled(f"learning-{name}", step)
     begin = time.perf_counter()
     policy = asyncio.run(publisher.publish(2))
     written = time.perf_counter()

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import groupwise
+from groupwise.learner.native.attention import attention_of
 from groupwise.learner.native.body import residual_stream
-from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.learner.native.layout import Texts, cut
 from groupwise.learner.slopes import trained_slopes
 from groupwise.learner.torch_learner import TorchLearner
@@ -286,7 +286,7 @@ def gradients_are_those_of_a_processor(case: DeviceCase, name: str) -> None:
 def attention_is_that_of_a_processor(
     case: DeviceCase, name: str, size: int, kv_heads: int, dtype: torch.dtype
 ) -> None:
-    """Values and gradients of fused kernels against plain attention on the processor in float32."""
+    """Values and gradients of a device's own kernels against plain attention on the processor in float32."""
     texts: list[Texts] = test_attention.LAYOUTS[name]
     shape = Shape(
         hidden=24, heads=4, kv_heads=kv_heads, head_size=size, vocabulary=10, epsilon=1e-5
@@ -309,7 +309,7 @@ def attention_is_that_of_a_processor(
     values, d_out = values.to(dtype), d_out.to(case.device, dtype)
     found = torch.full_like(d_out, torch.nan)
     gradient = queries.new_full((tokens, heads + 2 * shape.kv_heads, size), torch.nan)
-    sets = fused_attention(shape, texts, case.device)
+    sets = attention_of(shape, texts, dtype, case.device)
     scale = sets[0].query_scale
     for each in sets:
         each.forward(queries * scale, keys, values, found)

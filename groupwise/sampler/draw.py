@@ -19,13 +19,17 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Tokens [S] and their log-probabilities [S] (nats, float32) at the temperature; logits may be in any format.
 
-    A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64.
+    A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64. Temperatures
+    and uniform numbers are best given on the processor: a GPU need not be waited for to see what they are.
     """
     greedy_S = temperatures_S == 0
     some_greedy = bool(greedy_S.any())
     divisors_S = temperatures_S.masked_fill(greedy_S, 1.0) if some_greedy else temperatures_S
     # Dividing by 1 changes nothing, but takes a pass over the logits.
     plain = bool((divisors_S == 1).all())
+    device = logits_SV.device
+    greedy_S, divisors_S = greedy_S.to(device), divisors_S.to(device)
+    uniforms_S = uniforms_S.to(device)
     scaled_SV = logits_SV.float() if plain else logits_SV / divisors_S[:, None]
     peaks_S = scaled_SV.amax(-1)
     weights_SV = (scaled_SV - peaks_S[:, None]).exp_()

@@ -204,18 +204,16 @@ def drawn(
     members: Sequence[Member], logits_NV: Tensor, empty: int = 0
 ) -> tuple[list[int], list[float]]:
     """A token and its log-probability for each row of logits, of which the last `empty` are nobody's."""
-    device = logits_NV.device
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
-    temperatures_N = torch.tensor(
-        [1.0 if each is None else each.temperature for each in params], device=device
-    )
+    temperatures_N = torch.tensor([1.0 if each is None else each.temperature for each in params])
     logits_NV = without_early_stops(logits_NV, params, lengths)
     logits_NV = truncated(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(
         logits_NV,
         temperatures_N,
-        torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64, device=device),
+        torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64),
     )
-    return tokens_N.tolist(), logprobs_N.tolist()
+    tokens, logprobs = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()  # one wait
+    return [*map(int, tokens)], logprobs

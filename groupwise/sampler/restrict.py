@@ -51,7 +51,7 @@ def truncated(
     asked = [_truncation(each) if each is not None and each.truncates else None for each in params]
     for kind in dict.fromkeys(each for each in asked if each is not None):
         concerned_S = torch.tensor([each == kind for each in asked], device=logits_SV.device)
-        kept_SV = logits_SV / temperatures_S[:, None]
+        kept_SV = logits_SV / temperatures_S[:, None].to(logits_SV.device)
         for floor in _floors(kind, concerned_S):
             kept_SV = kept_SV.masked_fill(kept_SV < floor(kept_SV), -math.inf)
         left_out_SV = torch.isneginf(kept_SV) & concerned_S[:, None]

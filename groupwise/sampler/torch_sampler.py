@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.sampler.engine import Engine, Row
+from groupwise.sampler.engine import Engine, Prompt, Row
 from groupwise.sampler.native.engine import NativeEngine
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import cuda_graphs, plainly
@@ -79,21 +80,27 @@ class TorchSampler(QueuedSampler):
 
     def _begin_rows(self) -> None:
         """Give members that wait a row each, as far as there is room."""
-        while self._waiting and len(self._members) < self.layout.slots:
+        while self._waiting and (room := self.layout.slots - len(self._members)):
             # They stay in the queue while they begin, so that an error finds them and fails their caller.
-            self._begin(self._waiting[0])
-            self._waiting.popleft()
+            beginning = [*islice(self._waiting, room)]
+            self._begin(beginning)
+            for _ in beginning:
+                self._waiting.popleft()
 
-    def _begin(self, member: Member) -> None:
-        """Draw the member's first token; it needs a row unless that token already ends it."""
-        ticket = member.ticket
+    def _begin(self, members: list[Member]) -> None:
+        """Draw the members' first tokens, all together; one needs a row unless that token already ends it."""
+        logits = [self._prompt(member.ticket).logits_V for member in members]
+        self._draw(members, torch.stack(logits))
+        for member in members:
+            if member.finish_reason is None:
+                self._members[self._engine.begin(self._prompt(member.ticket))] = member
+            else:
+                self._deliver(member.ticket)
+
+    def _prompt(self, ticket: Ticket) -> Prompt:
         if ticket.prompt is None:
             ticket.prompt = self._engine.prefill(ticket.request.prompt_ids)
-        self._draw([member], ticket.prompt.logits_V[None])
-        if member.finish_reason is None:
-            self._members[self._engine.begin(ticket.prompt)] = member
-        else:
-            self._deliver(ticket)
+        return ticket.prompt
 
     def _decode_one_token(self) -> None:
         rows = self._engine.rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.learner import slopes
-from groupwise.learner.native import body
+from groupwise.learner.native import attention
 from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.native.graph_engine import KEYS
@@ -28,6 +28,7 @@ HALF, WHOLE = torch.bfloat16, torch.float32
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceCase:
     """Torch alone computes: no kernels of our own, and no weights in another order."""
     monkeypatch.setattr("groupwise.models.native.compiled.suits", lambda tensor: False)
+    monkeypatch.setattr(attention, "piece_attention", fused_attention)
     monkeypatch.setattr(NativeModel, "pack", lambda self: None)
     gc.collect()
     gc.freeze()  # what other tests have left is not looked through each time
@@ -83,7 +84,7 @@ def test_as_on_a_gpu(case: DeviceCase, holds: Callable[..., None], given: dict[s
 
 def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_path):
     pieces = device_checks.gradients("qwen3", CPU, tmp_path)
-    monkeypatch.setattr(body, "piece_attention", fused_attention)
+    monkeypatch.setattr(attention, "piece_attention", fused_attention)
     fused = device_checks.gradients("qwen3", CPU, tmp_path)
     for key, wanted in pieces.items():
         torch.testing.assert_close(fused[key], wanted, rtol=1e-4, atol=1e-5)
@@ -93,14 +94,12 @@ def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("name", "dtype", "most"), [("llama-128", HALF, 0.003), ("llama-mha-tied", WHOLE, 1e-4)]
 )
-def test_sampler_and_learner_agree_on_a_small_model(case, monkeypatch, name, dtype, most):
-    monkeypatch.setattr(body, "piece_attention", fused_attention)
+def test_sampler_and_learner_agree_on_a_small_model(case, name, dtype, most):
     device_checks.sampler_and_learner_agree_on_a_small_model(case, name, dtype, most)
 
 
 @SOAK
-def test_sampler_and_learner_agree(case, monkeypatch):
-    monkeypatch.setattr(body, "piece_attention", fused_attention)
+def test_sampler_and_learner_agree(case):
     few = {"members": 3, "tokens": 12}  # a difference of the two shows in each of them
     device_checks.sampler_and_learner_agree(case, "float32", most=1e-4, **few)
 

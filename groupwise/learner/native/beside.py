@@ -20,8 +20,8 @@ from groupwise.models.native.weights import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Attention(ABC):
-    """Attention within one set of texts (M texts of L tokens, J heads of keys, R queries of each)."""
+class PaddedAttention(ABC):
+    """An `Attention` within one set of texts (M texts of L tokens, J heads of keys, R queries of each)."""
 
     shape: Shape
     texts: Texts
@@ -31,11 +31,11 @@ class Attention(ABC):
     @property
     @abstractmethod
     def query_scale(self) -> float:
-        """What queries are multiplied with before they are given: the inverse root of their size, or 1 where scores are divided here."""
+        """See `Attention.query_scale`."""
 
     @abstractmethod
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Write what the texts' queries [N, heads, D], times `query_scale`, find into their rows of `out` [N, heads · D]."""
+        """See `Attention.forward`."""
 
     @abstractmethod
     def gradients(
@@ -54,7 +54,7 @@ class Attention(ABC):
     def backward(
         self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
     ) -> None:
-        """Write the gradients of the texts' rows into `d_qkv` [N, heads + 2 kv_heads, D], and add those of their prompt's."""
+        """See `Attention.backward`."""
         shape, prompt = self.shape, self.texts.prompt_length
         d_own_MLXD = self.room(d_qkv)
         of_keys = self.gradients(d_out, queries, keys, values, d_own_MLXD[:, :, : shape.heads])
@@ -118,7 +118,7 @@ class Attention(ABC):
 
 
 def real_places(texts: Texts, device: torch.device) -> Tensor | None:
-    """See `Attention.real_X`."""
+    """See `PaddedAttention.real_X`."""
     longest = texts.lengths[0]
     if longest == texts.lengths[-1]:
         return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.learner.native.beside import Attention
+from groupwise.learner.native.attention import Attention, attention_of
 from groupwise.learner.native.elementwise import (
     add_norm_gradient,
     norm_scale,
@@ -25,9 +25,7 @@ from groupwise.learner.native.elementwise import (
     swiglu_with_gradient,
     turn_back_,
 )
-from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.learner.native.layout import FlatBatch
-from groupwise.learner.native.piece_attention import piece_attention
 from groupwise.learner.native.product import Product
 from groupwise.models.native.linear import Factors
 from groupwise.models.native.weights import Layer, NativeModel
@@ -71,8 +69,7 @@ def residual_stream(
     with torch.no_grad():
         products = [Product(linear, factors) for linear in model.products[:-1]]
     rotations_N1C = model.rotations(torch.tensor(batch.positions, device=device))
-    attention_of = piece_attention if device.type == "cpu" else fused_attention
-    attention = attention_of(model.shape, batch.texts, device)
+    attention = attention_of(model.shape, batch.texts, model.dtype, device)
     scaled_N1C = rotations_N1C * attention[0].query_scale
     work = Work(model, batch, rotations_N1C, scaled_N1C, attention, products, recompute)
     return _Body.apply(work, torch.is_grad_enabled(), *_factors(work.products, factors))  # pyright: ignore[reportReturnType]

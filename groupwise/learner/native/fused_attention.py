@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from groupwise.learner.native.beside import Attention, real_places
+from groupwise.learner.native.beside import PaddedAttention, real_places
 from groupwise.learner.native.layout import Texts
 from groupwise.models.native.weights import Shape
 
 
-class FusedAttention(Attention):
+class FusedAttention(PaddedAttention):
     """An `Attention` of all texts of a set at once."""
 
     __slots__ = ()
@@ -46,7 +46,7 @@ class FusedAttention(Attention):
         values: Tensor,
         d_queries_MLHD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """See `Attention.gradients`."""
+        """See `PaddedAttention.gradients`."""
         inputs = self._inputs(queries, keys, values)
         d_found_MLHD = self.beside(d_out.view(len(d_out), self.shape.heads, self.shape.head_size))
         with torch.enable_grad():

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.learner.native.beside import Attention, real_places
+from groupwise.learner.native.beside import PaddedAttention, real_places
 from groupwise.learner.native.layout import Texts
 from groupwise.models.native.facts import multiple
 from groupwise.models.native.linear import quick_float32
@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PieceAttention(Attention):
+class PieceAttention(PaddedAttention):
     """An `Attention`, a piece at a time."""
 
     later_QX: Tensor
@@ -75,7 +75,7 @@ class PieceAttention(Attention):
         values: Tensor,
         d_queries_MLHD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """See `Attention.gradients`."""
+        """See `PaddedAttention.gradients`."""
         heads = self._heads(queries, keys, values)
         d_out_MJRLD = self._by_head(d_out)
         d_queries_MLJRD = d_queries_MLHD.unflatten(2, self._per_token[:2])

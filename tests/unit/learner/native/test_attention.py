@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
+from groupwise.learner.native import packed_attention
 from groupwise.learner.native import piece_attention as pieces
-from groupwise.learner.native.beside import Attention
+from groupwise.learner.native.attention import Attention
 from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.learner.native.layout import Texts
+from groupwise.learner.native.packed_attention import PackedAttention
 from groupwise.learner.native.piece_attention import piece_attention
 from groupwise.models.native.forward import text_attention
 from groupwise.models.native.weights import Shape
@@ -95,11 +99,39 @@ def wanted_of(
     return wanted.detach(), torch.cat(torch.autograd.grad(wanted, leaves, d_out), dim=1)
 
 
+def packed(shape: Shape, texts: list[Texts], device: torch.device) -> list[PackedAttention]:
+    return [PackedAttention(shape, texts, device)]
+
+
+def varlen_attn(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    *_: int,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What torch's function of this name computes on a GPU: the last query of each text sees its last key."""
+    assert window_size == (-1, 0)
+    assert enable_gqa
+    found: list[Tensor] = []
+    for number in range(len(ends) - 1):
+        here, there = (slice(*each[number : number + 2].tolist()) for each in (ends, key_ends))
+        given = (x[None].transpose(1, 2) for x in (queries[here], keys[there], values[there]))
+        mask = causal_lower_right(here.stop - here.start, there.stop - there.start)
+        each = F.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True)
+        found.append(each[0].transpose(0, 1))
+    return torch.cat(found)
+
+
 WAYS = {
     "pieces": (piece_attention, 1 << 20, 128),
     "small pieces": (piece_attention, 600, 4),
     "smallest pieces": (piece_attention, 1, 1),
     "fused": (fused_attention, 0, 0),
+    "packed": (packed, 0, 0),
 }
 """What computes it, and how much at once."""
 
@@ -110,6 +142,7 @@ def attention_of(request, monkeypatch):
     made, scores, queries_at_once = WAYS[request.param]
     monkeypatch.setattr(pieces, "SCORES", scores)
     monkeypatch.setattr(pieces, "QUERIES", queries_at_once)
+    monkeypatch.setattr(packed_attention, "varlen_attn", varlen_attn)
     return made
 
 
