@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import groupwise
@@ -320,6 +321,50 @@ def attention_is_that_of_a_processor(
     for mine, expected in ((found, wanted), (gradient, wanted_gradient)):
         difference = (mine.float().cpu() - expected).abs().mean()
         assert float(difference / expected.abs().mean()) < close
+
+
+@torch.no_grad()
+def kernels_between_products_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
+    """Norm, SwiGLU, rotary positions and their gradients, in rows that no block of numbers fits."""
+    from groupwise.models.native import triton_kernels as kernels
+
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, of)
+
+    def close(found: Tensor, wanted: Tensor) -> None:
+        assert found.dtype == dtype or found.dtype == torch.float32
+        within = 1e-5 if dtype == torch.float32 else 0.01
+        torch.testing.assert_close(found.float(), wanted, rtol=within, atol=within)
+
+    rows, weight = drawn(5, 72, of=torch.float32), drawn(72, of=torch.float32)
+    gradient, into = drawn(5, 72), drawn(5, 72, of=torch.float32)
+    both, d_gated = drawn(5, 2 * 1500), drawn(5, 1500)
+    with torch.enable_grad():
+        leaves = [each.float().requires_grad_() for each in (rows, both)]
+        normed = F.rms_norm(leaves[0], (72,), weight, 1e-5)
+        gate, up = leaves[1].chunk(2, dim=-1)
+        gated = F.silu(gate) * up
+        d_rows, d_both = torch.autograd.grad(
+            (normed, gated), leaves, (gradient.float(), d_gated.float())
+        )
+    before = into.clone()
+    close(kernels.normed(rows, weight, 1e-5, dtype), normed)
+    close(kernels.norm_with_gradient(rows, weight, 1e-5, dtype, gradient, into), normed)
+    close(into - before, d_rows)
+    close(kernels.gated(both, dtype), gated)
+    for found, wanted in zip(
+        kernels.gated_with_gradient(both, d_gated), (gated, d_both), strict=True
+    ):
+        close(found, wanted)
+    heads = drawn(5, 10, 16)[:, 2:6]
+    turns = torch.polar(torch.ones(5, 1, 8), torch.randn(5, 1, 8, generator=generator)).to(device)
+    for norm in (None, drawn(16, of=torch.float32)):
+        x = heads.float() if norm is None else F.rms_norm(heads.float(), (16,), norm, 1e-5)
+        pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+        wanted = torch.view_as_real(pairs * turns).flatten(-2)
+        close(kernels.turned(heads, norm, turns, 1e-5, dtype), wanted)
 
 
 # Both together

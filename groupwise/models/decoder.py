@@ -102,6 +102,10 @@ class Decoder:
         kinds = getattr(self.config, "layer_types", None)
         self.layer_types = set(kinds) if kinds else None
         self.window = self._sliding_window()
+        if self.device.type == "cuda" and getattr(self.config, "num_key_value_heads", 0) == 1:
+            # Transformers repeats the one head's keys without a copy, and of those torch's memory-efficient kernel with a mask finds
+            # something else for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
+            torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
         self._check_head()
 
     @property

@@ -112,6 +112,11 @@ def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, A
     holds(DeviceCase(GPU, cuda_graphs, tmp_path, held), **given)
 
 
+@pytest.mark.parametrize("dtype", BOTH)
+def test_triton_kernels_give_what_torch_does(dtype):
+    device_checks.kernels_between_products_are_those_of_torch(GPU, dtype)
+
+
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
 def test_small_steps_act_in_full(monkeypatch, tmp_path, rate):
     monkeypatch.setattr(slopes, "TOKENS", 1 << 15)

@@ -131,7 +131,7 @@ def _forward(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Kept
 
 
 def _turned(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys at their positions in float32, queries as attention wants them, and values."""
+    """Queries and keys at their positions, queries as attention wants them, and values."""
     model = work.model
     queries, keys, values = model.split(qkv_NO)
     return (
@@ -187,7 +187,7 @@ def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_found: Tenso
     model, shape = work.model, work.model.shape
     queries, keys, values = _turned(work, layer, qkv_NO)
     turned = shape.heads + shape.kv_heads
-    d_NJD = queries.new_empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size)
+    d_NJD = torch.empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size, device=qkv_NO.device)
     for each in work.attention:
         each.backward(d_found, queries, keys, values, d_NJD)
     raw_queries, raw_keys, _ = model.split(qkv_NO)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.models.native import compiled
+from groupwise.models.native.fused import kernels_for
 
 ROWS_IN_CACHE = 64
 """Rows of gate and up that a processor handles at a time: 0.8 MB in float32 where each has 1,536 numbers."""
@@ -28,6 +29,9 @@ def norm_with_gradient(
     """The norm of the residual stream once more, in `dtype`; its gradient is added to `into_NH`, if there is one."""
     if compiled.suits(x_NH):
         return compiled.norm_with_gradient(x_NH, weight_H, epsilon, dtype, dy_NH, into_NH)
+    kernels = kernels_for(x_NH)
+    if kernels is not None:
+        return kernels.norm_with_gradient(x_NH, weight_H, epsilon, dtype, dy_NH, into_NH)
     scale_N1 = norm_scale(x_NH, epsilon)
     if dy_NH is not None and into_NH is not None:
         add_norm_gradient(into_NH, dy_NH, x_NH, scale_N1, weight_H)
@@ -57,6 +61,9 @@ def swiglu(gate_up_N2F: Tensor) -> Tensor:
     """`silu(gate) · up`, [N, F], rounded once."""
     if compiled.suits(gate_up_N2F):
         return compiled.gated(gate_up_N2F, gate_up_N2F.dtype)
+    kernels = kernels_for(gate_up_N2F)
+    if kernels is not None:
+        return kernels.gated(gate_up_N2F, gate_up_N2F.dtype)
     y_NF = gate_up_N2F.new_empty(len(gate_up_N2F), gate_up_N2F.shape[1] // 2)
     for rows in _pieces(gate_up_N2F):
         gate, up = _wide(gate_up_N2F[rows]).chunk(2, dim=-1)
@@ -71,6 +78,9 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
     """
     if compiled.suits(gate_up_N2F):
         return compiled.gated_with_gradient(gate_up_N2F, dy_NF)
+    kernels = kernels_for(gate_up_N2F)
+    if kernels is not None:
+        return kernels.gated_with_gradient(gate_up_N2F, dy_NF)
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
     for rows in _pieces(gate_up_N2F):
         both, dy = _wide(gate_up_N2F[rows]), _wide(dy_NF[rows])

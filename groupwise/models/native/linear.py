@@ -86,7 +86,7 @@ class Linear:
             if self.bias_O is None:
                 return x_NI @ self.weight_OI.t()
             return torch.addmm(self.bias_O, x_NI, self.weight_OI.t())
-        found_NO = torch.addmm(low.added(x_NI), x_NI, self.weight_OI.t())
+        found_NO = low.added(x_NI).addmm_(x_NI, self.weight_OI.t())
         # Not added to `added`: a sum with a bias would be rounded to the bias where the adapter adds little.
         return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
 

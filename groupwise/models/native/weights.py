@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from groupwise.models.native import compiled
 from groupwise.models.native.facts import FAMILIES, head_size
+from groupwise.models.native.fused import kernels_for
 from groupwise.models.native.linear import Linear, Part
 
 logger = logging.getLogger(__name__)
@@ -158,12 +159,18 @@ class NativeModel:
         shape = self.shape
         if self._by_kernels(x_NH, few=few):
             return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
+        kernels = kernels_for(x_NH)
+        if kernels is not None:
+            return kernels.normed(x_NH, weight_H, shape.epsilon, self.dtype)
         return F.rms_norm(x_NH, (shape.hidden,), weight_H, shape.epsilon).to(self.dtype)
 
     def gated(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor:
         """`silu(gate) · up`, [N, F], computed in float32 and rounded once; `few` as in `normed`."""
         if self._by_kernels(gate_up_N2F, few=few):
             return compiled.gated(gate_up_N2F, self.dtype)
+        kernels = kernels_for(gate_up_N2F)
+        if kernels is not None:
+            return kernels.gated(gate_up_N2F, self.dtype)
         gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
         return (F.silu(gate_NF) * up_NF).to(self.dtype)
 
@@ -172,7 +179,11 @@ class NativeModel:
         return self.head.few(self.normed(residual_NH, self.norm_H, few=True))
 
     def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
-        """Queries or keys after their norm and at their positions, in float32."""
+        """Queries or keys after their norm and at their positions, in float32; by kernels of a GPU in the model's number format."""
+        kernels = kernels_for(heads_NJD)
+        if kernels is not None:
+            given = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
+            return kernels.turned(*given, self.dtype)
         x = heads_NJD.float()
         if norm_D is not None:
             x = F.rms_norm(x, (self.shape.head_size,), norm_D, self.shape.epsilon)
@@ -182,7 +193,7 @@ class NativeModel:
     def heads(
         self, layer: Layer, qkv_NO: Tensor, rotations_N1C: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys at their positions, in float32, and values: `split` and `turned`."""
+        """Queries and keys at their positions, and values: `split` and `turned`."""
         queries, keys, values = self.split(qkv_NO)
         return (
             self.turned(queries, layer.query_norm_D, rotations_N1C),

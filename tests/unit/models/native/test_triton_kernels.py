@@ -1,0 +1,28 @@
+"""Kernels of a GPU by Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+ASK = """
+import torch
+from tests import device_checks
+for dtype in (torch.float32, torch.bfloat16):
+    device_checks.kernels_between_products_are_those_of_torch(torch.device("cpu"), dtype)
+"""
+
+
+def test_the_interpreter_gives_what_torch_does():
+    pytest.importorskip("triton")
+    subprocess.run(
+        [sys.executable, "-c", ASK],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        check=True,
+    )
