@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from groupwise.errors import ModelError
 from groupwise.models import config as settings_of_models
 from groupwise.models.files import read_json, read_tensors, write_tensors
-from groupwise.models.native.linear import Factors
+from groupwise.models.native.linear import Factors, at_once, in_float32, rounds_before_adding
 from groupwise.models.native.weights import NativeModel, native_model
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,14 @@ class ExactLoraLinear(PeftLinear):
         down, up = self.factors(name)
         up = up * self.scaling[name]
         inputs = F.dropout(x, self.dropout_of(name)) if self.switch.dropout else x
-        low = F.linear(F.linear(inputs, down.to(x.dtype)), up.to(x.dtype))
-        flat = torch.addmm(low.flatten(0, -2), x.flatten(0, -2), base.weight.t())
+        low, up = F.linear(inputs, down.to(x.dtype)).flatten(0, -2), up.to(x.dtype)
+        flat, weight = x.flatten(0, -2), base.weight
+        if not rounds_before_adding(x):
+            flat = torch.addmm(low @ up.t(), flat, weight.t())
+        elif torch.is_grad_enabled():
+            flat = at_once(flat, weight, low, up)
+        else:
+            flat = in_float32(flat, weight, low, up).to(x.dtype)
         if base.bias is not None:  # not added to `low`, which would be rounded to the bias
             flat = flat + base.bias
         return flat.view(*x.shape[:-1], -1)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.models.native.linear import Factors, Linear, LowRank, Part
+from groupwise.models.native.linear import (
+    Factors,
+    Linear,
+    LowRank,
+    Part,
+    at_once,
+    rounds_before_adding,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,11 @@ class Product:
         if self.low is None:
             return self.linear.many(x_NI), None
         low_NR = x_NI @ self.low.down_RI.t()
-        y_NO = (low_NR @ self.low.up_OR.t()).addmm_(x_NI, self.linear.weight_OI.t())
+        weight_OI, up_OR = self.linear.weight_OI, self.low.up_OR
+        if rounds_before_adding(x_NI):
+            y_NO = at_once(x_NI, weight_OI, low_NR, up_OR)
+        else:
+            y_NO = (low_NR @ up_OR.t()).addmm_(x_NI, weight_OI.t())
         if self.linear.bias_O is not None:  # last, as in `Linear.many`
             y_NO += self.linear.bias_O
         return y_NO, low_NR
@@ -56,7 +67,7 @@ class Product:
         return None if self.low is None else dy_NO @ self.low.up_OR
 
     def input_gradient(self, dy_NO: Tensor, u_NR: Tensor | None) -> Tensor:
-        """Of x: `dx = dy W + u A`."""
+        """Of x: `dx = dy W + u A`. On a GPU the first term is rounded before the second is added, which no step depends on."""
         if self.low is None or u_NR is None:
             return dy_NO @ self.linear.weight_OI
         return (u_NR @ self.low.down_RI).addmm_(dy_NO, self.linear.weight_OI)

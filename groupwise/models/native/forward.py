@@ -44,7 +44,7 @@ def text_attention(model: NativeModel, queries: Tensor, keys: Tensor, values: Te
     found = F.scaled_dot_product_attention(
         queries.to(model.dtype).transpose(0, 1)[None],
         keys.to(model.dtype).transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
+        values.to(model.dtype).transpose(0, 1)[None],
         is_causal=True,
         enable_gqa=True,
     )

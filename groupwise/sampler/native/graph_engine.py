@@ -79,7 +79,8 @@ class GraphEngine:
 
         def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
             keys_JPD, values_JPD = keys_PJD.transpose(0, 1), values_PJD.transpose(0, 1)
-            return keys_JPD.to(self._model.dtype), values_JPD.contiguous()
+            dtype = self._model.dtype
+            return keys_JPD.to(dtype), values_JPD.to(dtype).contiguous()
 
         return CopiedPrompt(len(ids), *prefilled(self._model, ids, self._adapter, keep))
 
@@ -149,7 +150,7 @@ class GraphEngine:
             keys_SJTD = self._keys_LSJTD[number, :, :, :length]
             values_SJTD = self._values_LSJTD[number, :, :, :length]
             keys_SJTD[places_S, :, positions_S] = keys.to(model.dtype)
-            values_SJTD[places_S, :, positions_S] = values
+            values_SJTD[places_S, :, positions_S] = values.to(model.dtype)
             queries_SJRD = queries.to(model.dtype).unflatten(1, (model.shape.kv_heads, -1))
             with _one_kernel(model.device):
                 found_SJRD = F.scaled_dot_product_attention(
