@@ -96,7 +96,7 @@ def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -
     rows, hidden = x_NH.shape
     y_NH = torch.empty_like(x_NH, dtype=dtype)
     if rows:
-        _norm[(rows,)](x_NH, weight_H, y_NH, hidden, epsilon, BLOCK=_block(hidden))
+        _norm[(rows,)](x_NH, weight_H, y_NH, hidden, epsilon, **_row(hidden))
     return y_NH
 
 
@@ -114,7 +114,7 @@ def norm_with_gradient(
     rows, hidden = x_NH.shape
     y_NH = torch.empty_like(x_NH, dtype=dtype)
     given = x_NH, weight_H, dy_NH.contiguous(), into_NH, y_NH
-    _norm_gradient[(rows,)](*given, hidden, epsilon, BLOCK=_block(hidden))
+    _norm_gradient[(rows,)](*given, hidden, epsilon, **_row(hidden))
     return y_NH
 
 
@@ -148,13 +148,15 @@ def turned(
     real = torch.view_as_real(rotations_N1C)
     _turned[(rows, heads)](
         heads_NJD, weight, real, y_NJD, heads_NJD.stride(0), epsilon,
-        NORMED=normed, SIZE=size, BLOCK=_block(size // 2),
+        NORMED=normed, SIZE=size, **_row(size // 2),
     )  # fmt: skip
     return y_NJD
 
 
-def _block(size: int) -> int:
-    return int(triton.next_power_of_2(size))
+def _row(size: int) -> dict[str, int]:
+    """A program for each row: its block, and so many warps that each thread has about 8 numbers of it."""
+    block = int(triton.next_power_of_2(size))
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
 
 
 def _spans(y_NF: Tensor) -> tuple[int, int]:
