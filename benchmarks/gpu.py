@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step import RESULTS, learn, machine, requests, rows_of, slug
 from benchmarks.work import LEARNING_RATE, RANK, Work
+from groupwise.errors import OutOfMemoryError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedAdapter
 from groupwise.models.config import LoraConfig
@@ -160,9 +161,9 @@ class Bench:
         """Most GiB of tensors since `forget_peak`; 0 on a processor."""
         return torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
 
-    def profiled(self, name: str, compute: Callable[[], object]) -> None:
-        """Do it once more and write down which kernels took how long, if profiles are wanted."""
-        if self.profiles is None:
+    def profiled(self, name: str | None, compute: Callable[[], object]) -> None:
+        """Do it once more and write down which kernels took how long, if profiles are wanted and it has a name."""
+        if self.profiles is None or name is None:
             return
         activities = [ProfilerActivity.CPU]
         if self.device == "cuda":
@@ -210,13 +211,14 @@ def ceilings(bench: Bench) -> dict[str, float]:
     small = bench.device == "cpu"
     rows, size = (256, 1 << 24) if small else (PRODUCT, COPY)
     x, y = (torch.randn(rows, rows, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(x)
     source = torch.randint(0, 255, (size,), device=bench.device, dtype=torch.uint8)
     into = torch.empty_like(source)
     times = 10
 
     def multiply() -> None:
         for _ in range(times):
-            x @ y
+            torch.mm(x, y, out=product)
 
     def copy() -> None:
         for _ in range(times):
@@ -232,7 +234,7 @@ def measured(name: str, bench: Bench, folder: Path, ceilings: dict[str, float]) 
     """All that is measured of a size, printed line by line."""
     size, found = SIZES[name], dict[str, Any]()
 
-    def note(what: str, **numbers: float) -> None:
+    def note(what: str, numbers: dict[str, float]) -> None:
         found[what] = numbers
         words = ", ".join(f"{key} {value:,.4g}" for key, value in numbers.items())
         print(f"{name:>5}  {what:<28} {words}", flush=True)
@@ -241,69 +243,83 @@ def measured(name: str, bench: Bench, folder: Path, ceilings: dict[str, float]) 
     trained = TrainedAdapter(AdaptedModel(size.model(bench.device), adapter), seed=0)
     served = ServedAdapter(trained.adapted)
     publisher = _learner(trained, folder, bench.budgets[0])
-    rows: list[Row] = []
-    for eager in (True, False) if bench.eager else (False,):
-        bench.forget_peak()
-        room = -(-(size.work.longest + size.work.new_tokens) // KEYS) * KEYS
-        sampler = TorchSampler(
-            served, tiny_tokenizer(), DecodeLayout(size.rows, room), enforce_eager=eager
-        )
-        asyncio.run(sampler.load(asyncio.run(publisher.publish(1))))
-
-        def sample(sampler: TorchSampler = sampler) -> None:
-            asked = requests(size.work, 0)
-
-            async def ask() -> None:
-                groups = await asyncio.gather(*map(sampler.generate, asked))
-                rows[:] = rows_of(asked, groups)
-
-            asyncio.run(ask())
-
-        seconds = bench.seconds(sample)
-        note(
-            "sampling without graphs" if eager else "sampling",
-            tokens_per_second=size.work.sampled / seconds,
-            milliseconds_per_token=1000 * seconds / size.work.new_tokens,
-            floor_milliseconds=1000 * size.bytes_of_a_token() / ceilings["bytes"],
-            gib=bench.peak(),
-        )
-        if not eager:
-            bench.profiled(f"sampling-{name}", sample)
-        del sampler, sample
+    floor = 1000 * size.bytes_of_a_token() / ceilings["bytes"]
+    if bench.eager:
+        eager, _ = sampling(size, bench, served, publisher, enforce_eager=True)
+        note("sampling without graphs", eager)
+    numbers, rows = sampling(size, bench, served, publisher, profile=f"sampling-{name}")
+    note("sampling", {**numbers, "floor_milliseconds": floor})
     gaps = _gaps(publisher, rows)
-    note("gap", mean_absolute=float(gaps.abs().mean()), mean=float(gaps.mean()))
+    note("gap", {"mean_absolute": float(gaps.abs().mean()), "mean": float(gaps.mean())})
+    floor = size.products_of_learning() / ceilings["flops"]
     for budget in bench.budgets:
-        bench.forget_peak()
-        learner = _learner(trained, folder, budget)
+        profile = f"learning-{name}" if budget == bench.budgets[-1] else None
+        numbers = learning(size, bench, _learner(trained, folder, budget), rows, profile=profile)
+        note(f"learning, {budget} tokens", {**numbers, "floor_seconds": floor})
+    note("publication", publication(bench, served, publisher))
+    return found
 
-        def step(learner: TorchLearner = learner) -> None:
-            asyncio.run(learn(learner, rows))
-            asyncio.run(learner.update(OptimiserParams(learning_rate=LEARNING_RATE)))
 
-        try:
-            seconds = bench.seconds(step)
-        except torch.OutOfMemoryError:
-            learner.discard()
-            note(f"learning, {budget} tokens", out_of_memory=1.0)
-            continue
-        note(
-            f"learning, {budget} tokens",
-            tokens_per_second=size.learnt_tokens() / seconds,
-            seconds=seconds,
-            floor_seconds=size.products_of_learning() / ceilings["flops"],
-            gib=bench.peak(),
-        )
-        if budget == bench.budgets[-1]:
-            bench.profiled(f"learning-{name}", step)
+def sampling(
+    size: Size,
+    bench: Bench,
+    served: ServedAdapter,
+    publisher: TorchLearner,
+    *,
+    enforce_eager: bool = False,
+    profile: str | None = None,
+) -> tuple[dict[str, float], list[Row]]:
+    """How long the completions of a step take, and the rows that they make."""
+    bench.forget_peak()
+    room = -(-(size.work.longest + size.work.new_tokens) // KEYS) * KEYS
+    layout = DecodeLayout(size.rows, room)
+    sampler = TorchSampler(served, tiny_tokenizer(), layout, enforce_eager=enforce_eager)
+    asyncio.run(sampler.load(asyncio.run(publisher.publish(1))))
+    asked, rows = requests(size.work, 0), list[Row]()
+
+    async def ask() -> None:
+        rows[:] = rows_of(asked, await asyncio.gather(*map(sampler.generate, asked)))
+
+    seconds = bench.seconds(lambda: asyncio.run(ask()))
+    peak = bench.peak()
+    bench.profiled(profile, lambda: asyncio.run(ask()))
+    numbers = {
+        "tokens_per_second": size.work.sampled / seconds,
+        "milliseconds_per_token": 1000 * seconds / size.work.new_tokens,
+        "gib": peak,
+    }
+    return numbers, rows
+
+
+def learning(
+    size: Size, bench: Bench, learner: TorchLearner, rows: list[Row], *, profile: str | None
+) -> dict[str, float]:
+    """How long a gradient and an update take; `out_of_memory` where there is none for it."""
+    bench.forget_peak()
+
+    def step() -> None:
+        asyncio.run(learn(learner, rows))
+        asyncio.run(learner.update(OptimiserParams(learning_rate=LEARNING_RATE)))
+
+    try:
+        seconds = bench.seconds(step)
+    except OutOfMemoryError:
+        learner.discard()
+        return {"out_of_memory": 1.0}
+    peak = bench.peak()
+    bench.profiled(profile, step)
+    return {"tokens_per_second": size.learnt_tokens() / seconds, "seconds": seconds, "gib": peak}
+
+
+def publication(bench: Bench, served: ServedAdapter, publisher: TorchLearner) -> dict[str, float]:
+    """Seconds until an adapter is on the disk, and until a sampler has it."""
+    loading = TorchSampler(served, tiny_tokenizer(), DecodeLayout(8, KEYS))
     begin = time.perf_counter()
     policy = asyncio.run(publisher.publish(2))
     written = time.perf_counter()
-    loading = TorchSampler(served, tiny_tokenizer(), DecodeLayout(8, KEYS))
-    begin_load = time.perf_counter()
     asyncio.run(loading.load(policy))
     bench.wait()
-    note("publication", written=written - begin, loaded=time.perf_counter() - begin_load)
-    return found
+    return {"written": written - begin, "loaded": time.perf_counter() - written}
 
 
 def _learner(trained: TrainedAdapter, folder: Path, budget: int) -> TorchLearner:

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Make an environment with what tests talk to that does not go with ours: `real_environment.py ray | unsloth`.
+"""Make an environment with what tests use that does not go with ours: `real_environment.py ray | triton | unsloth`.
 
+triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
 ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
 unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release
          of transformers that Unsloth goes with; torch is the build for CPUs, and what only GPUs need is left out
@@ -12,6 +13,7 @@ whole. Nothing is started here: the tests start what they need as children of th
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RELEASES = {"ray": "2.60.0", "unsloth": "2026.10.9"}
+RELEASES = {"ray": "2.60.0", "triton": "3.6.0", "unsloth": "2026.10.9"}
 BESIDE_UNSLOTH = (
     *("transformers==5.17.0", "huggingface_hub==1.33.0", "datasets==4.8.5", "trl==1.15.0"),
     *("accelerate", "tyro", "msgspec", "hf_transfer", "sentencepiece", "einops"),
@@ -40,7 +42,7 @@ def main() -> int:
         print(f"{name!r}: one of {', '.join(RELEASES)} is wanted", file=sys.stderr)
         return 2
     folder = where(name)
-    if folder.exists():
+    if folder.exists() or (name == "triton" and not has_triton()):
         return 0
     print(f"Making an environment with {name} {RELEASES[name]} in {folder}")
     return 0 if made(folder, packages(name)) else 1
@@ -53,11 +55,18 @@ def where(name: str) -> Path:
     return Path(cache, "groupwise", f"real-{name}", f"{RELEASES[name]}-{python}")
 
 
+def has_triton() -> bool:
+    """Whether there is a Triton for this machine."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
 def packages(name: str) -> tuple[Sequence[str], ...]:
     """What pip is given, one time after the other."""
     release = RELEASES[name]
     if name == "ray":
         return ([f"ray[default]=={release}"],)  # with its dashboard, whose API jobs are given to
+    if name == "triton":
+        return (["--no-deps", f"triton=={release}"],)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     own = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     alone = ["--no-deps", f"unsloth=={release}", f"unsloth_zoo=={release}", *ALONE]

@@ -445,7 +445,7 @@ def small_steps_act_in_full(case: DeviceCase, rate: float, within: float = 0.05)
     weights = bundled(case.device, "bfloat16")
     assert native_model(weights.model) is not None
     for slope in trained_slopes(weights, rate):
-        assert abs(slope.value - 1) < within, slope
+        assert abs(slope.value - 1) < max(within, 3 * slope.error), slope
 
 
 def a_short_run_goes_through(

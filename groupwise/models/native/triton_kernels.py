@@ -5,8 +5,8 @@ model. All compute in float32 and round once, as torch's do; sums of a row may d
 not depend on the other rows. Formulas: `groupwise.learner.native.elementwise`.
 """
 
-# Triton's own language has no types: pyright sees pointers and blocks as unknown.
-# pyright: basic
+# Triton comes with torch's CUDA build alone, and its language has no types.
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 
 from __future__ import annotations
 

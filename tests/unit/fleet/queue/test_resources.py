@@ -24,15 +24,9 @@ def test_forms_of_gpus(
     assert (found.gpus, found.named, found.vm) == (gpus, named, vm)
 
 
-@pytest.mark.parametrize(
-    ("words", "megabytes"),
-    [
-        ("40GB", 40_000),
-        ("512MB", 512),
-        ("1.5TB", 1_500_000),
-        ("1GiB", 1074),
-    ],
-)
+@pytest.mark.parametrize(("words", "megabytes"), [
+    ("40GB", 40_000), ("512MB", 512), ("1.5TB", 1_500_000), ("1GiB", 1074),
+])  # fmt: skip
 def test_sizes(words: str, megabytes: int) -> None:
     assert parse(ram=words).ram_mb == megabytes
 

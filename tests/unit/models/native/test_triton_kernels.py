@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
 ROOT = Path(__file__).parents[4]
+TRITON = run_path(str(ROOT / "scripts/real_environment.py"))["where"]("triton")
 ASK = """
 import torch
 from tests import device_checks
@@ -18,11 +20,8 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.skipif(not TRITON.exists(), reason="scripts/real_environment.py makes its environment")
 def test_the_interpreter_gives_what_torch_does():
-    pytest.importorskip("triton")
-    subprocess.run(
-        [sys.executable, "-c", ASK],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        check=True,
-    )
+    (packages,) = TRITON.glob("lib/python*/site-packages")
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(packages)}
+    subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, env=env, check=True)
