@@ -159,15 +159,10 @@ def lost_by_a_kill(
     return killed
 
 
-@pytest.mark.parametrize(
-    ("rank", "step", "moment"),
-    [
-        (1, 3, "update"),
-        pytest.param(0, 2, "commit", marks=SOAK),
-        pytest.param(1, 1, "commit", marks=SOAK),
-        pytest.param(0, 0, "update", marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("rank", "step", "moment"), [
+    (1, 3, "update"), pytest.param(0, 2, "commit", marks=SOAK), pytest.param(1, 1, "commit", marks=SOAK),
+    pytest.param(0, 0, "update", marks=SOAK),
+])  # fmt: skip
 def test_a_killed_rank_ends_the_run(undisturbed, tmp_path, monkeypatch, rank, step, moment):
     with monkeypatch.context() as patch:
         lost_by_a_kill(scaled(tmp_path), patch, rank, step, moment)

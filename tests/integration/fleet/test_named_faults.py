@@ -154,15 +154,10 @@ def test_another_dispatcher_finishes_what_one_had_begun(pair: DispatcherPair, po
     assert (happened, len(pair.fleet.epochs(job))) == ([1, 1], 1)
 
 
-@pytest.mark.parametrize(
-    ("point", "meanwhile"),
-    [
-        ("host.launch:before", "running"),
-        ("host.launch:before", "cancelled"),
-        pytest.param("host.launch:before", "completed", marks=SOAK),
-        pytest.param("host.launch:after", "completed", marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("point", "meanwhile"), [
+    ("host.launch:before", "running"), ("host.launch:before", "cancelled"), pytest.param("host.launch:before", "completed", marks=SOAK),
+    pytest.param("host.launch:after", "completed", marks=SOAK),
+])  # fmt: skip
 def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
     pair: DispatcherPair, point: str, meanwhile: str
 ) -> None:

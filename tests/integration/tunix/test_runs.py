@@ -61,15 +61,10 @@ def assert_close(one: RlResult, other: RlResult) -> None:
     assert any(value.any() for name, value in ours.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "compared"),
-    [
-        ([2, 1], False),
-        pytest.param([2, 1], True, marks=SOAK),
-        pytest.param([1, 2], True, marks=SOAK),
-        pytest.param([1, 1], False, marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "compared"), [
+    ([2, 1], False), pytest.param([2, 1], True, marks=SOAK), pytest.param([1, 2], True, marks=SOAK),
+    pytest.param([1, 1], False, marks=SOAK),
+])  # fmt: skip
 @pytest.mark.usefixtures("divided")
 def test_two_devices_divide_the_work_and_a_run_that_is_gone_on_with_is_equal_to_the_bit(
     tmp_path: Path, mesh: list[int], compared: bool

@@ -127,15 +127,10 @@ def test_hostile_texts_are_shown_and_do_nothing(visit: Visit, site: str) -> None
 SOAK = pytest.mark.soak(suite="web")
 
 
-@pytest.mark.parametrize(
-    ("viewport", "scheme"),
-    [
-        pytest.param(DESK, "light", id="desk-light"),
-        pytest.param(PHONE, "dark", id="phone-dark"),
-        pytest.param(DESK, "dark", id="desk-dark", marks=SOAK),
-        pytest.param(PHONE, "light", id="phone-light", marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("viewport", "scheme"), [
+    pytest.param(DESK, "light", id="desk-light"), pytest.param(PHONE, "dark", id="phone-dark"),
+    pytest.param(DESK, "dark", id="desk-dark", marks=SOAK), pytest.param(PHONE, "light", id="phone-light", marks=SOAK),
+])  # fmt: skip
 def test_every_page_is_accessible_and_fits(
     visit: Visit, site: str, scheme: str, viewport: ViewportSize
 ) -> None:

@@ -202,15 +202,10 @@ def test_what_cannot_work_is_refused(words, told, capsys):
     assert re.search(told, said), said
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"endpoint_model": "my-o1-model"}, "under another name"),
-        ({"samples_per_prompt": 2}, "need a temperature above 0"),
-        ({"policy": "mine"}, "serves what it was started with"),
-        ({"endpoint": "http://me:secret@x"}, "Keys come only from the environment"),
-    ],
-)
+@pytest.mark.parametrize(("given", "told"), [
+    ({"endpoint_model": "my-o1-model"}, "under another name"), ({"samples_per_prompt": 2}, "need a temperature above 0"),
+    ({"policy": "mine"}, "serves what it was started with"), ({"endpoint": "http://me:secret@x"}, "Keys come only from the environment"),
+])  # fmt: skip
 def test_what_an_endpoint_cannot_be_asked_is_refused(given, told):
     with pytest.raises(UsageError, match=told):
         SuitesAsked(("math_500",), **{"endpoint": "http://x", "endpoint_model": "m", **given})

@@ -97,15 +97,10 @@ def jump_of(found: Alias) -> tuple[str, int, str | None]:
 
 
 @with_ssh
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("Host x\n ProxyCommand nc %h %p\n", "ProxyCommand"),
-        ("Host x\n ProxyJump a,b\n", "several jump hosts"),
-        ("Host x\n ProxyJump a\nHost a\n ProxyJump b\n", "several jump hosts"),
-        ("Host x\n Port many\n", "ssh cannot say"),
-    ],
-)
+@pytest.mark.parametrize(("text", "why"), [
+    ("Host x\n ProxyCommand nc %h %p\n", "ProxyCommand"), ("Host x\n ProxyJump a,b\n", "several jump hosts"),
+    ("Host x\n ProxyJump a\nHost a\n ProxyJump b\n", "several jump hosts"), ("Host x\n Port many\n", "ssh cannot say"),
+])  # fmt: skip
 def test_what_cannot_be_followed_is_refused(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=why):
         resolve_alias("x", config=config(tmp_path, text))

@@ -11,16 +11,11 @@ def course(steps: int, **settings) -> list[float]:
     return [learning_rate(step, steps, config) for step in range(steps)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "warmup", "wanted"),
-    [
-        ("constant", 1, 0, [1.0]),
-        ("linear", 4, 0, [1.0, 0.75, 0.5, 0.25]),
-        ("cosine", 4, 0, [1.0, 0.8535533905932737, 0.5, 0.14644660940672627]),
-        ("constant", 6, 3, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        ("linear", 6, 2, [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "steps", "warmup", "wanted"), [
+    ("constant", 1, 0, [1.0]), ("linear", 4, 0, [1.0, 0.75, 0.5, 0.25]),
+    ("cosine", 4, 0, [1.0, 0.8535533905932737, 0.5, 0.14644660940672627]), ("constant", 6, 3, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+    ("linear", 6, 2, [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+])  # fmt: skip
 def test_the_course_of_each_kind(kind, steps, warmup, wanted):
     """It would be 0 after the last step, and does not begin at 0."""
     found = course(steps, lr_scheduler_type=kind, warmup_steps=warmup)

@@ -37,15 +37,10 @@ def trained(dtype: torch.dtype, **settings: Any) -> TrainedAdapter:
     return weights
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rate", "tokens", "dropout"),
-    [
-        (torch.float32, 1e-6, 1 << 10, 0.0),
-        pytest.param(torch.bfloat16, 1e-6, 1 << 15, 0.5, marks=SOAK),
-        (torch.bfloat16, 1e-5, 1 << 13, 0.0),
-        (torch.bfloat16, 1e-4, 1 << 13, 0.5),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "rate", "tokens", "dropout"), [
+    (torch.float32, 1e-6, 1 << 10, 0.0), pytest.param(torch.bfloat16, 1e-6, 1 << 15, 0.5, marks=SOAK),
+    (torch.bfloat16, 1e-5, 1 << 13, 0.0), (torch.bfloat16, 1e-4, 1 << 13, 0.5),
+])  # fmt: skip
 def test_every_way_lets_small_steps_through(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rate: float, tokens: int, dropout: float
 ):

@@ -612,18 +612,13 @@ late = Late()
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "old", "new", "name"),
-    [
-        (BEGIN, "LIMIT = 3", "LIMIT = 4", "LIMIT"),
-        (BEGIN, "len(text) >", "len(text) >=", "helper"),
-        (BEGIN, "scale=2.0", "scale=3.0", "scale"),
-        (BEGIN, "* scale for", "+ scale for", ""),
-        (using("good('x')", CLOSURES), '["yes"]', '["yes", "ok"]', "good.words"),
-        (using("counter.value()", COUNTER), "Counter(8)", "Counter(9)", "counter.start"),
-        (using("counter.value()", COUNTER), "start * 1", "start * 2", "Counter.value"),
-    ],
-)
+@pytest.mark.parametrize(("source", "old", "new", "name"), [
+    (BEGIN, "LIMIT = 3", "LIMIT = 4", "LIMIT"), (BEGIN, "len(text) >", "len(text) >=", "helper"),
+    (BEGIN, "scale=2.0", "scale=3.0", "scale"), (BEGIN, "* scale for", "+ scale for", ""),
+    (using("good('x')", CLOSURES), '["yes"]', '["yes", "ok"]', "good.words"),
+    (using("counter.value()", COUNTER), "Counter(8)", "Counter(9)", "counter.start"),
+    (using("counter.value()", COUNTER), "start * 1", "start * 2", "Counter.value"),
+])  # fmt: skip
 def test_a_change_is_known_by_its_name(source: str, old: str, new: str, name: str) -> None:
     assert source.count(old) == 1
     assert changed(made(source), made(source.replace(old, new))) == {name}

@@ -150,15 +150,10 @@ def forked():
 
 
 @TIED
-@pytest.mark.parametrize(
-    ("processes", "dtype"),
-    [
-        (1, "float32"),
-        pytest.param(1, "bfloat16", marks=SOAK),
-        pytest.param(2, "float32", marks=SOAK),
-        pytest.param(2, "bfloat16", marks=SOAK),
-    ],
-)
+@pytest.mark.parametrize(("processes", "dtype"), [
+    (1, "float32"), pytest.param(1, "bfloat16", marks=SOAK), pytest.param(2, "float32", marks=SOAK),
+    pytest.param(2, "bfloat16", marks=SOAK),
+])  # fmt: skip
 async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, alone):
     """One of them draws dropout between the micro-batches of others."""
     wanted = {name: await alone(name, dtype) for name in SHAPES}

@@ -59,22 +59,16 @@ DIVIDED = {"learners": 2, "samplers": 1, "strategy": "fsdp2"}
 TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
 
 
-@pytest.mark.parametrize(
-    ("given", "more", "words"),
-    [
-        (TWO, {"scale": {"learners": 65}}, r"65, but a step has only 64 rows"),
-        (TWO, {"run": {"processes": 2}}, r"run\.processes is 2"),
-        (TWO, {"run": {"threads": 1}}, r"run\.threads is 1"),
-        (TWO, {"run": {"server": "http://there"}}, r"run\.server"),
-        (TWO, TUNIX, "tunix"),
-        (APART, {"run": {"processes": 2}}, r"samplers is 2 and run\.processes is 2"),
-        (APART, {"run": {"threads": 2}}, r"samplers is 2, but run\.threads is 2"),
-        (APART, {"run": {"server": "http://there"}}, r"samplers is 2(.|\n)*run\.server"),
-        (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but scale\.samplers"),
-        (TWO, {"scale": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
-        (TWO, {"scale": {**DIVIDED, "samplers": 0}}, r"scale\.samplers is 0"),
-    ],
-)
+@pytest.mark.parametrize(("given", "more", "words"), [
+    (TWO, {"scale": {"learners": 65}}, r"65, but a step has only 64 rows"), (TWO, {"run": {"processes": 2}}, r"run\.processes is 2"),
+    (TWO, {"run": {"threads": 1}}, r"run\.threads is 1"), (TWO, {"run": {"server": "http://there"}}, r"run\.server"),
+    (TWO, TUNIX, "tunix"), (APART, {"run": {"processes": 2}}, r"samplers is 2 and run\.processes is 2"),
+    (APART, {"run": {"threads": 2}}, r"samplers is 2, but run\.threads is 2"),
+    (APART, {"run": {"server": "http://there"}}, r"samplers is 2(.|\n)*run\.server"),
+    (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but scale\.samplers"),
+    (TWO, {"scale": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
+    (TWO, {"scale": {**DIVIDED, "samplers": 0}}, r"scale\.samplers is 0"),
+])  # fmt: skip
 def test_what_does_not_go_together(given, more, words):
     with pytest.raises(ConfigError, match=words):
         load_config({**given, **more})

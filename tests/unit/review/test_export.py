@@ -113,16 +113,11 @@ def test_a_failure_leaves_what_was_there(runs, tmp_path):
     assert names(output) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"to": "jsonl", "dtype": "bfloat16"}, "--dtype has no effect"),
-        ({"to": "merged", "converter": Path("x.py")}, "--converter has no effect"),
-        ({"to": "gguf", "converter": Path("none.py")}, "none.py"),
-        ({"to": "adapter", "run": "other"}, "'other'"),
-        ({"to": "adapter", "run": "base"}, "'base' is no run"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), [
+    ({"to": "jsonl", "dtype": "bfloat16"}, "--dtype has no effect"),
+    ({"to": "merged", "converter": Path("x.py")}, "--converter has no effect"), ({"to": "gguf", "converter": Path("none.py")}, "none.py"),
+    ({"to": "adapter", "run": "other"}, "'other'"), ({"to": "adapter", "run": "base"}, "'base' is no run"),
+])  # fmt: skip
 def test_what_cannot_work_is_said_before_any_work(runs, tmp_path, arguments, told):
     given = {"run": "toy", **arguments}
     with pytest.raises((UsageError, RunNotFoundError), match=told):

@@ -73,16 +73,10 @@ HUNDRED = {"max_completion_length": 100}
 TWO_STAGES = {"type": "two_stage", "max_reasoning_length": 160, "max_answer_length": 40}
 
 
-@pytest.mark.parametrize(
-    ("given", "limit"),
-    [
-        (config(sampler=HUNDRED), 75),
-        (config(sampler=HUNDRED, overlong_length=99), 99),
-        (config(sampler=HUNDRED, rollout=TWO_STAGES), 150),
-        (config(overlong_length=7), 7),
-        (config(), None),
-    ],
-)
+@pytest.mark.parametrize(("given", "limit"), [
+    (config(sampler=HUNDRED), 75), (config(sampler=HUNDRED, overlong_length=99), 99), (config(sampler=HUNDRED, rollout=TWO_STAGES), 150),
+    (config(overlong_length=7), 7), (config(), None),
+])  # fmt: skip
 def test_over_length_alone_is_taken_from_what_has_no_guess(given, limit):
     for tokens in (limit or 10_000, (limit or 10_000) + 1):
         taken = -0.5 if limit and tokens > limit else 0.0

@@ -361,15 +361,10 @@ def test_strays(epoch: int, reading: Reading, known: Known | None, what: Stray) 
 
 
 @pytest.mark.parametrize("reading", [Reading.LOST, Reading.EXITED])
-@pytest.mark.parametrize(
-    ("known", "what"),
-    [
-        (None, Stray.QUARANTINE),
-        (Known(live_epoch=4, highest_epoch=4), Stray.QUARANTINE),
-        (Known(live_epoch=5, highest_epoch=5), Stray.LEAVE),
-        (Known(live_epoch=None, highest_epoch=6), Stray.LEAVE),
-    ],
-)
+@pytest.mark.parametrize(("known", "what"), [
+    (None, Stray.QUARANTINE), (Known(live_epoch=4, highest_epoch=4), Stray.QUARANTINE),
+    (Known(live_epoch=5, highest_epoch=5), Stray.LEAVE), (Known(live_epoch=None, highest_epoch=6), Stray.LEAVE),
+])  # fmt: skip
 def test_what_outlives_its_supervisor(reading: Reading, known: Known | None, what: Stray) -> None:
     assert stray(5, reading, known, survivors=1) is what
     assert stray(5, reading, known, survivors=0) is Stray.LEAVE

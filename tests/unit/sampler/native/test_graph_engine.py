@@ -51,15 +51,9 @@ def decoded(engine: GraphEngine, steps: int = 3, length: int = 5) -> Tensor:
     return torch.stack([engine.decode([3 + step % 90, 50]) for step in range(steps)])
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("llama-biases", torch.float32),
-        ("qwen2-tied", torch.bfloat16),
-        ("qwen3", torch.bfloat16),
-        ("llama-mqa", torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("llama-biases", torch.float32), ("qwen2-tied", torch.bfloat16), ("qwen3", torch.bfloat16), ("llama-mqa", torch.float32),
+])  # fmt: skip
 def test_replays_are_the_plain_computation_to_the_bit(monkeypatch, name, dtype):
     monkeypatch.setattr(graph_engine, "KEYS", 32)
     weights = ServedModel(family(name, dtype=dtype))
