@@ -81,12 +81,27 @@ class ExactLoraLinear(PeftLinear):
         if not rounds_before_adding(x):
             flat = torch.addmm(low @ up.t(), flat, weight.t())
         elif torch.is_grad_enabled():
-            flat = at_once(flat, weight, low, up)
+            flat = cast("Tensor", _AtOnce.apply(flat, weight, low, up))
         else:
             flat = in_float32(flat, weight, low, up).to(x.dtype)
         if base.bias is not None:  # not added to `low`, which would be rounded to the bias
             flat = flat + base.bias
         return flat.view(*x.shape[:-1], -1)
+
+
+class _AtOnce(torch.autograd.Function):
+    """`at_once`, without a gradient of the weight, which torch would compute to leave it out."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_OI, low_NR, up_OR)
+        return at_once(x_NI, weight_OI, low_NR, up_OR)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        weight_OI, low_NR, up_OR = ctx.saved_tensors
+        (dy_NO,) = grad_outputs
+        return dy_NO @ weight_OI, None, dy_NO @ up_OR, dy_NO.t() @ low_NR
 
 
 class AdaptedModel:

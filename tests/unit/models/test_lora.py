@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from groupwise.errors import ModelError
 from groupwise.learner.weights import TrainedAdapter
+from groupwise.models import lora
 from groupwise.models.config import LoraConfig
 from groupwise.models.lora import (
     CONFIG,
@@ -309,15 +310,22 @@ def test_the_fingerprint_survives_the_file(tmp_path):
     assert fingerprint(read_adapter(folder)) != fingerprint(model.parameters("policy"))
 
 
-def test_the_layer_computes_the_low_rank_sum():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_layer_computes_the_low_rank_sum(monkeypatch, at_once):
+    """And its gradient, also where the sum is one product, as on a GPU."""
+    monkeypatch.setattr(lora, "rounds_before_adding", lambda x: at_once)
     model = trained()
     for layer in model.layers.values():
-        down, up = layer.factors("policy")
         base: Any = layer.get_base_layer()
-        inputs = torch.randn(2, 3, base.in_features, generator=torch.Generator().manual_seed(2))
-        wanted = inputs @ (base.weight + 2.0 * up @ down).t()
-        with torch.no_grad(), model.using("policy"):
-            torch.testing.assert_close(layer(inputs), wanted, atol=1e-5, rtol=1e-5)
+        generator = torch.Generator().manual_seed(2)
+        inputs = torch.randn(2, 3, base.in_features, generator=generator, requires_grad=True)
+        leaves = (inputs, *layer.factors("policy"))
+        wanted = inputs @ (base.weight + 2.0 * leaves[2] @ leaves[1]).t()
+        with model.using("policy"):
+            found = layer(inputs)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        gradients = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, wanted))
+        torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
