@@ -43,8 +43,8 @@ from groupwise.unsloth import config as unsloth
 _BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 
-TAKEN_OVER = ("task", "scale")
-"""Sections of the RL config that a warm-up has where it does not say otherwise; the model and its adapter are the same in both."""
+DRAWN_BY = ("sampler", "rollout", "rewards", "data", "task")
+"""Sections of an RL config that say how completions are drawn and scored; of `eval` what counts as success does, too."""
 
 
 def bounds_of(condition: str) -> list[tuple[str, str, float]]:
@@ -285,16 +285,25 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
         tree = given_tree(asked)
     above = config.model_dump(mode="json", exclude_unset=True)
     shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
-    inherited = {section: above[section] for section in TAKEN_OVER if section in above}
+    inherited = {"task": above["task"]} if "task" in above else {}
+    if scale := {k: v for k, v in above.get("scale", {}).items() if k in ScaleConfig.model_fields}:
+        inherited["scale"] = scale
     values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
     run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
     run |= {"dir": config.run.dir, "server": config.run.server}
     drawn = _section(values, "eval").get("completions")
     if isinstance(drawn, dict):
-        cast("dict[str, Any]", drawn).setdefault("rl", {**above, "warm_up": None})
+        cast("dict[str, Any]", drawn)["rl"] = _drawing(above)
     tree.values.clear()
     tree.values.update({**inherited, **values, **shared, "run": run})
     return load_sft_config(tree)
+
+
+def _drawing(above: Mapping[str, Any]) -> dict[str, Any]:
+    """Of an RL config what completions depend on, and nothing else: another learning rate wants no other warm-up."""
+    success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
+    found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
+    return {**found, **({"eval": success} if success else {})}
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _nothing_solved(tried: Sequence[Sequence[Verdict]], success: Success) -> lis
             "given: solved",
             "warning",
             f"none of {len(judged)} counts as solved (eval.success_threshold, eval.success_part)",
-            "what is never right cannot be reinforced",
+            "a reward that is paid for right answers alone cannot rise from here; one that pays for steps towards them can",
             "begin with easier examples or with hints in the prompt, warm the model up first (warm_up), or say in the config what counts",
             {"completions": len(judged)},
         )

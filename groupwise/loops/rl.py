@@ -31,8 +31,9 @@ from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
 
 FIRST_ADVICE = 5
 """Steps after which a run says for the first time what keeps it from learning."""
-HOPELESS = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
-"""Metrics by which a reward cannot rise: groups without signal, nothing right, rollouts without a reward, a policy without choice."""
+IN_THE_WAY = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
+"""Metrics of what may keep a reward from rising: groups without signal, nothing right, rollouts without a reward, a policy without
+choice."""
 
 
 async def train(run: TaskRun) -> None:
@@ -58,7 +59,7 @@ async def train(run: TaskRun) -> None:
 def say_what_keeps_it_from_learning(run: TaskRun) -> None:
     """Warn early, so that nobody waits until the end of a run whose reward cannot rise."""
     for each in advice_on(run.folder.store):
-        if each["metric"] in HOPELESS:
+        if each["metric"] in IN_THE_WAY:
             run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")
 
 

@@ -76,6 +76,8 @@ class SftRun(Training):
     """Draws what the policy writes by itself, where that is evaluated, too."""
     reached: str | None = None
     """The condition of `training.stop_when` that holds."""
+    measured: Mapping[str, float] | None = None
+    """By the last evaluation that looked for one."""
 
     @property
     def gave_up(self) -> bool:
@@ -117,7 +119,8 @@ class SftRun(Training):
         self.to_beat = position["to_beat"]
         self.not_better = position["not_better"]
         self.evaluated_step = position["evaluated_step"]
-        self.reached = position.get("reached")
+        reached = position.get("reached")
+        self.reached = reached if reached in self.config.training.stop_when else None
 
 
 async def train(run: SftRun) -> None:
@@ -130,6 +133,12 @@ async def train(run: SftRun) -> None:
         await evaluate_if_due(run)
         if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
             await save(run)
+    if run.config.training.stop_when and run.reached is None:
+        there = ", ".join(f"{name} is {value:.4g}" for name, value in (run.measured or {}).items())
+        run.say(
+            f"warning: after {run.step} steps none of training.stop_when holds ({there or 'nothing was evaluated'}): "
+            "the policy has not learnt what they ask for"
+        )
 
 
 async def take_step(run: SftRun) -> None:
@@ -264,12 +273,14 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     """The condition of `training.stop_when` that holds now, if one does."""
     conditions = run.config.training.stop_when
-    unknown = {name for each in conditions for name, _, _ in bounds_of(each)} - metrics.keys()
-    if unknown and run.step == 0:
+    named = {name for each in conditions for name, _, _ in bounds_of(each)}
+    unknown = named - metrics.keys()
+    if unknown and run.measured is None:
         run.say(
             f"warning: training.stop_when names {', '.join(sorted(unknown))}, which the evaluation does not have. There are: "
             f"{', '.join(metrics)}"
         )
+    run.measured = {name: metrics[name] for name in sorted(named - unknown)}
     met = (each for each in conditions if holds(each, metrics))
     run.reached = next(met, None)
     if run.reached is not None:

@@ -164,6 +164,7 @@ def _refuse_evaluation_of_nothing(config: SftConfig, task: Task) -> None:
         "eval.eval_steps": evaluation.eval_steps,
         "eval.early_stopping_patience": evaluation.early_stopping_patience,
         "eval.load_best_model_at_end": evaluation.load_best_model_at_end or None,
+        "training.stop_when": config.training.stop_when or None,
     }
     keys = [key for key, value in asked.items() if value is not None]
     if keys:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.stages import WARM_UP
 from groupwise.runs.store import Store
-from groupwise.sft_config import config_of_warm_up
+from groupwise.sft_config import LoadedSftConfig, SftConfig, config_of_warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -79,24 +80,53 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
             "with the same config: it is found then."
         )
-    goes_on = made is not None and checkpoints.newest(made / CHECKPOINTS) is not None
-    result = sft(given.config, task, resume_from=str(made) if goes_on else None)
+    if made is None:
+        result = sft(_named(given, _free_name(given)), task)
+    elif checkpoints.newest(made / CHECKPOINTS) is not None:
+        result = sft(given.config, task, resume_from=str(made))
+    else:  # it was cut off before its first checkpoint
+        result = sft(_named(given, made.name), task, resume=True)
     if result.exit_code:
         return WarmedUp(None, interrupted=result)
     told = {**_told(result.summary), "found": False}
     return WarmedUp(str(result.folder), told, untrained=_untrained(loaded, task))
 
 
+def _named(given: LoadedSftConfig, name: str) -> SftConfig:
+    run = given.config.run.model_copy(update={"name": name})
+    return given.config.model_copy(update={"run": run})
+
+
+def _free_name(given: LoadedSftConfig) -> str:
+    """The warm-up's own name, or that with a number where another one of that name was cut off and stays for whoever goes on with it."""
+    runs = Path(given.config.run.dir)
+    names = (f"{given.run_name}-{number}" if number > 1 else given.run_name for number in count(1))
+    return next(name for name in names if not _is_unfinished(runs / name))
+
+
+def _is_unfinished(path: Path) -> bool:
+    return (path / RECORD).is_file() and not _is_finished(path)
+
+
 def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
+    if (
+        launched() is not None
+    ):  # its processes serve one run, which is the one that begins from the warm-up
+        return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")
     return evaluate_untrained(loaded, task)
 
 
 def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
-    """Whether a run starts from the base model: a resume does where its first attempt was cut off in the warm-up."""
+    """Whether a run starts with its warm-up: a resume does where the attempt before was cut off in that."""
     if not ways.resume:
         return ways == Ways()
-    return not find.called(loaded.run_name, Path(loaded.config.run.dir))
+    runs = Path(loaded.config.run.dir)
+    states = [facts.get("state") for _, facts in find.called(loaded.run_name, runs)]
+    if any(state != "finished" for state in states):
+        return False
+    warm_ups = find.called(config_of_warm_up(loaded).run_name, runs)
+    return not states or any(facts.get("state") != "finished" for _, facts in warm_ups)
 
 
 def find_made(prepared: SftPrepared) -> Path | None:

@@ -58,8 +58,8 @@ ALL = (
         SOLVED,
         lambda value: value == 0,
         "None of the completions of the last steps counts as solved (eval.success_threshold, eval.success_part).",
-        "Begin with easier examples or hints in the prompt, warm the model up first (warm_up), or see that the rewards pay for what comes "
-        "before a right answer.",
+        "While the reward rises, go on. If it does not: easier examples or hints in the prompt, a longer warm-up (warm_up), or rewards "
+        "that pay for what comes before a right answer.",
     ),
     Advice(
         "completions/clipped_ratio",

@@ -2,6 +2,7 @@
 that would need one."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.errors import ConfigError
+from groupwise.config import load_config
+from groupwise.errors import ConfigError, UsageError
 from groupwise.loops import sft as loop
+from groupwise.ranks.config import ScaleConfig
 from groupwise.runs.store import Store
-from groupwise.sft_config import holds
+from groupwise.sft_config import config_of_warm_up, holds
 from tests.integration import toy_run
 
 TASK = "from tests.integration.sft_task import *\nfrom tests.integration.toy_task import *\n"
@@ -38,20 +41,29 @@ def config(runs: Path, evaluation: dict[str, Any] | None = None, **training: Any
     }
 
 
+DRAWN = {"eval_steps": 2, "completions": {"max_prompts": 4, "num_generations": 4}}
+
+
 def test_it_is_made_once_for_all_that_begin_with_the_same(tmp_path, task):
-    first, again, other = (
-        groupwise.rl(config(tmp_path, None, **more), task).summary for more in ({}, {}, {"seed": 5})
-    )
-    assert [each["warm_up"]["found"] for each in (first, again, other)] == [False, True, False]
-    assert [each["warm_up"]["policy"] for each in (first, again, other)] == [
+    """Whatever follows it, and also where it draws completions as the RL run would."""
+    first = config(tmp_path, DRAWN)
+    again = {**first, "run": {**first["run"], "name": "sweep"}}
+    again["training"] = {**first["training"], "learning_rate": 0.01}
+    found = [
+        groupwise.rl(each, task).summary for each in (first, again, config(tmp_path, DRAWN, seed=5))
+    ]
+    assert [each["warm_up"]["found"] for each in found] == [False, True, False]
+    assert [each["warm_up"]["policy"] for each in found] == [
         *2 * ["toy-warm-up@4"],
         "toy-warm-up-2@4",
     ]
-    lineage = Store.facts(tmp_path / "toy-2" / "run.db")["lineage"]
+    lineage = Store.facts(tmp_path / "sweep" / "run.db")["lineage"]
     assert [each["policy"] for each in lineage] == ["toy-warm-up@4"]
 
 
-def test_one_that_was_cut_off_goes_on(tmp_path, task, monkeypatch):
+@pytest.fixture
+def cut_off(tmp_path, task, monkeypatch) -> Path:
+    """A warm-up that was interrupted after three of its four steps."""
     original = loop.take_step
 
     async def stop(run):
@@ -64,14 +76,37 @@ def test_one_that_was_cut_off_goes_on(tmp_path, task, monkeypatch):
         result = groupwise.rl(config(tmp_path), task)
     assert (result.exit_code, result.summary["run"]) == (130, "toy-warm-up")
     assert not (tmp_path / "toy").exists()
+    return tmp_path / "toy-warm-up"
+
+
+@pytest.mark.parametrize("with_checkpoint", [True, False])
+def test_one_that_was_cut_off_goes_on(cut_off, tmp_path, task, with_checkpoint):
+    """With its last checkpoint, or from its beginning where there was none yet."""
+    if not with_checkpoint:
+        shutil.rmtree(cut_off / "checkpoints")
     done = groupwise.rl(config(tmp_path), task, resume=True)
     assert done.summary["warm_up"]["policy"] == "toy-warm-up@4"
-    assert sorted(
-        path.name for path in tmp_path.iterdir() if path.is_dir() and "toy" in path.name
-    ) == [
-        "toy",
-        "toy-warm-up",
-    ]
+    assert {path.name for path in tmp_path.glob("toy*")} == {"toy", "toy-warm-up"}
+    again = groupwise.rl(config(tmp_path), task)
+    assert again.summary["run"] == "toy-2", "nothing is in its way"
+
+
+def test_another_one_that_was_cut_off_stays_as_it_is(cut_off, tmp_path, task):
+    done = groupwise.rl(config(tmp_path, learning_rate=0.04), task)
+    assert done.summary["warm_up"]["policy"] == "toy-warm-up-2@4"
+    assert Store.facts(cut_off / "run.db")["state"] != "finished"
+
+
+def test_what_is_wrong_with_the_second_stage_is_told_before_the_first(tmp_path, task):
+    (tmp_path / "toy").mkdir()
+    with pytest.raises(UsageError, match="is not a run folder"):
+        groupwise.rl(config(tmp_path), task)
+    assert not [*tmp_path.glob("*warm-up*")]
+
+
+def test_a_warm_up_has_no_samplers_of_its_own():
+    given = {**config(Path("runs")), "scale": {"samplers": 1}, "run": {}}
+    assert config_of_warm_up(load_config(given)).config.scale == ScaleConfig()
 
 
 def test_a_dry_run_shows_both_and_sft_makes_the_first_alone(tmp_path, task):
@@ -108,6 +143,11 @@ def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task
     drawn = json.loads(capsys.readouterr().out)
     assert [step for step, _ in drawn["warm_up"]] == [-4, -2, 0]
     assert [step for step, _ in drawn["points"]] == [0]
+
+
+def test_a_rule_that_never_holds_is_told(tmp_path, task, capsys):
+    groupwise.rl(config(tmp_path, DRAWN, stop_when=["reward > 1"]), task)
+    assert "after 4 steps none of training.stop_when holds (reward is 0." in capsys.readouterr().err
 
 
 def test_a_rule_that_is_none_is_refused(tmp_path, task):

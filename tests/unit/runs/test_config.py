@@ -18,15 +18,10 @@ def refusal(folder: Path, *lines: str) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("all", "all would also name"),
-        ("[console, mlflow]", "progress is shown"),
-        ("json", "the file of metrics is called jsonl"),
-        ("swanlab", "there is no sink for swanlab"),
-    ],
-)
+@pytest.mark.parametrize(("given", "told"), [
+    ("all", "all would also name"), ("[console, mlflow]", "progress is shown"), ("json", "the file of metrics is called jsonl"),
+    ("swanlab", "there is no sink for swanlab"),
+])  # fmt: skip
 def test_names_of_other_frameworks_lead_on(tmp_path, given, told):
     message = refusal(tmp_path, f"report_to: {given}")
     assert message.startswith(f"c.yaml:3: run.report_to: {told}")

@@ -249,20 +249,16 @@ def test_tasks_of_a_mixture_format_their_own_rows() -> None:
 BESIDE = {"source": "sums.jsonl", "label": "sort_words", "columns": COLUMNS}
 
 
-@pytest.mark.parametrize(
-    ("data", "more", "said"),
-    [
-        ({}, {}, "data.dataset_name or data.dataset_mixture"),
-        (NAMED, {"task": {"words": 2}}, "section `task`, but no task to read it"),
-        (mixed(SORTING), {"rewards": REWARDS}, "rewards.reward_funcs would have no effect"),
-        (mixed(SORTING), {"rewards": {"reward_weights": [1.0]}}, "no effect"),
-        (mixed({**SORTING, "config": {"wrds": 2}}), {}, "set 0 (sort_words): config.wrds is not"),
-        (mixed(BESIDE, SORTING), {}, "another set has the label 'sort_words'"),
-        (mixed(SORTING, SORTING), {}, "another set has the label 'sort_words'"),
-        (mixed({"task": "wordle_game"}), {}, "has get_environment, which a mixture"),
-        (mixed({"task": "half.py"}), {}, "has no get_rl_dataset, which `rl` needs"),
-    ],
-)
+@pytest.mark.parametrize(("data", "more", "said"), [
+    ({}, {}, "data.dataset_name or data.dataset_mixture"), (NAMED, {"task": {"words": 2}}, "section `task`, but no task to read it"),
+    (mixed(SORTING), {"rewards": REWARDS}, "rewards.reward_funcs would have no effect"),
+    (mixed(SORTING), {"rewards": {"reward_weights": [1.0]}}, "no effect"),
+    (mixed({**SORTING, "config": {"wrds": 2}}), {}, "set 0 (sort_words): config.wrds is not"),
+    (mixed(BESIDE, SORTING), {}, "another set has the label 'sort_words'"),
+    (mixed(SORTING, SORTING), {}, "another set has the label 'sort_words'"),
+    (mixed({"task": "wordle_game"}), {}, "has get_environment, which a mixture"),
+    (mixed({"task": "half.py"}), {}, "has no get_rl_dataset, which `rl` needs"),
+])  # fmt: skip
 def test_what_does_not_go_together_is_refused(
     data: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:

@@ -69,18 +69,13 @@ def test_columns_that_reset_asks_for_must_be_in_every_row():
     assert "`seed`" in refused(Game, [Example(0, "p", {"secret": 1, "seed": 2})])
 
 
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ("def step(self): ...", "expected: step(self, completion)\n  found:    step(self)"),
-        ("async def step(self, completion, turn): ...", "found:    step(self, completion, turn)"),
-        ("@staticmethod\ndef step(): ...", "expected: step(completion)\n  found:    step()"),
-        ("def reward(self, completions): ...", "expected: reward(self)"),
-        ("def metrics(self, config): ...", "expected: metrics(self)"),
-        ("def close(self, error): ...", "expected: close(self)"),
-        ("metrics = {}", "`Odd.metrics` is dict {}, no method"),
-    ],
-)
+@pytest.mark.parametrize(("method", "said"), [
+    ("def step(self): ...", "expected: step(self, completion)\n  found:    step(self)"),
+    ("async def step(self, completion, turn): ...", "found:    step(self, completion, turn)"),
+    ("@staticmethod\ndef step(): ...", "expected: step(completion)\n  found:    step()"),
+    ("def reward(self, completions): ...", "expected: reward(self)"), ("def metrics(self, config): ...", "expected: metrics(self)"),
+    ("def close(self, error): ...", "expected: close(self)"), ("metrics = {}", "`Odd.metrics` is dict {}, no method"),
+])  # fmt: skip
 def test_methods_that_cannot_be_called_are_refused_before_the_start(method, said):
     methods: dict[str, object] = {}
     exec(method, methods)

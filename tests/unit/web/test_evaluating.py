@@ -197,15 +197,10 @@ async def test_the_answers_of_one_evaluation_can_be_read(run: Path) -> None:
         assert (await asked(run, f"/evaluations/answers?of={wrong}")).status_code == status, wrong
 
 
-@pytest.mark.parametrize(
-    ("success", "rewards", "how_often"),
-    [
-        ((False, False), (0.0, 0.0), "never"),
-        ((True, True), (1.0, 1.5), "always"),
-        ((True, None), (1.0, None), "always"),
-        ((None, None), (float("nan"), 1.0), "sometimes"),
-    ],
-)
+@pytest.mark.parametrize(("success", "rewards", "how_often"), [
+    ((False, False), (0.0, 0.0), "never"), ((True, True), (1.0, 1.5), "always"), ((True, None), (1.0, None), "always"),
+    ((None, None), (float("nan"), 1.0), "sometimes"),
+])  # fmt: skip
 async def test_how_often_answers_succeed_is_what_pass_at_k_counts(
     run: Path, success: Any, rewards: Any, how_often: str
 ) -> None:
