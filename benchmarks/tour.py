@@ -13,22 +13,24 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import groupwise
 from benchmarks.learning import IMAGES, ROOT
 from benchmarks.step import RESULTS, machine, slug
-from groupwise.config import load_config
+from groupwise.config import compare_for_resume, load_config
 from groupwise.display.notebook import Code, Table, as_html
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.text import shorten
+from groupwise.errors import GroupwiseError, UsageError
 from groupwise.runs.durable import write_json
-from groupwise.runs.folder import RECORD, read_state, read_summary
+from groupwise.runs.folder import RECORD, read_config, read_state, read_summary
 from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.stages import WARM_UP, warm_up_curve
+from groupwise.runs.stages import warm_up_curve
 from groupwise.runs.store import Store
 
 TASKS = (
@@ -36,7 +38,7 @@ TASKS = (
 )  # fmt: skip
 RUNS = Path("runs") / "tour"
 STAGES = {"base": "base model", "before": "after the warm-up", "after": "after RL"}
-"""The evaluations of a run in order, with their titles. A run without a warm-up has no `base`."""
+"""The evaluations of a run in order, with their titles. A run without a warm-up has no `base`: `before` is the base model there."""
 LONGEST = 600
 """Characters shown of an answer."""
 
@@ -74,7 +76,7 @@ class Learnt:
 
 
 def main() -> int:
-    """Run what is missing, show it, and store it if asked. 1 where a task has gained nothing."""
+    """Run what is missing, show it, and store it if asked. 1 where a task has gained nothing, or could not be run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS, metavar="TASK")
     parser.add_argument("--seeds", type=int, default=1)
@@ -82,42 +84,66 @@ def main() -> int:
     parser.add_argument("--store", action="store_true", help="keep numbers and curves")
     given = parser.parse_args()
     found: list[Learnt] = []
-    for task in given.tasks:
-        for seed in range(given.seeds):
-            found.append(learn(task, seed, given.runs))
-            (given.runs / "tour.html").write_text(page(found))
+    problems: list[str] = []
+    for task, seed in product(given.tasks, range(given.seeds)):
+        try:
+            learnt = learn(task, seed, given.runs)
+        except GroupwiseError as error:
+            problems.append(f"{task} (seed {seed}): {error}")
+            continue
+        found.append(learnt)
+        if not learnt.gained:
+            problems.append(f"{task} (seed {seed}): no gain by reinforcement learning")
+        (given.runs / "tour.html").write_text(page(found))
     print("\n" + table(rows_of(numbers_of(found))))
     print(f"\nThe page with curves and answers: {given.runs / 'tour.html'}")
     if given.store:
         store(found)
-    without = [f"{each.task} (seed {each.seed})" for each in found if not each.gained]
-    if without:
-        print(f"no gain by reinforcement learning: {', '.join(without)}", file=sys.stderr)
-    return 1 if without else 0
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def learn(task: str, seed: int, runs: Path) -> Learnt:
-    """Train a task with a seed, unless that run is finished; an unfinished one is resumed. Raises SystemExit if interrupted."""
+    """Train a task with a seed, unless that run is finished; an unfinished one is resumed.
+
+    Raises GroupwiseError for what a run raises, and where it was made by another config, and SystemExit if it was interrupted.
+    """
     name = f"{task}-{seed}"
     folder, notes = runs / name, runs / f"{name}.json"
     there = (folder / RECORD).is_file()
+    config = ROOT / "configs" / f"{task}.yaml"
+    overrides = overrides_of(config, name, seed, runs)
+    if there:
+        _refuse_another(folder, config, overrides)
     if not there or read_state(folder) != "finished":
         print(f"\n{task}, seed {seed}", flush=True)
-        config = ROOT / "configs" / f"{task}.yaml"
-        begun = time.monotonic()
-        result = groupwise.rl(
-            config, task, overrides=overrides_of(config, name, seed, runs), resume=there
-        )
+        spent, begun = _seconds(notes), time.monotonic()
+        try:
+            result = groupwise.rl(config, task, overrides=overrides, resume=there)
+        finally:
+            write_json(notes, {"seconds": spent + time.monotonic() - begun})
         if result.exit_code:
             raise SystemExit("Interrupted. The same command goes on where it stopped.")
-        write_json(notes, {"seconds": time.monotonic() - begun})
     summary = read_summary(folder)
     assert summary is not None
-    warm_up = folder.parent / Store.facts(folder / RECORD).get(WARM_UP, "")
-    if (warm_up / RECORD).is_file():
-        summary = {**summary, "warm_up": read_summary(warm_up) or {}}
-    seconds = json.loads(notes.read_text())["seconds"]
-    return Learnt(task, seed, folder, seconds / 60, summary)
+    return Learnt(task, seed, folder, _seconds(notes) / 60, summary)
+
+
+def _seconds(notes: Path) -> float:
+    """That all attempts at a run took so far."""
+    return float(json.loads(notes.read_text())["seconds"]) if notes.is_file() else 0.0
+
+
+def _refuse_another(folder: Path, config: Path, overrides: Sequence[str]) -> None:
+    """Raise UsageError if what is there was made by another config than that which ships now."""
+    found = compare_for_resume(read_config(folder), load_config(config, overrides).config)
+    changed = [
+        key for key in (*found.free, *found.warned, *found.fixed) if not key.startswith("task")
+    ]
+    if changed:
+        raise UsageError(
+            f"{folder} was made by another config: {', '.join(changed)} differ. Move it away, or name another folder by --runs."
+        )
 
 
 def overrides_of(config: Path, name: str, seed: int, runs: Path) -> list[str]:
@@ -217,8 +243,14 @@ def curve(learnt: Learnt) -> str:
     return svg_curve(series, title=f"{learnt.task}: reward of the sampled completions")
 
 
+def titles_of(stages: Container[str]) -> dict[str, str]:
+    """Those of the stages that there are."""
+    found = {stage: title for stage, title in STAGES.items() if stage in stages}
+    return found if "base" in found else {**found, "before": STAGES["base"]}
+
+
 def answers_of(learnt: Learnt) -> list[tuple[str, str]]:
-    """A held-out prompt that was answered better after RL than before it, and what each stage wrote, with its reward."""
+    """The held-out prompt that gained most by RL, and what each stage wrote, with its reward."""
     with Store.open(learnt.folder / RECORD, readonly=True) as store:
         stages = {
             each.name: store.evaluation(each.step, each.name)
@@ -233,7 +265,7 @@ def answers_of(learnt: Learnt) -> list[tuple[str, str]]:
     chosen = max(sorted(gains), key=lambda key: (after[key]["success"] is True, gains[key]))
     prompt = after[chosen]["prompt"]
     asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    said = [(title, rows[name][chosen]) for name, title in STAGES.items() if name in rows]
+    said = [(title, rows[name][chosen]) for name, title in titles_of(rows).items()]
     return [
         ("asked", asked),
         *((f"{title}: reward {row['reward'] or 0:.2f}", row["completion"]) for title, row in said),
@@ -277,11 +309,17 @@ def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str
     """What the page of a task says of its runs: the curve, each stage's numbers, and one prompt with its answers."""
     held_out = first.held_out
     steps = {"before": first.numbers["warm_up_steps"], "after": first.numbers["steps"]}
-    there = [stage for stage in STAGES if stage in held_out]
+    there = titles_of(held_out)
     titles = [
-        STAGES[stage] + (f", {steps[stage]} steps" if steps.get(stage) else "") for stage in there
+        title + (f", {steps[stage]} steps" if steps.get(stage) else "")
+        for stage, title in there.items()
     ]
     rows = [[name, *(_interval(held_out[stage][name]) for stage in there)] for name in SHOWN]
+    stages = (
+        "the warm-up and of reinforcement learning"
+        if "base" in held_out
+        else "reinforcement learning"
+    )
     gains = [
         f"{_interval(each['held_out']['change'], '+.2f')} with seed {seed}"
         for seed, each in sorted(seeds.items())
@@ -290,10 +328,10 @@ def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str
     answers = "\n".join(f"{stage}\n{_indented(text)}" for stage, text in answers_of(first))
     return "\n".join(
         [
-            f"![The reward of {first.task} over the steps of the warm-up and of reinforcement learning](../images/tour-{first.task}.svg)\n",
+            f"![The reward of {first.task} over the steps of {stages}](../images/tour-{first.task}.svg)\n",
             table(rows, ["held-out prompts", *titles]),
             f"\nBy reinforcement learning alone the reward of the held-out prompts changes by {' and by '.join(gains)}; {minutes} minutes, "
-            f"evaluations included, on {_described(described)}. One of the prompts:\n",
+            f"evaluations included, on {_described(described)}. The prompt that gained most:\n",
             f"```text\n{answers}\n```\n",
         ]
     )

@@ -70,6 +70,7 @@ from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord
+from groupwise.runs.stages import WARM_UP_TOLD
 from groupwise.types import Policy, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,11 @@ def rl(
             warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
         )
     result = kept_going(partial(begin, warmed=warmed), Ways(init_from=warmed.weights), given)
-    return replace(result, summary={"warm_up": warmed.summary, **result.summary})
+    return (
+        replace(result, summary={"warm_up": warmed.summary, **result.summary})
+        if dry_run
+        else result
+    )
 
 
 def _rl(start: Start[LoadedConfig], task: object, warmed: WarmedUp, *, dry_run: bool) -> RlResult:
@@ -340,7 +345,8 @@ def _summarise(
     after: EvalResult | None = None,
 ) -> dict[str, Any]:
     """What the run amounts to, in a few lines."""
-    summary = summarise(run, prepared, started)
+    told = run.folder.store.get_meta().get(WARM_UP_TOLD)
+    summary = {**({"warm_up": told} if told else {}), **summarise(run, prepared, started)}
     first, last = first_and_last(run, METRIC)
     if first is not None:
         summary |= {"reward_first": first, "reward_last": last}

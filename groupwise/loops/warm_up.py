@@ -23,7 +23,7 @@ from groupwise.loops.start import TrainingResult, Ways
 from groupwise.ranks.launched import launched
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
-from groupwise.runs.stages import WARM_UP
+from groupwise.runs.stages import WARM_UP, WARM_UP_TOLD
 from groupwise.runs.store import Store
 from groupwise.sft_config import LoadedSftConfig, SftConfig, config_of_warm_up
 
@@ -56,9 +56,11 @@ class WarmedUp:
     """How the model answered the held-out prompts before any training."""
 
     @property
-    def facts(self) -> dict[str, str]:
+    def facts(self) -> dict[str, Any]:
         """For the record of the run that begins from it."""
-        return {WARM_UP: Path(self.weights).name} if self.weights else {}
+        if self.weights is None:
+            return {}
+        return {WARM_UP: Path(self.weights).name, WARM_UP_TOLD: self.summary}
 
 
 def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:

@@ -17,4 +17,6 @@ def test_the_tour_goes_through_every_task():
 def test_rewards_alone_raise_what_held_out_prompts_earn(task: str, tmp_path: Path):
     found = [learn(task, seed, tmp_path) for seed in range(2)]
     assert page(found).count("<svg") == 2
-    assert all(each.gained for each in found), table(rows_of(numbers_of(found)))
+    assert all(each.gained and each.minutes <= 15 for each in found), table(
+        rows_of(numbers_of(found))
+    )
