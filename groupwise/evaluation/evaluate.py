@@ -425,8 +425,8 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
     if not loaded.config.eval.before_and_after or not found.has("get_eval_dataset"):
         return None
     found, settings, [policy] = _meant(loaded, task, ["base"], None)
-    build.expect_ranks(settings)
-    return run_to_end(_answered(settings, found, policy))[0]
+    with build.expected_ranks(settings):
+        return run_to_end(_answered(settings, found, policy))[0]
 
 
 async def _evaluate(

@@ -122,7 +122,8 @@ def rl(
     if given.config.warm_up is None or not begins_anew(given, ways):
         return kept_going(begin, ways, given)
     if not dry_run:  # what is wrong with the second stage is told before the first one
-        _rl(find_start(given, Ways(), KIND), task, WarmedUp(), dry_run=True)
+        with build.expected_ranks(given.config):
+            _rl(find_start(given, Ways(), KIND), task, WarmedUp(), dry_run=True)
     warmed = warm_up(given, task, dry_run=dry_run)
     if warmed.interrupted is not None:
         return RlResult(

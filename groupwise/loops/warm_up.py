@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from groupwise import build
 from groupwise.config import LoadedConfig, compare_for_resume
 from groupwise.errors import StoreError, UsageError
 from groupwise.evaluation.evaluate import EvalResult, evaluate_untrained
@@ -69,7 +71,8 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
     Raises what `groupwise sft` raises.
     """
     given = config_of_warm_up(loaded)
-    prepared = prepare_sft(given, task)
+    with nullcontext() if dry_run else build.expected_ranks(given.config):
+        prepared = prepare_sft(given, task)
     made = find_made(prepared)
     if made is not None and _is_finished(made):
         logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
