@@ -99,10 +99,6 @@ def wanted_of(
     return wanted.detach(), torch.cat(torch.autograd.grad(wanted, leaves, d_out), dim=1)
 
 
-def packed(shape: Shape, texts: list[Texts], device: torch.device) -> list[PackedAttention]:
-    return [PackedAttention(shape, texts, device)]
-
-
 def varlen_attn(
     queries: Tensor,
     keys: Tensor,
@@ -131,7 +127,7 @@ WAYS = {
     "small pieces": (piece_attention, 600, 4),
     "smallest pieces": (piece_attention, 1, 1),
     "fused": (fused_attention, 0, 0),
-    "packed": (packed, 0, 0),
+    "packed": (lambda *given: [PackedAttention(*given)], 0, 0),
 }
 """What computes it, and how much at once."""
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from runpy import run_path
 
 import pytest
+import torch
+
+from groupwise.models.native import fused
 
 ROOT = Path(__file__).parents[4]
 TRITON = run_path(str(ROOT / "scripts/real_environment.py"))["where"]("triton")
@@ -25,3 +28,8 @@ def test_the_interpreter_gives_what_torch_does():
     (packages,) = TRITON.glob("lib/python*/site-packages")
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(packages)}
     subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, env=env, check=True)
+
+
+def test_without_triton_torch_computes_and_the_log_says_so(caplog):
+    assert fused._tried.__wrapped__(torch.device("cpu")) is None
+    assert "Triton's kernels cannot be used here" in caplog.text
