@@ -130,11 +130,9 @@ def rl(
             warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
         )
     result = kept_going(partial(begin, warmed=warmed), Ways(init_from=warmed.weights), given)
-    return (
-        replace(result, summary={"warm_up": warmed.summary, **result.summary})
-        if dry_run
-        else result
-    )
+    if not dry_run:  # the run's own summary has it
+        return result
+    return replace(result, summary={"warm_up": warmed.summary, **result.summary})
 
 
 def _rl(start: Start[LoadedConfig], task: object, warmed: WarmedUp, *, dry_run: bool) -> RlResult:

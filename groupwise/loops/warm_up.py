@@ -114,9 +114,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    if (
-        launched() is not None
-    ):  # its processes serve one run, which is the one that begins from the warm-up
+    if launched() is not None:  # torchrun's processes serve one run, which is the one to come
         return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")
     return evaluate_untrained(loaded, task)

@@ -105,7 +105,7 @@ class PackedAttention:
     def _summed(self, d_KJD: Tensor, tokens: int) -> Tensor:
         """Of each token, the sum over all texts that saw it, [tokens, J, D]."""
         # A plain index adds in the order in which threads come; the gradient of an embedding in that of the indices.
-        d_KX = d_KJD.float().flatten(1)
+        d_KX = d_KJD.to(torch.promote_types(d_KJD.dtype, torch.float32)).flatten(1)
         d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
         return d_NX.view(tokens, *d_KJD.shape[1:])
 
