@@ -39,6 +39,8 @@ TASKS = (
 RUNS = Path("runs") / "tour"
 STAGES = {"base": "base model", "before": "after the warm-up", "after": "after RL"}
 """The evaluations of a run in order, with their titles. A run without a warm-up has no `base`: `before` is the base model there."""
+OF_RUNS = ("task", "model.adapter")
+"""Keys that a run completes: those of the task, and the weights of its warm-up."""
 LONGEST = 600
 """Characters shown of an answer."""
 
@@ -138,7 +140,7 @@ def _refuse_another(folder: Path, config: Path, overrides: Sequence[str]) -> Non
     """Raise UsageError if what is there was made by another config than that which ships now."""
     found = compare_for_resume(read_config(folder), load_config(config, overrides).config)
     changed = [
-        key for key in (*found.free, *found.warned, *found.fixed) if not key.startswith("task")
+        key for key in (*found.free, *found.warned, *found.fixed) if not key.startswith(OF_RUNS)
     ]
     if changed:
         raise UsageError(
