@@ -59,7 +59,7 @@ class Size:
     kv_heads: int
     vocabulary: int
     tied: bool
-    """Whether embeddings and head are one matrix."""
+    """Whether the embeddings and the output head share their weights."""
     work: Work
 
     @property

@@ -39,8 +39,8 @@ TASKS = (
 RUNS = Path("runs") / "tour"
 STAGES = {"base": "base model", "before": "after the warm-up", "after": "after RL"}
 """The evaluations of a run in order, with their titles. A run without a warm-up has no `base`: `before` is the base model there."""
-OF_RUNS = ("task", "model.adapter")
-"""Keys that a run completes: those of the task, and the weights of its warm-up."""
+SET_BY_RUN = ("task", "model.adapter")
+"""Beginnings of the config keys that a run fills in itself: those of the task, and the weights of its warm-up."""
 LONGEST = 600
 """Characters shown of an answer."""
 
@@ -106,7 +106,7 @@ def main() -> int:
 
 
 def learn(task: str, seed: int, runs: Path) -> Learnt:
-    """Train a task with a seed, unless that run is finished; an unfinished one is resumed.
+    """Train on a task with one seed. A finished run is used as it is, an unfinished one is resumed.
 
     Raises GroupwiseError for what a run raises, and where it was made by another config, and SystemExit if it was interrupted.
     """
@@ -132,7 +132,7 @@ def learn(task: str, seed: int, runs: Path) -> Learnt:
 
 
 def _seconds(notes: Path) -> float:
-    """That all attempts at a run took so far."""
+    """How long all attempts at a run have taken so far."""
     return float(json.loads(notes.read_text())["seconds"]) if notes.is_file() else 0.0
 
 
@@ -140,7 +140,7 @@ def _refuse_another(folder: Path, config: Path, overrides: Sequence[str]) -> Non
     """Raise UsageError if what is there was made by another config than that which ships now."""
     found = compare_for_resume(read_config(folder), load_config(config, overrides).config)
     changed = [
-        key for key in (*found.free, *found.warned, *found.fixed) if not key.startswith(OF_RUNS)
+        key for key in (*found.free, *found.warned, *found.fixed) if not key.startswith(SET_BY_RUN)
     ]
     if changed:
         raise UsageError(

@@ -56,7 +56,7 @@ def where(name: str) -> Path:
 
 
 def has_triton() -> bool:
-    """Whether there is a Triton for this machine."""
+    """Whether Triton publishes a wheel for this machine."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 

@@ -77,7 +77,7 @@ class SftRun(Training):
     reached: str | None = None
     """The condition of `training.stop_when` that holds."""
     measured: Mapping[str, float] | None = None
-    """By the last evaluation that looked for one."""
+    """The metrics that `training.stop_when` names, as the last evaluation found them."""
 
     @property
     def gave_up(self) -> bool:

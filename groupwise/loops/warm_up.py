@@ -103,7 +103,7 @@ def _named(given: LoadedSftConfig, name: str) -> SftConfig:
 
 
 def _free_name(given: LoadedSftConfig) -> str:
-    """The warm-up's own name, or that with a number where another one of that name was cut off and stays for whoever goes on with it."""
+    """The name of a new warm-up. It gets a number if an unfinished run already has that name, because someone may still resume that run."""
     runs = Path(given.config.run.dir)
     names = (f"{given.run_name}-{number}" if number > 1 else given.run_name for number in count(1))
     return next(name for name in names if not _is_unfinished(runs / name))
@@ -121,7 +121,7 @@ def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
 
 
 def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
-    """Whether a run starts with its warm-up: a resume does where the attempt before was cut off in that."""
+    """Whether a run starts with its warm-up. A resumed run does if the attempt before it was interrupted during the warm-up."""
     if not ways.resume:
         return ways == Ways()
     runs = Path(loaded.config.run.dir)

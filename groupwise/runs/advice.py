@@ -35,7 +35,7 @@ class Advice:
     do: str
     form: str = "{:.0%}"
     alike: bool | None = None
-    """True: give it only if the completions of a group are alike; False: only if they differ; None: in both cases."""
+    """Gives the advice only where the completions of a group are mostly the same (True) or mostly different (False). None: always."""
 
 
 ALL = (

@@ -8,8 +8,8 @@ keys is summed in float32, in the same order each time.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +26,8 @@ except ImportError:  # torch before 2.10
 
 FORMATS = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
+GROUPED = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
+"""Whether it wants to be told that there are fewer heads of keys than of queries; torch 2.11 takes them as they are."""
 CAUSAL = (-1, 0)
 """A window that ends with the query itself, the last query at the last key."""
 
@@ -100,7 +102,12 @@ class PackedAttention:
         return queries.to(values.dtype, copy=True), keys, values
 
     def _found(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return _varlen(queries, keys, values, *self._ends, *self._longest)
+        attention: Any = varlen_attn  # its releases take different arguments
+        grouped = self._shape.heads != self._shape.kv_heads
+        told = {"enable_gqa": grouped} if GROUPED else {}
+        return attention(
+            queries, keys, values, *self._ends, *self._longest, window_size=CAUSAL, **told
+        )
 
     def _summed(self, d_KJD: Tensor, tokens: int) -> Tensor:
         """Of each token, the sum over all texts that saw it, [tokens, J, D]."""
@@ -108,14 +115,3 @@ class PackedAttention:
         d_KX = d_KJD.to(torch.promote_types(d_KJD.dtype, torch.float32)).flatten(1)
         d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
         return d_NX.view(tokens, *d_KJD.shape[1:])
-
-
-def _varlen(queries: Tensor, keys: Tensor, values: Tensor, *ends_and_longest: Any) -> Tensor:
-    assert varlen_attn is not None
-    # Torch 2.11 takes fewer heads of keys without being asked; later ones want to be.
-    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    several: dict[str, Any] = {"enable_gqa": queries.shape[1] != keys.shape[1]} if asked else {}
-    found: Any = varlen_attn(
-        queries, keys, values, *ends_and_longest, window_size=CAUSAL, **several
-    )
-    return found

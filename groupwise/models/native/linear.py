@@ -126,7 +126,7 @@ class Linear:
 
 
 def rounds_before_adding(x: Tensor) -> bool:
-    """Whether a product of such numbers that is added to something is rounded before.
+    """Whether a product of numbers like these is rounded before something is added to it.
 
     cuBLAS does: where an adapter adds less than half of the last bit, it adds nothing, and of a step of 1e-6 0.04 % acted (an H100, torch
     2.11). `at_once` and `in_float32` compute the same sum rounded once, and not at all.

@@ -20,7 +20,7 @@ SPAN = 1024
 
 
 @triton.jit
-def _norm(x, weight, y, hidden, epsilon, BLOCK: tl.constexpr):
+def _norm(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -28,22 +28,12 @@ def _norm(x, weight, y, hidden, epsilon, BLOCK: tl.constexpr):
     scale = tl.rsqrt(tl.sum(value * value, 0) / hidden + epsilon)
     factor = tl.load(weight + at, mask=inside, other=0.0)
     tl.store(y + row + at, value * scale * factor, mask=inside)
-
-
-@triton.jit
-def _norm_gradient(x, weight, dy, into, y, hidden, epsilon, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * hidden
-    at = tl.arange(0, BLOCK)
-    inside = at < hidden
-    value = tl.load(x + row + at, mask=inside, other=0.0)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / hidden + epsilon)
-    factor = tl.load(weight + at, mask=inside, other=0.0)
-    tl.store(y + row + at, value * scale * factor, mask=inside)
-    g = tl.load(dy + row + at, mask=inside, other=0.0).to(tl.float32) * factor
-    mean = tl.sum(g * value, 0) / hidden
-    before = tl.load(into + row + at, mask=inside, other=0.0)
-    gradient = scale * g - scale * scale * scale * mean * value
-    tl.store(into + row + at, before + gradient, mask=inside)
+    if GRADIENT:
+        g = tl.load(dy + row + at, mask=inside, other=0.0).to(tl.float32) * factor
+        mean = tl.sum(g * value, 0) / hidden
+        before = tl.load(into + row + at, mask=inside, other=0.0)
+        gradient = scale * g - scale * scale * scale * mean * value
+        tl.store(into + row + at, before + gradient, mask=inside)
 
 
 @triton.jit
@@ -93,11 +83,7 @@ def _turned(x, weight, rotations, y, stride, epsilon, NORMED: tl.constexpr, SIZE
 
 def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
     """The root-mean-square norm of float32 rows."""
-    rows, hidden = x_NH.shape
-    y_NH = torch.empty_like(x_NH, dtype=dtype)
-    if rows:
-        _norm[(rows,)](x_NH, weight_H, y_NH, hidden, epsilon, **_row(hidden))
-    return y_NH
+    return norm_with_gradient(x_NH, weight_H, epsilon, dtype, None, None)
 
 
 def norm_with_gradient(
@@ -109,12 +95,15 @@ def norm_with_gradient(
     into_NH: Tensor | None,
 ) -> Tensor:
     """The norm once more; its gradient is added to `into_NH`, if there is one."""
-    if dy_NH is None or into_NH is None:
-        return normed(x_NH, weight_H, epsilon, dtype)
     rows, hidden = x_NH.shape
     y_NH = torch.empty_like(x_NH, dtype=dtype)
-    given = x_NH, weight_H, dy_NH.contiguous(), into_NH, y_NH
-    _norm_gradient[(rows,)](*given, hidden, epsilon, **_row(hidden))
+    gradient = None if dy_NH is None or into_NH is None else (dy_NH.contiguous(), into_NH)
+    dy_NH, into_NH = gradient or (x_NH, x_NH)  # without a gradient the kernel reads neither
+    if rows:
+        _norm[(rows,)](
+            x_NH, weight_H, y_NH, dy_NH, into_NH, hidden, epsilon,
+            GRADIENT=gradient is not None, **_row(hidden),
+        )  # fmt: skip
     return y_NH
 
 
