@@ -2,7 +2,7 @@
 
 Runs the short config of every task, one after the other, and writes one page, `runs/tour/tour.html`: the held-out results of the base
 model, after the warm-up and after reinforcement learning, with intervals; the curve of each run, and what was answered before and after.
-It takes about an hour on two CPU cores. What is there is not run again, so that a tour that was cut off goes on.
+It takes about an hour on two CPU cores. Finished runs are used again, so that a tour that was cut off goes on.
 
 `--seeds 2` repeats each with another seed, for the warm-up too; `--store` keeps the numbers and the curves that the documentation shows.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import groupwise
 from benchmarks.learning import IMAGES, ROOT
 from benchmarks.step import RESULTS, machine, slug
-from groupwise.config import compare_for_resume, load_config
+from groupwise.config import LoadedConfig, compare_for_resume, load_config, with_task_schema
 from groupwise.display.notebook import Code, Table, as_html
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.text import shorten
@@ -32,6 +32,7 @@ from groupwise.runs.folder import RECORD, read_config, read_state, read_summary
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.stages import warm_up_curve
 from groupwise.runs.store import Store
+from groupwise.tasks.contract import load_task
 
 TASKS = (
     "sort_words", "math", "crossword", "wordle", "wordle_game", "rush_hour", "reasoning_gym", "rubric_answers",
@@ -39,15 +40,15 @@ TASKS = (
 RUNS = Path("runs") / "tour"
 STAGES = {"base": "base model", "before": "after the warm-up", "after": "after RL"}
 """The evaluations of a run in order, with their titles. A run without a warm-up has no `base`: `before` is the base model there."""
-SET_BY_RUN = ("task", "model.adapter")
-"""Beginnings of the config keys that a run fills in itself: those of the task, and the weights of its warm-up."""
+SET_BY_WARM_UP = "model.adapter"
+"""The config key that a run fills in itself: the weights of its warm-up."""
 LONGEST = 600
 """Characters shown of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
-    """What came of one run."""
+class TaskResult:
+    """The result of one run."""
 
     task: str
     seed: int
@@ -63,12 +64,12 @@ class Learnt:
 
     @property
     def gained(self) -> bool:
-        """Whether the reward of the held-out prompts rose by RL alone, beyond its 95 % interval."""
+        """Whether RL raised the reward of the held-out prompts beyond its 95 % interval, from what the warm-up had made of it."""
         return bool(self.held_out["rises"])
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What is kept of it."""
+        """What is stored of it."""
         return {
             "held_out": self.held_out,
             "minutes": round(self.minutes, 1),
@@ -78,34 +79,36 @@ class Learnt:
 
 
 def main() -> int:
-    """Run what is missing, show it, and store it if asked. 1 where a task has gained nothing, or could not be run."""
+    """Run what is missing, show it, and store it if asked. 1 where a task could not be run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="*", default=TASKS, choices=TASKS, metavar="TASK")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and the page")
     parser.add_argument("--store", action="store_true", help="keep numbers and curves")
     given = parser.parse_args()
-    found: list[Learnt] = []
+    found: list[TaskResult] = []
     problems: list[str] = []
     for task, seed in product(given.tasks, range(given.seeds)):
         try:
-            learnt = learn(task, seed, given.runs)
+            result = train_task(task, seed, given.runs)
         except GroupwiseError as error:
             problems.append(f"{task} (seed {seed}): {error}")
             continue
-        found.append(learnt)
-        if not learnt.gained:
-            problems.append(f"{task} (seed {seed}): no gain by reinforcement learning")
-        (given.runs / "tour.html").write_text(page(found))
+        found.append(result)
+        (given.runs / "tour.html").write_text(html_page(found))
     print("\n" + table(rows_of(numbers_of(found))))
-    print(f"\nThe page with curves and answers: {given.runs / 'tour.html'}")
+    for each in found:
+        if not each.gained:
+            print(f"\n{each.task} (seed {each.seed}): the gain by RL is within its interval.")
+    if found:
+        print(f"\nThe page with curves and answers: {given.runs / 'tour.html'}")
     if given.store:
         store(found)
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 
 
-def learn(task: str, seed: int, runs: Path) -> Learnt:
+def train_task(task: str, seed: int, runs: Path) -> TaskResult:
     """Train on a task with one seed. A finished run is used as it is, an unfinished one is resumed.
 
     Raises GroupwiseError for what a run raises, and where it was made by another config, and SystemExit if it was interrupted.
@@ -116,19 +119,19 @@ def learn(task: str, seed: int, runs: Path) -> Learnt:
     config = ROOT / "configs" / f"{task}.yaml"
     overrides = overrides_of(config, name, seed, runs)
     if there:
-        _refuse_another(folder, config, overrides)
+        _refuse_another(folder, task, load_config(config, overrides))
     if not there or read_state(folder) != "finished":
         print(f"\n{task}, seed {seed}", flush=True)
         spent, begun = _seconds(notes), time.monotonic()
         try:
-            result = groupwise.rl(config, task, overrides=overrides, resume=there)
+            done = groupwise.rl(config, task, overrides=overrides, resume=there)
         finally:
             write_json(notes, {"seconds": spent + time.monotonic() - begun})
-        if result.exit_code:
+        if done.exit_code:
             raise SystemExit("Interrupted. The same command goes on where it stopped.")
     summary = read_summary(folder)
     assert summary is not None
-    return Learnt(task, seed, folder, _seconds(notes) / 60, summary)
+    return TaskResult(task, seed, folder, _seconds(notes) / 60, summary)
 
 
 def _seconds(notes: Path) -> float:
@@ -136,15 +139,16 @@ def _seconds(notes: Path) -> float:
     return float(json.loads(notes.read_text())["seconds"]) if notes.is_file() else 0.0
 
 
-def _refuse_another(folder: Path, config: Path, overrides: Sequence[str]) -> None:
+def _refuse_another(folder: Path, task: str, ships: LoadedConfig) -> None:
     """Raise UsageError if what is there was made by another config than that which ships now."""
-    found = compare_for_resume(read_config(folder), load_config(config, overrides).config)
-    changed = [
-        key for key in (*found.free, *found.warned, *found.fixed) if not key.startswith(SET_BY_RUN)
-    ]
+    ships = with_task_schema(ships, load_task(task).config_schema())
+    found = compare_for_resume(read_config(folder), ships.config)
+    every = (*found.free, *found.warned, *found.fixed)
+    changed = [key for key in every if not key.startswith(SET_BY_WARM_UP)]
     if changed:
         raise UsageError(
-            f"{folder} was made by another config: {', '.join(changed)} differ. Move it away, or name another folder by --runs."
+            f"{folder} was made by another config: {', '.join(changed)} differ. Move all of {folder}* away, its warm-up and its time "
+            "too, or name another folder by --runs."
         )
 
 
@@ -197,7 +201,7 @@ def rows_of(numbers: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     ]
 
 
-def numbers_of(found: Iterable[Learnt]) -> dict[str, dict[str, Any]]:
+def numbers_of(found: Iterable[TaskResult]) -> dict[str, dict[str, Any]]:
     """The numbers of runs, by task and seed."""
     numbers: dict[str, dict[str, Any]] = {}
     for each in found:
@@ -218,31 +222,31 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = HEADER) -> str:
     )
 
 
-def page(found: Sequence[Learnt]) -> str:
+def html_page(found: Sequence[TaskResult]) -> str:
     """All runs so far, as a page that stands alone."""
     rows = Table("", [tuple(row) for row in rows_of(numbers_of(found))], HEADER).as_html()
     return (
         "<!doctype html><meta charset=utf-8><title>Groupwise: the tour</title>"
         '<body style="font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em">'
         f"<h1>What each task teaches SmolLM2-135M-Instruct</h1><p>{as_html(_described(machine()))}. Rewards of held-out prompts; in "
-        f"brackets the 95 % interval of their change by reinforcement learning alone.</p>{rows}{''.join(map(section, found))}"
+        f"brackets the 95 % interval of what RL adds after the warm-up.</p>{rows}{''.join(map(html_section, found))}"
     )
 
 
-def section(learnt: Learnt) -> str:
+def html_section(result: TaskResult) -> str:
     """A run: its curve, and the prompt that it gained most on."""
     answers = "".join(
-        Code(stage, shorten(text, LONGEST)).as_html() for stage, text in answers_of(learnt)
+        Code(stage, shorten(text, LONGEST)).as_html() for stage, text in answers_of(result)
     )
-    return f"<h2>{learnt.task}, seed {learnt.seed}</h2>{curve(learnt)}{answers}"
+    return f"<h2>{result.task}, seed {result.seed}</h2>{curve(result)}{answers}"
 
 
-def curve(learnt: Learnt) -> str:
+def curve(result: TaskResult) -> str:
     """Plot the reward of the warm-up and of RL as SVG."""
-    with Store.open(learnt.folder / RECORD, readonly=True) as store:
+    with Store.open(result.folder / RECORD, readonly=True) as store:
         points = store.metrics(["reward"])["reward"]
-    series = with_mean("reward", points, warm_up=warm_up_curve(learnt.folder, "reward"))
-    return svg_curve(series, title=f"{learnt.task}: reward of the sampled completions")
+    series = with_mean("reward", points, warm_up=warm_up_curve(result.folder, "reward"))
+    return svg_curve(series, title=f"{result.task}: reward of the sampled completions")
 
 
 def titles_of(stages: Container[str]) -> dict[str, str]:
@@ -251,9 +255,9 @@ def titles_of(stages: Container[str]) -> dict[str, str]:
     return found if "base" in found else {**found, "before": STAGES["base"]}
 
 
-def answers_of(learnt: Learnt) -> list[tuple[str, str]]:
+def answers_of(result: TaskResult) -> list[tuple[str, str]]:
     """The held-out prompt that gained most by RL, and what each stage wrote, with its reward."""
-    with Store.open(learnt.folder / RECORD, readonly=True) as store:
+    with Store.open(result.folder / RECORD, readonly=True) as store:
         stages = {
             each.name: store.evaluation(each.step, each.name)
             for each in store.evaluations(rows=False)
@@ -283,11 +287,11 @@ def _by_example(evaluation: EvaluationRecord) -> dict[int, Mapping[str, Any]]:
 PAGES = ROOT / "docs" / "tasks"
 MARKS = "<!-- tour -->\n", "<!-- end of tour -->"
 """What the program writes stands between these."""
-SHOWN = "reward", "pass@1"
-"""The metrics of a task's page."""
+NOT_SHOWN = "rewards/", "completions/", "task/"
+"""Beginnings of the metrics that a task's page leaves out, because others say the same."""
 
 
-def store(found: Sequence[Learnt]) -> None:
+def store(found: Sequence[TaskResult]) -> None:
     """Keep the numbers of all runs, and write what the pages of the tasks show of them."""
     described = machine()
     file = RESULTS / f"tour-{slug(described)}.json"
@@ -301,13 +305,13 @@ def store(found: Sequence[Learnt]) -> None:
         if each.seed == 0:
             (IMAGES / f"tour-{each.task}.svg").write_text(curve(each))
             _write_between_marks(
-                PAGES / f"{each.task}.md", page_section(each, kept[each.task], described)
+                PAGES / f"{each.task}.md", docs_section(each, kept[each.task], described)
             )
     _write_between_marks(PAGES / "index.md", table(rows_of(kept)) + "\n")
     print(f"stored in {file}, {IMAGES} and {PAGES}")
 
 
-def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str, Any]) -> str:
+def docs_section(first: TaskResult, seeds: Mapping[str, Any], described: Mapping[str, Any]) -> str:
     """What the page of a task says of its runs: the curve, each stage's numbers, and one prompt with its answers."""
     held_out = first.held_out
     steps = {"before": first.numbers["warm_up_steps"], "after": first.numbers["steps"]}
@@ -316,12 +320,10 @@ def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str
         title + (f", {steps[stage]} steps" if steps.get(stage) else "")
         for stage, title in there.items()
     ]
-    rows = [[name, *(_interval(held_out[stage][name]) for stage in there)] for name in SHOWN]
-    stages = (
-        "the warm-up and of reinforcement learning"
-        if "base" in held_out
-        else "reinforcement learning"
-    )
+    rows = metric_rows([held_out[stage] for stage in there])
+    warmed = "base" in held_out
+    stages = "the warm-up and of RL" if warmed else "RL"
+    of_before = "warmed-up model" if warmed else "base model"
     gains = [
         f"{_interval(each['held_out']['change'], '+.2f')} with seed {seed}"
         for seed, each in sorted(seeds.items())
@@ -332,11 +334,20 @@ def page_section(first: Learnt, seeds: Mapping[str, Any], described: Mapping[str
         [
             f"![The reward of {first.task} over the steps of {stages}](../images/tour-{first.task}.svg)\n",
             table(rows, ["held-out prompts", *titles]),
-            f"\nBy reinforcement learning alone the reward of the held-out prompts changes by {' and by '.join(gains)}; {minutes} minutes, "
+            f"\nThe RL stage adds {' and '.join(gains)} to the held-out reward of the {of_before}; {minutes} minutes in all, warm-up and "
             f"evaluations included, on {_described(described)}. The prompt that gained most:\n",
             f"```text\n{answers}\n```\n",
         ]
     )
+
+
+def metric_rows(stages: Sequence[Mapping[str, Mapping[str, float]]]) -> list[list[str]]:
+    """A row for each metric that has an interval at every stage, and that is not the same as one above it."""
+    rows: dict[tuple[str, ...], str] = {}
+    for name in stages[-1]:
+        if not name.startswith(NOT_SHOWN) and all("low" in stage.get(name, ()) for stage in stages):
+            rows.setdefault(tuple(_interval(stage[name]) for stage in stages), name)
+    return [[name, *values] for values, name in rows.items()]
 
 
 def _described(found: Mapping[str, Any]) -> str:

@@ -362,7 +362,7 @@ class RunConfig(Strict):
     warm_up: str | dict[str, Any] | None = setting(
         None,
         "A supervised run before this one, which begins with its weights: the file of a config of groupwise sft, seen from this file's "
-        "folder, or its sections. It has this config's model, lora and run.dir, and its sections task and scale unless it has its own. A "
+        "folder, or its sections. It takes model, lora and run.dir from this config, and task and scale unless it has its own. A "
         "run of the same config, task and data is used again, and one that was cut off goes on.",
         on_resume="free",
     )
@@ -636,11 +636,13 @@ def stem_of(path: Path | None) -> str:
     return stem or "run"
 
 
-def with_task_schema(loaded: Loaded, schema: type[BaseModel]) -> Loaded:
-    """The config with its `task` section validated by `schema` and filled with the schema's defaults.
+def with_task_schema(loaded: Loaded, schema: type[BaseModel] | None) -> Loaded:
+    """The config with its `task` section validated by `schema` and filled with the schema's defaults; as it is without a schema.
 
     Raises ConfigError like `load_config`, each problem under `task.`.
     """
+    if schema is None:
+        return loaded
     task = validate(schema, loaded.tree, at=("task",))
     values = task.model_dump(mode="json", by_alias=True)
     return replace(loaded, config=loaded.config.model_copy(update={"task": values}))

@@ -300,8 +300,10 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
 
 
 def _drawing(above: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an RL config that decides how completions are drawn and scored. With the rest, another learning rate would make another
-    warm-up."""
+    """The part of an RL config that decides how completions are drawn and scored.
+
+    With the rest, a run with another learning rate would need another warm-up.
+    """
     success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
     found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
     return {**found, **({"eval": success} if success else {})}

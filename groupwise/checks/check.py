@@ -57,7 +57,7 @@ from groupwise.checks.check_rewards import (
     try_cases,
 )
 from groupwise.checks.findings import Finding, Findings, OnFinding, Report
-from groupwise.config import LoadedConfig, RunConfig, load_config, view, with_task_schema
+from groupwise.config import RunConfig, load_config, view, with_task_schema
 from groupwise.data.overlap import same_prompt, same_row
 from groupwise.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
 from groupwise.evaluation.evaluate import success_of
@@ -149,7 +149,7 @@ def _subject(
     loaded = load_config(_stand_in(given_task) if config is None else config, overrides)
     found = task_parts.task_of(loaded.config, given_task)
     findings.add(check_hooks(found))
-    loaded = _with_schema(loaded, found)
+    loaded = with_task_schema(loaded, found.config_schema())
     settings = loaded.config
     given = view(settings)
     train = found.rl_examples(given, limit=_draws(settings)) if found.has("get_rl_dataset") else []
@@ -172,11 +172,6 @@ def _stand_in(task: Task | None) -> dict[str, Any]:
     """The config where none is given."""
     rollout = {"type": "environment"} if task and task.has("get_environment") else {}
     return {"model": {"name": "tiny"}, "rollout": rollout}
-
-
-def _with_schema(loaded: LoadedConfig, task: Task) -> LoadedConfig:
-    schema = task.config_schema()
-    return loaded if schema is None else with_task_schema(loaded, schema)
 
 
 def _draws(config: RunConfig) -> int | None:

@@ -360,8 +360,7 @@ def _meant(
     """The task, the config with the task's own keys, and the policies. Raises UsageError also where results could not be written."""
     found = task_parts.task_of(loaded.config, task)
     require(found, "eval")
-    schema = found.config_schema()
-    settings = (with_task_schema(loaded, schema) if schema is not None else loaded).config
+    settings = with_task_schema(loaded, found.config_schema()).config
     every = [_found(policy, settings) for policy in policies]
     for weights in every:
         check_writable(*_place(found, weights, settings), output)

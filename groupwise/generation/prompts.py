@@ -104,8 +104,7 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
     if task.has("get_environment"):
         raise TaskError(_takes_turns(task, source))
     loaded = load_config(config or {"model": {"name": "tiny"}})
-    schema = task.config_schema()
-    settings = (loaded if schema is None else with_task_schema(loaded, schema)).config
+    settings = with_task_schema(loaded, task.config_schema()).config
     task = rewarded(settings, task)
     steps = settings.training.max_steps
     limit = None if steps is None else steps * settings.training.prompts_per_step

@@ -34,7 +34,7 @@ class OptimisationConfig(Strict):
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "linear",
-        "Course of the learning rate after the warm-up: to 0 at the last step, or constant.",
+        "Course of the learning rate after its own warm-up (`warmup_steps`): to 0 at the last step, or constant.",
     )
     warmup_steps: int = setting(0, "Steps over which the learning rate rises from 0.", ge=0)
     warmup_ratio: float = setting(

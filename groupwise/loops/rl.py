@@ -29,9 +29,9 @@ from groupwise.loops.schedules import make_schedule
 from groupwise.loops.training import save_checkpoint
 from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
 
-FIRST_ADVICE = 5
-"""Steps after which a run says for the first time what keeps it from learning."""
-IN_THE_WAY = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
+WARNED_AFTER = 5
+"""Steps after which a run says what keeps its reward from rising."""
+WARNED_ABOUT = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
 """Metrics of what may keep a reward from rising: groups without signal, nothing right, rollouts without a reward, a policy without
 choice."""
 
@@ -47,8 +47,8 @@ async def train(run: TaskRun) -> None:
             with profiled(run):
                 drawn = await run.interruption.allow(run.schedule.next())
                 await take_step(run, drawn, begun)
-            if run.step == FIRST_ADVICE < run.max_steps:
-                say_what_keeps_it_from_learning(run)
+            if run.step == WARNED_AFTER < run.max_steps:
+                warn_early(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
                 save_checkpoint(run)
                 await run.callbacks.saved()
@@ -56,10 +56,10 @@ async def train(run: TaskRun) -> None:
         await run.schedule.close()
 
 
-def say_what_keeps_it_from_learning(run: TaskRun) -> None:
-    """Warn early, so that nobody waits until the end of a run whose reward cannot rise."""
+def warn_early(run: TaskRun) -> None:
+    """Say what keeps the reward from rising, so that nobody waits for the end of a run whose reward cannot rise."""
     for each in advice_on(run.folder.store):
-        if each["metric"] in IN_THE_WAY:
+        if each["metric"] in WARNED_ABOUT:
             run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")
 
 

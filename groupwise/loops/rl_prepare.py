@@ -83,9 +83,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     """
     found = task_parts.task_of(loaded.config, task)
     require(found, "rl")
-    schema = found.config_schema()
-    if schema is not None:
-        loaded = with_task_schema(loaded, schema)
+    loaded = with_task_schema(loaded, found.config_schema())
     settings = loaded.config
     check_start(loaded)
     build.check_model(settings)

@@ -65,12 +65,12 @@ from groupwise.loops.start import (
     watched,
 )
 from groupwise.loops.training import save_checkpoint
-from groupwise.loops.warm_up import WarmedUp, begins_anew, warm_up
+from groupwise.loops.warm_up import WarmedUp, needs_warm_up, warm_up
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.stages import WARM_UP_TOLD
+from groupwise.runs.stages import WARM_UP_SUMMARY
 from groupwise.types import Policy, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def rl(
         with nullcontext() if dry_run else build.expected_ranks(given.config):
             return _rl(find_start(given, ways, KIND), task, warmed or WarmedUp(), dry_run=dry_run)
 
-    if given.config.warm_up is None or not begins_anew(given, ways):
+    if given.config.warm_up is None or not needs_warm_up(given, ways):
         return kept_going(begin, ways, given)
     if not dry_run:  # what is wrong with the second stage is told before the first one
         with build.expected_ranks(given.config):
@@ -129,7 +129,7 @@ def rl(
         return RlResult(
             warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
         )
-    result = kept_going(partial(begin, warmed=warmed), Ways(init_from=warmed.weights), given)
+    result = kept_going(partial(begin, warmed=warmed), Ways(init_from=warmed.run), given)
     if not dry_run:  # the run's own summary has it
         return result
     return replace(result, summary={"warm_up": warmed.summary, **result.summary})
@@ -344,7 +344,7 @@ def _summarise(
     after: EvalResult | None = None,
 ) -> dict[str, Any]:
     """What the run amounts to, in a few lines."""
-    told = run.folder.store.get_meta().get(WARM_UP_TOLD)
+    told = run.folder.store.get_meta().get(WARM_UP_SUMMARY)
     summary = {**({"warm_up": told} if told else {}), **summarise(run, prepared, started)}
     first, last = first_and_last(run, METRIC)
     if first is not None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from groupwise.algorithms.sft import Sft
 from groupwise.data.order import Order
+from groupwise.errors import UsageError
 from groupwise.learner.schedule import learning_rate
 from groupwise.loops.metrics import Timings, loss_metrics, timing_metrics
 from groupwise.loops.profiling import profiled
@@ -37,8 +38,8 @@ from groupwise.types import Row
 
 logger = logging.getLogger(__name__)
 
-TOLD = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
-"""The metrics of an evaluation that are said while the run goes on."""
+PRINTED = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
+"""The metrics of an evaluation that are printed while the run goes on."""
 EVALUATED_AT_ONCE = 64
 """Held-out rows between two moments at which an evaluation can be interrupted."""
 
@@ -134,10 +135,10 @@ async def train(run: SftRun) -> None:
         if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
             await save(run)
     if run.config.training.stop_when and run.reached is None:
-        there = ", ".join(f"{name} is {value:.4g}" for name, value in (run.measured or {}).items())
+        last = ", ".join(f"{name} is {value:.4g}" for name, value in (run.measured or {}).items())
         run.say(
-            f"warning: after {run.step} steps none of training.stop_when holds ({there or 'nothing was evaluated'}): "
-            "the policy has not learnt what they ask for"
+            f"warning: no condition of training.stop_when was met in {run.step} steps ({last or 'nothing was evaluated'}): "
+            "train for longer, or ask for less"
         )
 
 
@@ -265,7 +266,7 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
     record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, asked)
     run.folder.store.add_evaluation(record)
     await run.callbacks.evaluated(record)
-    told = ", ".join(f"{name} {metrics[name]:.4g}" for name in TOLD if name in metrics)
+    told = ", ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
     run.say(f"held-out after {run.step} steps: {told}")
     return metrics
 
@@ -276,9 +277,9 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     named = {name for each in conditions for name, _, _ in bounds_of(each)}
     unknown = named - metrics.keys()
     if unknown and run.measured is None:
-        run.say(
-            f"warning: training.stop_when names {', '.join(sorted(unknown))}, which the evaluation does not have. There are: "
-            f"{', '.join(metrics)}"
+        raise UsageError(
+            f"training.stop_when names {', '.join(sorted(unknown))}, which the evaluation after {run.step} steps does not have. There are: "
+            f"{', '.join(sorted(metrics))}"
         )
     run.measured = {name: metrics[name] for name in sorted(named - unknown)}
     met = (each for each in conditions if holds(each, metrics))

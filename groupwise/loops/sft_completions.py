@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from groupwise import machine_layout, task_parts
+from groupwise.algorithms.advantages import tied
 from groupwise.config import RunConfig, load_config, with_task_schema
 from groupwise.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
 from groupwise.evaluation.measures import by_prompt, distinct_share
@@ -80,8 +81,7 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
         "pass_at_k": None,
     }
     found = load_config({**sections, "training": training, "eval": evaluation})
-    schema = task.config_schema()
-    return (with_task_schema(found, schema) if schema is not None else found).config
+    return with_task_schema(found, task.config_schema()).config
 
 
 def _shared_training(config: SftConfig) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not groups:
         return {}
     return {
-        WITH_SIGNAL: fmean(len({row["reward"] for row in samples}) > 1 for samples in groups),
+        WITH_SIGNAL: fmean(not tied([row["reward"] for row in samples]) for samples in groups),
         DISTINCT: fmean(
             distinct_share([row["completion"] for row in samples]) for samples in groups
         ),

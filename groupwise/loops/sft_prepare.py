@@ -75,9 +75,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     """Check task and rows against the config; tokenise and mask all rows. `rows_read`: see `groupwise.loops.rl_prepare.prepare_rl`."""
     found = find_task(task, View(resolved(loaded.config)))
     require(found, "sft")
-    schema = found.config_schema()
-    if schema is not None:
-        loaded = with_task_schema(loaded, schema)
+    loaded = with_task_schema(loaded, found.config_schema())
     config = loaded.config
     check_start(loaded)
     tokenizer = ahead.load_tokenizer(config.model)

@@ -286,5 +286,5 @@ def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, 
     if run.gave_up and run.step < run.max_steps:
         summary["stopped_early"] = True
     if run.reached is not None:
-        summary["reached"] = run.reached
+        summary["stopped_by"] = run.reached
     return summary

@@ -1,4 +1,4 @@
-"""The supervised run that a config of `groupwise rl` names in `warm_up`: found by what it is made of, gone on with, or made.
+"""The supervised run that a config of `groupwise rl` names in `warm_up`: reused if it was made before, resumed if unfinished, else made.
 
 The run is that of `groupwise sft` with the config that `warm_up` gives, a file or its sections, and with the model of the RL config. One
 that was made from the same config, task and data is used again, whatever it is called, so that many RL runs begin from one warm-up.
@@ -25,13 +25,13 @@ from groupwise.loops.start import TrainingResult, Ways
 from groupwise.ranks.launched import launched
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
-from groupwise.runs.stages import WARM_UP, WARM_UP_TOLD
+from groupwise.runs.stages import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.store import Store
 from groupwise.sft_config import LoadedSftConfig, SftConfig, config_of_warm_up
 
 logger = logging.getLogger(__name__)
 
-TOLD = (
+SUMMARY_KEYS = (
     "run",
     "policy",
     "steps",
@@ -40,17 +40,17 @@ TOLD = (
     "seconds",
     "stopped_early",
     "stopped",
-    "reached",
+    "stopped_by",
 )
-"""What the summary of both has of the first one's."""
+"""What the summary of both stages has of the warm-up's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmedUp:
     """What a warm-up came to."""
 
-    weights: str | None = None
-    """The run to begin from; None where it was interrupted, or only planned."""
+    run: str | None = None
+    """Path of the run to begin from; None where it was interrupted, or only planned."""
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     """For people: the run, or its plan."""
     interrupted: TrainingResult | None = None
@@ -60,24 +60,24 @@ class WarmedUp:
     @property
     def facts(self) -> dict[str, Any]:
         """For the record of the run that begins from it."""
-        if self.weights is None:
+        if self.run is None:
             return {}
-        return {WARM_UP: Path(self.weights).name, WARM_UP_TOLD: self.summary}
+        return {WARM_UP: Path(self.run).name, WARM_UP_SUMMARY: self.summary}
 
 
 def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
-    """The run that a new run begins from: found, gone on with, or made. With `dry_run` it is found or planned.
+    """The run that a new run begins from: reused, resumed or made. With `dry_run` it is found or planned.
 
     Raises what `groupwise sft` raises.
     """
     given = config_of_warm_up(loaded)
     with nullcontext() if dry_run else build.expected_ranks(given.config):
         prepared = prepare_sft(given, task)
-    made = find_made(prepared)
+    made = matching_run(prepared)
     if made is not None and _is_finished(made):
         logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
-        told = {**_told(read_summary(made) or {}), "found": True}
-        return WarmedUp(str(made), told, untrained=None if dry_run else _untrained(loaded, task))
+        summary = {**_short_summary(read_summary(made) or {}), "found": True}
+        return WarmedUp(str(made), summary, untrained=None if dry_run else _untrained(loaded, task))
     if dry_run:
         return WarmedUp(None, plan_sft(prepared))
     if launched() is not None:
@@ -93,8 +93,8 @@ def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
         result = sft(_named(given, made.name), task, resume=True)
     if result.exit_code:
         return WarmedUp(None, interrupted=result)
-    told = {**_told(result.summary), "found": False}
-    return WarmedUp(str(result.folder), told, untrained=_untrained(loaded, task))
+    summary = {**_short_summary(result.summary), "found": False}
+    return WarmedUp(str(result.folder), summary, untrained=_untrained(loaded, task))
 
 
 def _named(given: LoadedSftConfig, name: str) -> SftConfig:
@@ -120,7 +120,7 @@ def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
     return evaluate_untrained(loaded, task)
 
 
-def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
+def needs_warm_up(loaded: LoadedConfig, ways: Ways) -> bool:
     """Whether a run starts with its warm-up. A resumed run does if the attempt before it was interrupted during the warm-up."""
     if not ways.resume:
         return ways == Ways()
@@ -132,10 +132,10 @@ def begins_anew(loaded: LoadedConfig, ways: Ways) -> bool:
     return not states or any(facts.get("state") != "finished" for _, facts in warm_ups)
 
 
-def find_made(prepared: SftPrepared) -> Path | None:
+def matching_run(prepared: SftPrepared) -> Path | None:
     """The newest run of the same config, task and data in the folder of runs, a finished one before others; None: there is none."""
     runs = Path(prepared.config.run.dir)
-    found = [path for path in find.run_folders(runs) if _is_of(path, prepared)]
+    found = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
     return max(
         found,
         key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0),
@@ -143,8 +143,8 @@ def find_made(prepared: SftPrepared) -> Path | None:
     )
 
 
-def _is_of(path: Path, prepared: SftPrepared) -> bool:
-    """Whether a run was made from the same: its config but for `run`, and what the config only names."""
+def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
+    """Whether a run was made by the same config (except `run`), task files, data and base model."""
     try:
         facts, config = Store.facts(path / RECORD), read_config(path)
     except (StoreError, OSError, ValueError):
@@ -163,5 +163,5 @@ def _is_finished(path: Path) -> bool:
     return Store.facts(path / RECORD).get("state") == "finished"
 
 
-def _told(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: summary[key] for key in TOLD if key in summary}
+def _short_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: summary[key] for key in SUMMARY_KEYS if key in summary}

@@ -51,7 +51,8 @@ ALL = (
         WITHOUT_SIGNAL,
         lambda value: value > FLAT,
         "In {value} of the groups all members earn the same, because most members of a group are alike: there is nothing to choose from.",
-        "Raise sampler.temperature, or end the warm-up sooner: training.stop_when with a rule such as groups/with_signal >= 0.6.",
+        "Raise sampler.temperature or, after a warm-up, end that sooner: warm_up.training.stop_when, with a rule such as "
+        "groups/with_signal >= 0.6.",
         alike=True,
     ),
     Advice(
@@ -72,7 +73,8 @@ ALL = (
         "rollouts/unscored",
         lambda value: value > 0.05,
         "{value} of the rollouts could not be scored. They are left out, which is no harm for few of them.",
-        "Read the reasons below: a reward that raises, a sandbox or judge that takes too long (rewards.time_limit).",
+        "`groupwise runs rollouts RUN --failed` shows the reasons: a reward that raises, a sandbox or judge that takes too long "
+        "(rewards.time_limit).",
     ),
     Advice(
         "sampling/logprob_gap",

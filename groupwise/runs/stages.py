@@ -10,8 +10,8 @@ from groupwise.runs.store import Store
 
 WARM_UP = "warm_up"
 """The fact in a run's record that names its warm-up, a run in the same folder."""
-WARM_UP_TOLD = "warm_up_told"
-"""The fact that has what the run's summary says of it."""
+WARM_UP_SUMMARY = "warm_up_summary"
+"""The fact that keeps what the run's summary says of the warm-up."""
 
 
 def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:

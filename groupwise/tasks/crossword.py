@@ -63,7 +63,7 @@ class TaskConfig(Strict):
     )
     choices: int | None = setting(
         None,
-        "Answers shown in the prompt, in small letters, of which one is right: for models that know too few words. null shows none.",
+        "Answers shown in the prompt, in small letters, about equally long, one of them right: for models that know few words. null: none.",
         ge=2,
         le=20,
     )
@@ -170,14 +170,20 @@ def _split(own: TaskConfig, wanted: str) -> Rows:
 
 
 def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str, Any]]:
-    """The rows; if `task.choices` is set, each prompt also lists answers of the same split, one of which is right."""
+    """The rows; if `task.choices` is set, each prompt also lists answers of the same split, one of which is right.
+
+    The wrong ones are about as long as the right one, so that counting letters finds nothing.
+    """
     if own.choices is None:
         return rows
     answers = list(dict.fromkeys(row["answer"].lower() for row in rows))
     found: list[dict[str, Any]] = []
     for row in rows:
         stream = Stream("crossword choices", own.seed, row["clue"])
-        choices = stream.among(row["answer"].lower(), answers, own.choices)
+        answer = row["answer"].lower()
+        others = stream.sample([other for other in answers if other != answer], len(answers) - 1)
+        others.sort(key=lambda other: abs(len(letters(other)) - len(letters(answer))))
+        choices = stream.among(answer, others[: own.choices - 1], own.choices)
         told, asked = row["prompt"]
         content = f"{asked['content']}\nOne of: {', '.join(choices)}"
         found.append({**row, "prompt": [told, {**asked, "content": content}], "choices": choices})

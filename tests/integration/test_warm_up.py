@@ -120,7 +120,7 @@ def test_a_rule_on_what_it_writes_ends_it(tmp_path, task):
     drawn = {"eval_steps": 1, "completions": {"max_prompts": 4, "num_generations": 4}}
     rules = ["reward > 1", "groups/with_signal >= 0 and reward >= 0"]
     summary = groupwise.rl(config(tmp_path, drawn, stop_when=rules), task).summary
-    assert summary["warm_up"]["reached"] == rules[1]
+    assert summary["warm_up"]["stopped_by"] == rules[1]
     assert summary["warm_up"]["steps"] == 0
     with Store.open(tmp_path / "toy-warm-up" / "run.db", readonly=True) as store:
         (found,) = store.evaluations(rows=False)
@@ -147,12 +147,15 @@ def test_both_are_one_curve_and_the_base_model_stands_beside_them(tmp_path, task
 
 def test_a_rule_that_never_holds_is_told(tmp_path, task, capsys):
     groupwise.rl(config(tmp_path, DRAWN, stop_when=["reward > 1"]), task)
-    assert "after 4 steps none of training.stop_when holds (reward is 0." in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no condition of training.stop_when was met in 4 steps (reward is 0." in told
 
 
 def test_a_rule_that_is_none_is_refused(tmp_path, task):
     with pytest.raises(ConfigError, match="'reward is 1' is no condition"):
         groupwise.rl(config(tmp_path, stop_when=["reward is 1"]), task)
+    with pytest.raises(UsageError, match="names rewards/shape, which the evaluation after 0 steps"):
+        groupwise.rl(config(tmp_path, DRAWN, stop_when=["rewards/shape > 1"]), task)
 
 
 @pytest.mark.parametrize(("condition", "held"), [

@@ -175,11 +175,11 @@ def test_with_choices_the_right_answer_is_among_those_of_its_split_and_alone_is_
         for row in rows:
             assert {row["answer"].lower()} <= {*row["choices"]} <= answers
             assert len({*row["choices"]}) == 4
+            right = len(crossword.letters(row["answer"]))
+            off = {answer: abs(len(crossword.letters(answer)) - right) for answer in answers}
+            assert sorted(off[each] for each in row["choices"]) == sorted(off.values())[:4]
             assert row["prompt"][1]["content"].endswith(f"One of: {', '.join(row['choices'])}")
     row = train[0]
     mentioned = f"<think>{' '.join([*row['choices']] * 20)}</think><answer>nothing</answer>"
-    given = config(choices=4)
-    assert [earned("crossword", text, row, given) for text in (mentioned, row["completion"])] == [
-        0,
-        1,
-    ]
+    texts = (mentioned, row["completion"])
+    assert [earned("crossword", text, row, config(choices=4)) for text in texts] == [0, 1]
