@@ -31,45 +31,24 @@ if "torch" in sys.modules:  # a plugin imported it before the variables above we
     sys.modules["torch"].set_num_threads(1)
 
 SLOWEST_FILES = (
-    "integration/launch/test_gang.py",
-    "integration/launch/test_slurm_and_ray.py",
-    "contract/test_cloud_contract.py",
-    "integration/launch/test_aws.py",
-    "integration/notebook/test_kernel.py",
-    "integration/notebook/test_notebooks.py",
-    "integration/fleet/test_submission_paths.py",
-    "integration/fleet/test_named_faults.py",
-    "integration/fleet/test_chaos.py",
-    "integration/fleet/test_up.py",
-    "integration/fleet/test_secrets.py",
-    "integration/fleet/test_injection.py",
-    "integration/fleet/test_claim_races.py",
-    "integration/fleet/test_crash_points.py",
-    "integration/fleet/test_ssh.py",
-    "integration/server/test_remote_training_server.py",
-    "integration/server/test_verbs.py",
-    "integration/server/test_kills_of_server.py",
-    "integration/server/test_through_http.py",
-    "acceptance/test_docs.py",
-    "integration/test_resume.py",
-    "integration/test_ranks.py",
-    "integration/test_samplers.py",
-    "integration/test_fsdp.py",
-    "contract/test_learner_contract.py",
-    "unit/rewards/test_workers.py",
-    "contract/test_builtin_tasks.py",
-    "contract/test_sampler_contract.py",
-    "unit/ranks/test_beside.py",
-    "acceptance/test_gap.py",
-    "acceptance/test_learning.py",
-    "unit/sampler/native/test_engine.py",
-    "integration/test_pushing.py",
-    "unit/rewards/test_python_tests.py",
-    "unit/learner/test_torch_learner.py",
-    "integration/test_generate.py",
-    "integration/test_learners.py",
-    "integration/test_replay.py",
-)
+    "integration/launch/test_gang.py", "integration/launch/test_slurm_and_ray.py",
+    "contract/test_cloud_contract.py", "integration/launch/test_aws.py",
+    "integration/notebook/test_kernel.py", "integration/notebook/test_notebooks.py",
+    "integration/fleet/test_submission_paths.py", "integration/fleet/test_named_faults.py",
+    "integration/fleet/test_chaos.py", "integration/fleet/test_up.py",
+    "integration/fleet/test_secrets.py", "integration/fleet/test_injection.py",
+    "integration/fleet/test_claim_races.py", "integration/fleet/test_crash_points.py",
+    "integration/fleet/test_ssh.py", "integration/server/test_remote_training_server.py",
+    "integration/server/test_verbs.py", "integration/server/test_kills_of_server.py",
+    "integration/server/test_through_http.py", "acceptance/test_docs.py",
+    "integration/test_resume.py", "integration/test_ranks.py", "integration/test_samplers.py",
+    "integration/test_fsdp.py", "contract/test_learner_contract.py", "unit/rewards/test_workers.py",
+    "contract/test_builtin_tasks.py", "contract/test_sampler_contract.py",
+    "unit/ranks/test_beside.py", "acceptance/test_gap.py", "acceptance/test_learning.py",
+    "unit/sampler/native/test_engine.py", "integration/test_pushing.py",
+    "unit/rewards/test_python_tests.py", "unit/learner/test_torch_learner.py",
+    "integration/test_generate.py", "integration/test_learners.py", "integration/test_replay.py",
+)  # fmt: skip
 """xdist gives a whole file to one worker, so these start first and no worker finishes long after the others."""
 
 FLEET_FOLDERS = ("integration/fleet", "unit/fleet", "unit/hosts")
@@ -108,22 +87,9 @@ def pytest_collection_finish() -> None:
 
 
 SUITES = (
-    "configs",
-    "docs",
-    "engine",
-    "fleet",
-    "kills",
-    "launch",
-    "learning",
-    "mutations",
-    "notebook",
-    "server",
-    "tasks",
-    "training",
-    "tunix",
-    "unsloth",
-    "web",
-)
+    "configs", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations", "notebook",
+    "server", "tasks", "training", "tunix", "unsloth", "web",
+)  # fmt: skip
 """What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
 
 OWN_STAGES = ("server", "notebook", "tunix", "launch", "web")

@@ -21,10 +21,10 @@ import sys
 import tempfile
 import textwrap
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -273,10 +273,21 @@ def _sshd() -> list[str]:
 def loopback_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[LoopbackHost]]:
     """Started ones, at 127.0.0.11 and on. `settings`: further lines of sshd_config."""
     require_programs("sshd", "ssh-keygen")
+    with _started(_loopback, count, settings) as hosts:
+        yield hosts
+
+
+H = TypeVar("H", "LoopbackHost", "FullHost")
+
+
+@contextlib.contextmanager
+def _started(
+    make: Callable[[Path, int, Path, str], H], count: int, settings: str
+) -> Iterator[list[H]]:
     with _folder() as folder:
         key = folder / "id_ed25519"
         _keygen(key)
-        hosts = [_loopback(folder, n, key, settings) for n in range(count)]
+        hosts = [make(folder, n, key, settings) for n in range(count)]
         try:
             for host in hosts:
                 host.start()
@@ -521,18 +532,9 @@ def full_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[FullHost]
     _run("ip link add br0 type bridge forward_delay 0 stp_state 0")
     _run(f"ip addr add {SUBNET}.1/24 dev br0")
     _run("ip link set br0 up")
-    with _folder() as folder:
-        key = folder / "id_ed25519"
-        _keygen(key)
-        hosts = [_full(folder, n, key, settings) for n in range(count)]
-        try:
-            for host in hosts:
-                host.start()
-            yield hosts
-        finally:
-            for host in hosts:
-                host.close()
-            _run("ip link del br0")
+    with _started(_full, count, settings) as hosts:
+        yield hosts
+    _run("ip link del br0")
 
 
 def _full(folder: Path, number: int, key: Path, settings: str) -> FullHost:

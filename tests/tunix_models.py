@@ -11,17 +11,10 @@ from pathlib import Path
 from typing import Any
 
 SHAPE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
 LITTLE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "sliding_window": 8}  # fmt: skip
 """All that the files of Gemma 3 with pictures say of its text, but for its vocabulary: the rest are the defaults of its kind."""
 

@@ -163,6 +163,7 @@ def _subject(
     tools = task_parts.check_rollouts(settings, found, train or held_out)
     if rubric is not None:
         in_workers = task_parts.scores_in_workers(settings, found, rubric)
+        findings.extend([Finding("machine", "ok", said) for said in rubric.check_machine()])
         for examples in (train, held_out):
             check_reward_columns(found, rubric, examples, in_workers=in_workers)
     return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric, tools)

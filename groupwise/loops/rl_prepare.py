@@ -194,7 +194,8 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
     empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
     of_overlap = filter(None, [_overlap_warning(prepared)])
     said = [unfilled(empty)] if empty else []
-    return [*prompt_warnings(prepared, examples), *said, *of_overlap]
+    of_machine = rubric.check_machine() if rubric else []
+    return [*prompt_warnings(prepared, examples), *said, *of_overlap, *of_machine]
 
 
 def _overlap_warning(prepared: RlPrepared) -> str | None:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import re
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,8 @@ class Plan:
     """Those that they read; the solution may have them."""
     modules: frozenset[str]
     """Of the standard library, whose attributes they read; the solution's of these names are not meant."""
+    own: frozenset[str]
+    """Those that they give a meaning themselves."""
     entry_point: str | None
 
     @property
@@ -115,11 +118,16 @@ class Plan:
                 "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
                 "`assert f(1) == 2`, not `f(1) == 2` or `print(f(1) == 2)`"
             )
+        own = _names_given(trees)
+        for checker in sorted(_checkers(trees) - own - sys.stdlib_module_names - {entry_point}):
+            raise BrokenTests(
+                f"they check by `{checker}`, which they do not define, so that the code could: define it in the tests, or import it there"
+            )
         read, based = _names_read(trees)
         modules = {name for name in based if name in sys.stdlib_module_names}
         names = {name for name in read if name not in modules or read[name] > based[name]}
         names |= {entry_point} if entry_point else set()
-        return cls(tuple(steps), frozenset(names), frozenset(modules), entry_point)
+        return cls(tuple(steps), frozenset(names), frozenset(modules), own, entry_point)
 
 
 def _parsed(text: str) -> ast.Module:
@@ -226,6 +234,36 @@ def _names_read(trees: Sequence[ast.Module]) -> tuple[Counter[str], Counter[str]
     return Counter(read), Counter(each.id for each in owners if isinstance(each, ast.Name))
 
 
+def _names_given(trees: Sequence[ast.Module]) -> frozenset[str]:
+    """The names that the tests define, import, assign or take as arguments, wherever they do."""
+    found: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+                found.add(name)
+            case ast.alias(name, given):
+                found.add(given or name.partition(".")[0])
+            case ast.arg(name) | ast.Name(name, ast.Store()):
+                found.add(name)
+            case _:
+                pass
+    return frozenset(found)
+
+
+_COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
+
+
+def _checkers(trees: Sequence[ast.Module]) -> frozenset[str]:
+    """The names that calls which judge begin with: `np` of `np.testing.assert_allclose(f(1), 2)`, `isclose` of `isclose(f(1), 2)`."""
+    found: set[str] = set()
+    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        *owners, name = ast.unparse(call.func).split(".")
+        judges_a_call = any(isinstance(node, ast.Call) for a in call.args for node in ast.walk(a))
+        if name.startswith("assert") or (_COMPARES.fullmatch(name) and judges_a_call):
+            found.add([*owners, name][0])
+    return frozenset(found)
+
+
 # Running
 
 
@@ -249,7 +287,7 @@ def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
 
 def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
     """What stands for the names that the tests do not define themselves; see above for the order."""
-    sys.modules[MODULE] = far.as_module()
+    sys.modules[MODULE] = far.as_module(own=plan.own - {plan.entry_point})
     found: dict[str, Any] = {}
     for name in sorted(plan.names):
         if name == plan.entry_point or (name in far.names and name not in _BUILTINS):
@@ -306,10 +344,10 @@ class Far:
         kind, value = self.ask("name", name)
         return self._errors.kind(*map(str, value)) if kind == "error" else value
 
-    def as_module(self) -> types.ModuleType:
-        """For tests that import the solution."""
+    def as_module(self, own: Set[str]) -> types.ModuleType:
+        """For tests that import the solution. To import all of it replaces neither Python's names nor the tests' own."""
         module = types.ModuleType(MODULE)
-        module.__dict__["__all__"] = sorted(self.names)
+        module.__dict__["__all__"] = sorted(self.names - own - _BUILTINS - sys.stdlib_module_names)
         module.__dict__["__getattr__"] = self._attribute_of_module
         return module
 
@@ -356,7 +394,10 @@ class Far:
 
 
 def _is_function(value: Any) -> bool:
-    return isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType)
+    """Whether a solution may be given something to call that runs here. Of Python's own functions it has those that are harmless."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__module__ != "builtins"
+    return isinstance(value, types.FunctionType | types.MethodType)
 
 
 def _operation(do: str) -> Callable[..., Any]:

@@ -12,7 +12,8 @@ Tests of functions run in one box, the completion's code in another (`boxed_test
 input has a box for each case, and its output is compared here. So no test and no expected value ever stands where the code could read
 or change it, and leaving the process early, printing marks or replacing functions earns nothing.
 
-What the code does, time-outs included, is a value. What it cannot be blamed for (no box, tests that cannot be run) is a failure.
+What the code does, time-outs included, is a value. What it cannot be blamed for (no box, tests that cannot be run, as they break off
+without it too) is a failure.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import asyncio
 import base64
 import io
 import json
-import logging
 import pickle
 import re
 import socket
@@ -34,6 +34,7 @@ from decimal import Decimal
 from functools import cache
 from typing import Any, NoReturn, cast
 
+from groupwise.awaiting import run_to_end
 from groupwise.errors import SandboxError
 from groupwise.rewards.boxed_solution import WRAPPER
 from groupwise.rewards.boxed_tests import BrokenTests, Plan
@@ -43,8 +44,6 @@ from groupwise.rewards.registry import reward
 from groupwise.rewards.sandbox import PROTECTIONS, START_LIMIT, Box, Limits, Result, missing, run
 from groupwise.rewards.tags import Tag, after_reasoning, last_tagged
 from groupwise.rewards.text import CompletionText, completion_texts
-
-logger = logging.getLogger(__name__)
 
 FORMS_OF_TESTS = {
     "tests": "ours",
@@ -602,8 +601,6 @@ class Verdict:
     passed: int
     of: int
     why: str | None
-    missing: tuple[str, ...] = ()
-    """Protections that did not hold."""
 
 
 async def verdict(
@@ -628,7 +625,6 @@ async def _of_program(
 ) -> Verdict:
     passed, why, left = 0, None, limits.seconds
     cases, common_imports = tests.of_program, _common_imports(code, tests)
-    unheld: tuple[str, ...] = ()
     for number, case in enumerate(cases):
         if left <= 0:
             break
@@ -637,12 +633,12 @@ async def _of_program(
         result = await run(
             code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
         )
-        left, unheld = left - result.seconds, result.missing
+        left -= result.seconds
         if case.passes(result):
             passed += 1
         elif why is None:
             why = f"case {number}: {_shown(result)}"
-    return Verdict(passed, len(cases), why, unheld)
+    return Verdict(passed, len(cases), why)
 
 
 def _shown(result: Result) -> str:
@@ -651,9 +647,41 @@ def _shown(result: Result) -> str:
     return f"{result.ending}; printed {printed!r}{''.join(f'; {line[:200]}' for line in errors)}"
 
 
+class _BrokeOff(Exception):
+    """The tests could not be run to their end, which may be their fault or the code's."""
+
+    def __init__(self, why: str, so_far: Verdict) -> None:
+        super().__init__(why)
+        self.so_far = replace(so_far, why=so_far.why or why)
+
+
+_ANYTHING = """
+class _Anything:
+    def __call__(self, *_, **__): return self
+    def __getattr__(self, _): return self
+"""
+
+
 async def _of_functions(
     code: str, tests: RowTests, limits: Limits, require: Sequence[str]
 ) -> Verdict:
+    """What the tests say of the code. Where they break off it is their fault if they also do so for code that does nothing."""
+    try:
+        return await _tested(code, tests, limits, require)
+    except _BrokeOff as broke_off:
+        if not broke_off.so_far.of:  # they had not begun
+            raise ValueError(str(broke_off)) from broke_off
+        found = broke_off.so_far
+    names = Plan.of(tests.of_functions, tests.entry_point).names
+    harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
+    try:
+        await _tested(harmless, tests, limits, require)
+    except _BrokeOff as broke_off:
+        raise ValueError(str(broke_off)) from broke_off
+    return found
+
+
+async def _tested(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
     """One box for the code and one for the tests, joined by a line; verdicts come on another."""
     theirs, line = socket.socketpair()
     ours, verdicts = socket.socketpair()
@@ -669,13 +697,14 @@ async def _of_functions(
         async with solution, judge:
             for end in (theirs, line, verdicts):
                 end.close()
-            held = await solution.begun()
+            await solution.begun()
             await judge.begun()
             docket = _Docket(ours)
             if not await docket.fill(limits.seconds):
                 ended = await judge.result()
-                raise SandboxError(f"The box of the tests ended before them: {_shown(ended)}")
-            return replace(docket.verdict(), missing=missing(held))
+                why = f"The box of the tests ended before them: {_shown(ended)}"
+                raise _BrokeOff(why, docket.verdict())
+            return docket.verdict()
 
 
 def _program(function: str, **arguments: Any) -> dict[str, Any]:
@@ -696,7 +725,7 @@ class _Docket:
     async def fill(self, seconds: float) -> bool:
         """Listen until the last verdict or until the time is over, which begins with the tests. False where it broke off.
 
-        Raises ValueError for tests that cannot be run, SandboxError where they do not begin.
+        Raises _BrokeOff where they say that they cannot be run, SandboxError where they do not begin.
         """
         try:
             async with asyncio.timeout(START_LIMIT):
@@ -705,11 +734,11 @@ class _Docket:
             raise SandboxError(f"Tests had not begun after {START_LIMIT:g} s.") from None
         if opening is None:
             return False
-        self._count = _unbroken(opening)["tests"]
+        self._count = self._unbroken(opening)["tests"]
         try:
             async with asyncio.timeout(seconds):
                 while (message := await self._next()) is not None and "done" not in message:
-                    self._enter(_unbroken(message))
+                    self._enter(self._unbroken(message))
         except TimeoutError:
             self._why = self._why or f"time ran out in test {len(self._outcomes)}"
             return True
@@ -718,6 +747,11 @@ class _Docket:
     def verdict(self) -> Verdict:
         """What was said; tests of which nothing was said have not passed."""
         return Verdict(sum(self._outcomes), self._count, self._why)
+
+    def _unbroken(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "broken" in message:
+            raise _BrokeOff(message["broken"], self.verdict())
+        return message
 
     def _enter(self, message: Mapping[str, Any]) -> None:
         self._outcomes.append(message["passed"])
@@ -730,12 +764,6 @@ class _Docket:
                 return None
             self._buffer.add(piece)
         return json.loads(frame)
-
-
-def _unbroken(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "broken" in message:
-        raise ValueError(message["broken"])
-    return message
 
 
 # The reward
@@ -755,8 +783,8 @@ class PythonTests:
     concurrency: int = 4
     """Completions of a group that are run at once."""
     answer_tag: Tag = "answer"
-    require: tuple[str, ...] = ()
-    """Protections without which nothing is run; see `sandbox.PROTECTIONS`."""
+    require: tuple[str, ...] = ("network", "files", "calls")
+    """Protections without which nothing is run; see `sandbox.PROTECTIONS`. These keep the code from the trainer, and from the tests."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -775,6 +803,24 @@ class PythonTests:
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without tests, or with some that cannot be run or that no code could fail."""
         RowTests.of(row).check()
+
+    def check_machine(self) -> str:
+        """Which protections hold here. Raises ValueError where one is missing that is required, or where there is no sandbox at all."""
+        try:
+            held = _held_here()
+        except SandboxError as problem:
+            raise ValueError(
+                f"runs code in a sandbox, which cannot be had here: {problem}"
+            ) from problem
+        by = ", ".join(f"{name} ({' and '.join(how)})" for name, how in held.items() if how)
+        lacking = missing(held)
+        if unmet := [name for name in self.require if name in lacking]:
+            raise ValueError(
+                f"does not run code without {', '.join(unmet)} in its sandbox ({'; '.join(PROTECTIONS[name] for name in unmet)}), and this "
+                f"machine has {by or 'nothing of it'}. Run on Linux 5.13 or later on x86-64, or set its `require` to what you need: [] for "
+                "code that you trust."
+            )
+        return f"runs code in a sandbox that has {by}; it lacks {', '.join(lacking) or 'nothing'}"
 
     async def __call__(
         self,
@@ -812,11 +858,9 @@ class PythonTests:
         limits = Limits(seconds=self.time_limit, memory=self.memory * _MIB)
         async with slots:
             try:
-                found = await verdict(code, row, limits, self.require)
+                return await verdict(code, row, limits, self.require)
             except (SandboxError, ValueError) as error:
                 return Failed(f"could not run the tests: {error}")
-        _warn_once(found.missing)
-        return found
 
     def _value(self, found: Verdict) -> float:
         return found.passed / found.of if self.partial else float(found.passed == found.of)
@@ -851,10 +895,6 @@ def _note(found: Verdict | Failed) -> dict[str, Any] | None:
 
 
 @cache
-def _warn_once(missing: tuple[str, ...]) -> None:
-    if serious := [name for name in missing if name in ("network", "files")]:
-        logger.warning(
-            "This system cannot enforce all protections of the sandbox that runs the model's code: %s. "
-            "Name in `require` those without which the code must not run.",
-            "; ".join(f"{name} (else {PROTECTIONS[name]})" for name in serious),
-        )
+def _held_here() -> Mapping[str, tuple[str, ...]]:
+    """What protects from a sandbox's program on this machine, tried once."""
+    return run_to_end(run("")).held

@@ -127,6 +127,20 @@ class Rubric:
             if check is not None:
                 _check_each(check, rows, f"{self.where}: `{name}`")
 
+    def check_machine(self) -> list[str]:
+        """What the rewards say of this machine before a run. Raises TaskError where it lacks what one of them needs.
+
+        A reward that needs something of the machine has a method `check_machine()`, which returns a sentence, or raises ValueError.
+        """
+        said: list[str] = []
+        for name, function in zip(self.names, self.functions, strict=True):
+            if check := getattr(function, "check_machine", None):
+                try:
+                    said.append(f"`{name}` {check()}")
+                except ValueError as problem:
+                    raise TaskError(f"{self.where}: `{name}` {problem}") from problem
+        return said
+
     @property
     def columns_meant(self) -> list[tuple[str, str]]:
         """Each argument that a function means a column by, behind the function's name."""

@@ -150,74 +150,77 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 # System calls
 
-_REFUSED = {
-    "socket": 41,
-    "ptrace": 101,
-    "process_vm_readv": 310,
-    "process_vm_writev": 311,
-    "pidfd_getfd": 438,
-    "mount": 165,
-    "umount2": 166,
-    "pivot_root": 155,
-    "chroot": 161,
-    "unshare": 272,
-    "setns": 308,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "mount_setattr": 442,
-    "open_by_handle_at": 304,
-    "bpf": 321,
-    "perf_event_open": 298,
-    "userfaultfd": 323,
-    "io_uring_setup": 425,
-    "keyctl": 250,
-    "add_key": 248,
-    "request_key": 249,
-    "chmod": 90,
-    "fchmod": 91,
-    "fchmodat": 268,
-    "fchmodat2": 452,
-    "chown": 92,
-    "fchown": 93,
-    "lchown": 94,
-    "fchownat": 260,
-    "shmget": 29,
-    "semget": 64,
-    "msgget": 68,
-    "mq_open": 240,
-    "memfd_create": 319,
-    "setxattr": 188,
-    "lsetxattr": 189,
-    "fsetxattr": 190,
-}
-"""What reaches the network, other processes, or parts of the kernel that no program here needs; what would outlive the box or take
-memory that no limit counts; and what changes files that Landlock leaves alone, because it is about opening them."""
-_SIGNALS = {
-    "kill": 62,
-    "tkill": 200,
-    "tgkill": 234,
-    "rt_sigqueueinfo": 129,
-    "rt_tgsigqueueinfo": 297,
-    "pidfd_send_signal": 424,
-}
+_ALLOWED = {
+    # files, which Landlock judges when they are opened or changed by path
+    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7,
+    "lseek": 8, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "preadv": 295,
+    "pwritev": 296, "preadv2": 327, "pwritev2": 328, "access": 21, "pipe": 22, "pipe2": 293,
+    "select": 23, "pselect6": 270, "ppoll": 271, "dup": 32, "dup2": 33, "dup3": 292, "sendfile": 40,
+    "copy_file_range": 326, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77,
+    "fallocate": 285, "getdents": 78, "getdents64": 217, "getcwd": 79, "chdir": 80, "fchdir": 81,
+    "rename": 82, "renameat": 264, "renameat2": 316, "mkdir": 83, "mkdirat": 258, "rmdir": 84,
+    "creat": 85, "link": 86, "linkat": 265, "unlink": 87, "unlinkat": 263, "symlink": 88,
+    "symlinkat": 266, "readlink": 89, "readlinkat": 267, "umask": 95, "openat": 257,
+    "newfstatat": 262, "statx": 332, "faccessat": 269, "faccessat2": 439, "statfs": 137,
+    "fstatfs": 138, "close_range": 436,
+    # waiting for several things
+    "epoll_create": 213, "epoll_create1": 291, "epoll_ctl": 233, "epoll_wait": 232,
+    "epoll_pwait": 281, "eventfd": 284, "eventfd2": 290,
+    # memory
+    "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26, "madvise": 28,
+    "mincore": 27, "membarrier": 324,
+    # signals that come
+    "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "rt_sigpending": 127,
+    "rt_sigtimedwait": 128, "rt_sigsuspend": 130, "sigaltstack": 131, "restart_syscall": 219,
+    "pause": 34, "alarm": 37, "getitimer": 36, "setitimer": 38,
+    # time
+    "nanosleep": 35, "clock_nanosleep": 230, "clock_gettime": 228, "clock_getres": 229,
+    "gettimeofday": 96, "time": 201, "times": 100,
+    # the process itself; `sched_getaffinity` reads of others how many processors they may use
+    "getpid": 39, "getppid": 110, "gettid": 186, "getpgrp": 111, "getpgid": 121, "getsid": 124,
+    "setsid": 112, "setpgid": 109, "getuid": 102, "geteuid": 107, "getgid": 104, "getegid": 108,
+    "getresuid": 118, "getresgid": 120, "getgroups": 115, "uname": 63, "sysinfo": 99,
+    "getrusage": 98, "getrlimit": 97, "setrlimit": 160, "getcpu": 309, "getrandom": 318,
+    "sched_yield": 24, "sched_getaffinity": 204, "arch_prctl": 158, "set_tid_address": 218,
+    "set_robust_list": 273, "futex": 202, "rseq": 334,
+    # other programs, and the end
+    "execve": 59, "wait4": 61, "waitid": 247, "exit": 60, "exit_group": 231,
+    # the sockets that it has
+    "sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "getsockname": 51,
+    "getpeername": 52, "getsockopt": 55,
+}  # fmt: skip
+"""What CPython and its standard library need, seen by running them. Everything else is refused: what reaches the network, other processes
+or rare parts of the kernel, what would outlive the box or take memory that no limit counts, and what changes files that Landlock leaves
+alone, because it is about opening them (rights, owners, times, attributes)."""
+_PARTLY: dict[int, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
+    72: ((1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),),  # fcntl: no owner of signals, no lease, no notice
+    16: ((1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # ioctl: of terminals, how much there is to read
+    157: ((0, 0xFFFFFFFF, (15, 16)),),  # prctl: a thread's name
+    302: ((0, 0xFFFFFFFF, (0,)),),  # prlimit64: its own limits
+    53: ((0, 0xFFFFFFFF, (1,)), (1, 0xF, (1,))),  # socketpair: of streams, which reach nobody else
+}  # fmt: skip
+"""System calls that are allowed if each of these arguments, masked, has one of these values."""
+_SIGNALS = {"kill": 62, "tkill": 200, "tgkill": 234}
 _FORKS = {"fork": 57, "vfork": 58}
-_CLONE, _CLONE3, _X32 = 56, 435, 0x40000000
+_CLONE, _X32 = 56, 0x40000000
 _A_THREAD = 0x10000
 """In the flags of `clone`."""
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_FIRST_OF_LATE = 424
+"""From here on programs have an older way if the kernel says that it does not know a call."""
+
+_LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 
 
 def restrict_calls(*, signals: bool, processes: bool) -> None:
-    """Refuse system calls that no test of a program needs; unless they are allowed, sending signals and starting processes too."""
+    """Allow the system calls that a program in Python needs, and sending signals and starting processes only if that is said."""
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}")
-    numbers = list(_REFUSED.values())
-    numbers += () if signals else _SIGNALS.values()
-    numbers += () if processes else _FORKS.values()
+    numbers = list(_ALLOWED.values())
+    numbers += _SIGNALS.values() if signals else ()
+    numbers += _FORKS.values() if processes else ()
     program = b"".join(_filter(numbers, processes))
     code = ctypes.create_string_buffer(program)
     filtered = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
@@ -226,7 +229,9 @@ def restrict_calls(*, signals: bool, processes: bool) -> None:
 
 def _filter(numbers: Iterable[int], processes: bool) -> list[bytes]:
     """The filter in the kernel's little language: a jump says how many instructions are skipped if so, and if not."""
+    allowed = _instruction(_RETURN, _ALLOW)
     refused = _instruction(_RETURN, _REFUSE | errno.EPERM)
+    unknown = _instruction(_RETURN, _REFUSE | errno.ENOSYS)
     program = [
         _instruction(_LOAD, _ARCHITECTURE_AT),
         _instruction(_EQUAL, _X86_64, 1, 0),
@@ -236,20 +241,33 @@ def _filter(numbers: Iterable[int], processes: bool) -> list[bytes]:
         refused,
     ]
     for number in numbers:
-        program += [_instruction(_EQUAL, number, 0, 1), refused]
+        program += [_instruction(_EQUAL, number, 0, 1), allowed]
+    for number, conditions in _PARTLY.items():
+        checks = [each for condition in conditions for each in _checked(*condition, refused)]
+        program += [_instruction(_EQUAL, number, 0, len(checks) + 1), *checks, allowed]
     return [
         *program,
-        _instruction(
-            _EQUAL, _CLONE3, 0, 1
-        ),  # its flags cannot be seen; without it `clone` is tried
-        _instruction(_RETURN, _REFUSE | errno.ENOSYS),
-        _instruction(_EQUAL, _CLONE, 0, 4),
+        _instruction(_EQUAL, _CLONE, 0, 5),
         _instruction(_LOAD, _FIRST_ARGUMENT_AT),
         _instruction(_ANY_BIT, _ANY_NAMESPACE, 1, 0),
         _instruction(_ANY_BIT, 0xFFFFFFFF if processes else _A_THREAD, 1, 0),
         refused,
-        _instruction(_RETURN, _ALLOW),
+        allowed,
+        _instruction(_AT_LEAST, _FIRST_OF_LATE, 0, 1),  # `clone3` too, whose flags cannot be seen
+        unknown,
+        refused,
     ]
+
+
+def _checked(argument: int, mask: int, values: tuple[int, ...], refused: bytes) -> list[bytes]:
+    """Refuse unless an argument, of which these bits count, has one of the values."""
+    looked_at = [
+        _instruction(_LOAD, _FIRST_ARGUMENT_AT + 8 * argument),
+        _instruction(_AND, mask),
+    ]
+    left = len(values)
+    equal = [_instruction(_EQUAL, value, left - n, 0) for n, value in enumerate(values)]
+    return [*looked_at, *equal, refused]
 
 
 def _instruction(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:

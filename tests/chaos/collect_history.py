@@ -33,18 +33,11 @@ def whole_history(fleet: RealFleet) -> list[Record]:
     told = fleet.told()
     ends = _attempts(fleet)
     records = [
-        *fleet.records,
-        *(r for r in told if r["what"] not in ("step", "term", "child")),
-        *_last_children(told),
-        *_silent_ends(fleet, told),
-        *_statuses(fleet),
-        *ends,
-        *_refusals(fleet),
-        *_reservations(fleet),
-        *_logs(fleet, told, ends),
-        *_artefacts(fleet, told),
-        *_left(fleet),
-    ]
+        *fleet.records, *(r for r in told if r["what"] not in ("step", "term", "child")),
+        *_last_children(told), *_silent_ends(fleet, told), *_statuses(fleet), *ends,
+        *_refusals(fleet), *_reservations(fleet), *_logs(fleet, told, ends),
+        *_artefacts(fleet, told), *_left(fleet),
+    ]  # fmt: skip
     return sorted(_named_ends(records, told), key=lambda r: r["at"])
 
 

@@ -211,20 +211,13 @@ class Nemesis:
         fleet = self.fleet
         controls, hosts, trainers = fleet.controls.keys, fleet.hosts.keys, fleet.trainers
         faults: list[tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = [
-            *[(self._kill_control, controls)] * 3,
-            *[(self._freeze_control, controls)] * 2,
-            (self._kill_postgres, lambda: ["postgres"]),
-            (self._kill_nats, lambda: ["nats"]),
-            *[(self._cut_off, hosts)] * 2,
-            (self._half_open, hosts),
-            (self._reset, hosts),
-            *[(self._power_loss, hosts)] * 2,
-            (self._lose, hosts),
-            *[(self._kill_trainer, trainers)] * 2,
-            (self._kill_supervisor, trainers),
-            (self._foreign_process, hosts),
-            *[(self._strange_probe, hosts)] * 2,
-        ]
+            *[(self._kill_control, controls)] * 3, *[(self._freeze_control, controls)] * 2,
+            (self._kill_postgres, lambda: ["postgres"]), (self._kill_nats, lambda: ["nats"]),
+            *[(self._cut_off, hosts)] * 2, (self._half_open, hosts), (self._reset, hosts),
+            *[(self._power_loss, hosts)] * 2, (self._lose, hosts),
+            *[(self._kill_trainer, trainers)] * 2, (self._kill_supervisor, trainers),
+            (self._foreign_process, hosts), *[(self._strange_probe, hosts)] * 2,
+        ]  # fmt: skip
         fault, among = self.chance.choice(faults)
         whole = sorted(each for each in among() if each not in self._down)
         if whole and fault(self.chance.choice(whole)) is not False:

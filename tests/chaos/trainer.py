@@ -33,16 +33,9 @@ import sys
 import time
 
 LEAST = {
-    "steps": 10,
-    "pause": 0.05,
-    "code": 0,
-    "term": "exit",
-    "save": 0,
-    "child": None,
-    "log": "text",
-    "chunk": 80,
-    "share_mb": None,
-}
+    "steps": 10, "pause": 0.05, "code": 0, "term": "exit", "save": 0, "child": None, "log": "text",
+    "chunk": 80, "share_mb": None,
+}  # fmt: skip
 
 
 def printed(name, kind, begin, end):

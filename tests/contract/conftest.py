@@ -277,19 +277,12 @@ def _as_one_weight(tensors: dict[str, Any]) -> None:
 
 
 MAKERS = {
-    "fake": _fakes,
-    "torch-adapter": _torch_adapter,
-    "torch-full": _torch_full,
-    "vllm": _vllm,
-    "unsloth": _unsloth,
-    "ranks": _ranks,
-    "torch-added": partial(_added, 1),
-    "ranks-added": partial(_added, 2),
-    "remote": partial(_remote, {"r": 4, "alpha": 8}),
-    "remote-full": partial(_remote, None),
-    "tunix-llama": partial(_tunix, "llama", 2),
+    "fake": _fakes, "torch-adapter": _torch_adapter, "torch-full": _torch_full, "vllm": _vllm,
+    "unsloth": _unsloth, "ranks": _ranks, "torch-added": partial(_added, 1),
+    "ranks-added": partial(_added, 2), "remote": partial(_remote, {"r": 4, "alpha": 8}),
+    "remote-full": partial(_remote, None), "tunix-llama": partial(_tunix, "llama", 2),
     "tunix-gemma": partial(_tunix, "gemma3", None),
-}
+}  # fmt: skip
 
 
 TOLD_EVERYWHERE = ("exit code 3", "signal 9")

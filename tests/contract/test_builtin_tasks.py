@@ -63,19 +63,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 """Settings of a task beside its defaults; both kinds are tested."""
 FULL = {
-    "sort_words": 1.0,
-    "sort_words/1": 12.11,
-    "math": 1.1,
-    "math/1": 1.1,
-    "wordle": 0.7,
-    "wordle_game": 1.7,
-    "crossword": 1.0,
-    "rush_hour": 1.0,
-    "rubric_answers": 15.0,
-    "rubric_answers/1": 15.0,
-    "reasoning_gym": 1.0,
-    "reasoning_gym/1": 1.0,
-}
+    "sort_words": 1.0, "sort_words/1": 12.11, "math": 1.1, "math/1": 1.1, "wordle": 0.7,
+    "wordle_game": 1.7, "crossword": 1.0, "rush_hour": 1.0, "rubric_answers": 15.0,
+    "rubric_answers/1": 15.0, "reasoning_gym": 1.0, "reasoning_gym/1": 1.0,
+}  # fmt: skip
 """What gold earns; of others it is what all of their gold earns."""
 IDENTITY: dict[str, Callable[[Row], Hashable]] = {
     "sort_words": lambda row: frozenset(row["words"]),

@@ -110,20 +110,11 @@ def test_every_event_comes_in_its_order_and_observing_changes_nothing(
         return [("step", index), ("groups", 2, [], {"scored"}), ("done", index + 1)]
 
     assert told == [
-        ("begin", 0, STEPS, "rl", "toy"),
-        ("evaluated", "before", 0, 3),
-        *step(0),
-        *step(1),
-        ("saved", "step-2"),
-        *step(2),
-        ("evaluated", "step-3", 3, 3),
-        *step(3),
-        ("saved", "step-4"),
-        *step(4),
-        ("saved", "step-5"),
-        ("evaluated", "after", 5, 3),
+        ("begin", 0, STEPS, "rl", "toy"), ("evaluated", "before", 0, 3), *step(0), *step(1),
+        ("saved", "step-2"), *step(2), ("evaluated", "step-3", 3, 3), *step(3), ("saved", "step-4"),
+        *step(4), ("saved", "step-5"), ("evaluated", "after", 5, 3),
         ("end", "finished", STEPS, None),
-    ]
+    ]  # fmt: skip
     assert result.summary["steps"] == STEPS
     assert what_must_be_equal(observed / "toy") == unobserved
     assert what_must_be_equal(tmp_path / "toy") == unobserved

@@ -8,26 +8,12 @@ import pytest
 from tests.history_checker import violations
 
 FIELDS = {
-    "accepted": "job",
-    "start": "who",
-    "stop": "who code",
-    "child": "who",
-    "clash": "who",
-    "saved": "who step",
-    "supervisor_killed": "who",
-    "wrote": "who data",
-    "mirrored": "who data",
-    "made": "who data",
-    "kept": "who data",
-    "reserved": "who gpu",
-    "left": "who",
-    "attempt": "who outcome failure",
-    "status": "job status",
-    "cancel_requested": "job",
-    "power_off": "vm",
-    "lost": "vm",
-    "passes": "",
-}
+    "accepted": "job", "start": "who", "stop": "who code", "child": "who", "clash": "who",
+    "saved": "who step", "supervisor_killed": "who", "wrote": "who data", "mirrored": "who data",
+    "made": "who data", "kept": "who data", "reserved": "who gpu", "left": "who",
+    "attempt": "who outcome failure", "status": "job status", "cancel_requested": "job",
+    "power_off": "vm", "lost": "vm", "passes": "",
+}  # fmt: skip
 FURTHER: dict[str, dict[str, Any]] = {
     "stop": {"code": 0},
     "status": {"generation": 0},

@@ -17,27 +17,16 @@ from groupwise.server.engine.core import EngineCore
 from groupwise.server.engine.port import OpenModels, OpenRun, Plan, SampleOrder
 from groupwise.server.scored import scored_group
 from groupwise.types import Group
+from tests.integration import toy_run
+from tests.integration.toy_run import STEPS, TOY
 
-TOY = Path(__file__).parents[1] / "toy_task.py"
-STEPS = 5
 LONGEST_PROMPT = 16
 
 
-def config(runs: Path, name: str, **training: Any) -> dict[str, Any]:
-    return {
-        "model": {"name": "tiny"},
-        "lora": {"r": 4, "alpha": 8},
-        "sampler": {"max_completion_length": 6, "slots": 8},
-        "training": {
-            "max_steps": STEPS,
-            "prompts_per_step": 2,
-            "num_generations": 4,
-            "learning_rate": 0.01,
-            "seed": 3,
-            **training,
-        },
-        "run": {"name": name, "dir": str(runs), "save_steps": 2, "threads": 1},
-    }
+def config(runs: Path, name: str) -> dict[str, Any]:
+    given = toy_run.config(runs)
+    kept = {key: given[key] for key in given.keys() - {"rewards", "eval"}}
+    return {**kept, "run": {**given["run"], "name": name}}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +34,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `groupwise rl` to compare with."""
     runs = tmp_path_factory.mktemp("in_process")
     settings = {**config(runs, "toy"), "rewards": {"in_process": True}}
-    return groupwise.rl(settings, str(TOY)).folder
+    return groupwise.rl(settings, TOY).folder
 
 
 async def take(engine: EngineCore, step: int, like: Path) -> tuple[str, list[Group]]:

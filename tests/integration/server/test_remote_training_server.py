@@ -26,6 +26,7 @@ from groupwise.client import TrainingClient
 from groupwise.client.errors import RunActive
 from groupwise.errors import GroupwiseError, RunError, UsageError
 from groupwise.runs.store import Store
+from tests.integration import toy_run
 from tests.integration.server.server_process import Server, running
 from tests.integration.sft_task import __file__ as LESSONS
 from tests.integration.toy_run import what_must_be_equal
@@ -42,21 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def config_of(folder: Path, server: Server | None = None, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "model": {"name": "tiny"},
-        "lora": {"r": 4, "alpha": 8},
-        "sampler": {"max_completion_length": 6, "slots": 8},
-        "training": {
-            "max_steps": STEPS,
-            "prompts_per_step": 4,
-            "num_generations": 4,
-            "learning_rate": 0.01,
-            "seed": 3,
-        },
-        "rewards": {"in_process": True},
-        "eval": {"max_prompts": 4},
-        "run": {"name": "r", "dir": str(folder), "save_steps": 2},
-    }
+    found = toy_run.config(folder, max_steps=STEPS, prompts_per_step=4)
+    found |= {"eval": {"max_prompts": 4}, "run": {"name": "r", "dir": str(folder), "save_steps": 2}}
     for section, values in more.items():
         found[section] = values if values is None else {**(found.get(section) or {}), **values}
     if server is not None:

@@ -24,20 +24,11 @@ TOY = Path(__file__).parents[1] / "toy_task.py"
 STEPS = 8
 SIZE = 8
 SETTINGS: dict[str, Any] = {
-    "model_id": "tiny",
-    "adapter": "new",
-    "lora": {"r": 4, "alpha": 8},
-    "max_completion_length": 6,
-    "num_completions_per_prompt": 4,
-    "groups_per_step": SIZE,
-    "learning_rate": 0.01,
-    "max_steps": STEPS,
-    "staleness": 0,
-    "max_prompt_length": 16,
-    "sampler": {"slots": 8},
-    "training": {"seed": 3},
-    "replace": True,
-}
+    "model_id": "tiny", "adapter": "new", "lora": {"r": 4, "alpha": 8}, "max_completion_length": 6,
+    "num_completions_per_prompt": 4, "groups_per_step": SIZE, "learning_rate": 0.01,
+    "max_steps": STEPS, "staleness": 0, "max_prompt_length": 16, "sampler": {"slots": 8},
+    "training": {"seed": 3}, "replace": True,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -84,15 +84,8 @@ def _loop(case: Case, policy: np.ndarray) -> dict[str, float]:
     low, high = case.algorithm.clip
     delta = case.algorithm.delta or math.inf
     names = (
-        "tokens",
-        "ratio",
-        "clip_low",
-        "clip_high",
-        "clip_delta",
-        "logprob_gap",
-        "kl",
-        "entropy",
-    )
+        "tokens", "ratio", "clip_low", "clip_high", "clip_delta", "logprob_gap", "kl", "entropy",
+    )  # fmt: skip
     sums: dict[str, Any] = dict.fromkeys((*names, "loss_policy", "loss_kl"), 0.0)
     for b, t in zip(*np.nonzero(case.mask), strict=True):
         gap = policy[b, t] - case.sampling[b, t]

@@ -5,16 +5,8 @@ from __future__ import annotations
 from groupwise.data.easy_pool import EasyPoolConfig
 
 PUBLISHED = {
-    0: 1.0,
-    49: 1.0,
-    50: 0.9,
-    100: 0.8,
-    249: 0.6,
-    250: 0.55,
-    899: 0.42,
-    900: 0.40,
-    3000: 0.01,
-}
+    0: 1.0, 49: 1.0, 50: 0.9, 100: 0.8, 249: 0.6, 250: 0.55, 899: 0.42, 900: 0.40, 3000: 0.01,
+}  # fmt: skip
 """The first steps of some rows of the table, and the last before another."""
 
 

@@ -9,38 +9,15 @@ from groupwise.hosts.spec import FileEntry
 
 SHA = "ab" * 32
 EXIT = {
-    "code": 0,
-    "signal": None,
-    "reason": "exited",
-    "message": "",
-    "oom_kill": None,
-    "seconds": 1.5,
-    "cpu_seconds": 1,
-    "max_rss_mb": 9.0,
-    "finished_at": 1795289316.8,
-    "tail": "done\n",
-}
+    "code": 0, "signal": None, "reason": "exited", "message": "", "oom_kill": None, "seconds": 1.5,
+    "cpu_seconds": 1, "max_rss_mb": 9.0, "finished_at": 1795289316.8, "tail": "done\n",
+}  # fmt: skip
 STATE: dict[str, Any] = {
-    "job": "job-1",
-    "epoch": 7,
-    "rank": 1,
-    "state": "exited",
-    "boot_id": "b",
-    "same_boot": True,
-    "pid": 42,
-    "start_ticks": 4711,
-    "method": "cgroup",
-    "started_at": 1795289315,
-    "log_size": 5,
-    "heartbeat_age": 0.5,
-    "checkpoints": 2,
-    "step": 20,
-    "exit": EXIT,
-    "refused": None,
-    "survivors": None,
-    "clock": 99.5,
-    "place": "here",
-}
+    "job": "job-1", "epoch": 7, "rank": 1, "state": "exited", "boot_id": "b", "same_boot": True,
+    "pid": 42, "start_ticks": 4711, "method": "cgroup", "started_at": 1795289315, "log_size": 5,
+    "heartbeat_age": 0.5, "checkpoints": 2, "step": 20, "exit": EXIT, "refused": None,
+    "survivors": None, "clock": 99.5, "place": "here",
+}  # fmt: skip
 
 
 def test_a_runner_of_another_release_may_say_more_or_less() -> None:

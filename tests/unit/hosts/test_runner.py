@@ -235,20 +235,12 @@ def test_the_environment_of_a_command(either: Machine) -> None:
         assert seen.pop(name)
     seen.pop("PWD", None)  # the shell's own
     assert seen == {
-        **given,
-        "HOME": str(either.home),
-        "LANG": "C.UTF-8",
-        "MINE": "a b\n$(id)",
-        "NODE_RANK": "1",
-        "NNODES": "2",
-        "GROUPWISE_RENDEZVOUS": "job.1",
-        "GROUPWISE_ATTEMPT": "job.1",
-        "GROUPWISE_RUNNER_FOLDER": str(either.folder()),
+        **given, "HOME": str(either.home), "LANG": "C.UTF-8", "MINE": "a b\n$(id)",
+        "NODE_RANK": "1", "NNODES": "2", "GROUPWISE_RENDEZVOUS": "job.1",
+        "GROUPWISE_ATTEMPT": "job.1", "GROUPWISE_RUNNER_FOLDER": str(either.folder()),
         "GROUPWISE_OUTPUT": str(either.work() / "results" / "last"),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONUNBUFFERED": "1",
-    }
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
     assert (either.work() / "results").is_dir()
     ours = set(seen) - {"MINE", "LANG", "PYTHONUNBUFFERED"}
     assert {n for n in ours if not spec.problems(spec.JobSpec(("x",), {n: ""}))} == set()

@@ -96,16 +96,9 @@ def test_rewards_that_are_the_same_up_to_rounding_have_no_spread(reward):
 
 def test_the_loss_is_divided_and_statistics_are_means_over_tokens():
     sums = {
-        "loss/policy": -6.0,
-        "loss/kl": 1.0,
-        "tokens": 8.0,
-        "ratio": 8.4,
-        "logprob_gap": 0.4,
-        "clip_low": 1.0,
-        "clip_high": 2.0,
-        "kl": 4.0,
-        "entropy": 16.0,
-    }
+        "loss/policy": -6.0, "loss/kl": 1.0, "tokens": 8.0, "ratio": 8.4, "logprob_gap": 0.4,
+        "clip_low": 1.0, "clip_high": 2.0, "kl": 4.0, "entropy": 16.0,
+    }  # fmt: skip
     assert loss_metrics([(sums, {"policy": 12.0, "kl": 4.0})]) == pytest.approx(
         {
             "loss": -0.25,

@@ -51,6 +51,8 @@ def _plainly(text: str) -> str:
     (["f(1)", "f(2)"], "nothing is checked"), ("def test_a(): f(1) == 2", "test_a checks nothing"),
     (["def test_a(): assert f(1)", "def test_b(): print(f(1))"], "test_b checks nothing"),
     ("f(1) == 2\nassert f(2)", "no assert before `f\\(1\\) == 2`"),
+    ("assert_equal(f(1), 2)", "by `assert_equal`"), ("assert isclose(f(1), 2)", "by `isclose`"),
+    ("np.testing.assert_allclose(f(1), 2)", "by `np`"),
     (["import math", "assert f("], "the tests are no Python"), (["import math"], "nothing is checked"),
 ])  # fmt: skip
 def test_what_would_pass_without_running_is_refused(tests, problem):
@@ -63,3 +65,5 @@ def test_names_are_the_solutions_unless_they_serve_as_modules():
     assert read.names == {"f", "copy", "x", "g", "bisect"}
     assert read.modules == {"math", "copy"}
     assert plan("assert f(1)", "entry").names == {"f", "entry"}
+    assert plan("assert isclose(1, 2) is False").names == {"isclose"}, "it is what is tested"
+    assert plan("from math import isclose\nassert isclose(f(1), 2)").own == {"isclose"}

@@ -128,7 +128,9 @@ def test_a_shown_list_keeps_its_identity_and_takes_changes():
 @pytest.mark.parametrize("told", [
     {"yours": 5}, {"yours": "x"}, {"again": 1}, {"int": "zz"}, {"nothing": 1}, {},
     {"set": [{"list": []}]}, {"list": 3}, {"fraction": [1, 0]}, {"range": [0, 1, 0]},
-    {"decimal": "x"}, {"global": ["os", "system"]}, {"global": ["math", "nowhere"]}, {"date": 3},
+    {"decimal": "x"},
+    {"global": ["os", "system"]}, {"global": ["builtins", "exec"]}, {"global": ["operator", "attrgetter"]},
+    {"global": ["math", "nowhere"]}, {"date": 3},
     {"list": [], "at": []},
 ])  # fmt: skip
 def test_what_nobody_writes_is_not_read(told):

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groupwise.errors import SandboxError
+from groupwise.errors import SandboxError, TaskError
 from groupwise.rewards import python_tests
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.python_tests import Case, PythonTests, RowTests, Verdict, code_in, verdict
+from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.sandbox import Limits, Result
 
 LIMITS = Limits(seconds=20)
@@ -486,6 +487,10 @@ ATTACKS = {
     "iterates without end": "import itertools\ndef f(x): return itertools.repeat('x' * 100_000)",
     "recurses without end": "def f(x): return f(x)",
     "is left to an exit function": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): raise SystemExit",
+    "says that something is missing": "def f(x): raise ModuleNotFoundError('No module', name='numpy')",
+    "fills the memory of the tests": "def f(x): return [[]] * 250_000",
+    "makes a list too large to be sent again": "def f(x):\n    x.extend(['y' * 1000] * 4000)\n    return x",
+    "gives the tests what runs texts": "def f(x): return exec",
     "starts what answers for it": """
         import os
         if os.fork() == 0:
@@ -498,7 +503,8 @@ PROBES = [
     "assert f(3) == 7", "assert 7 == f(3)", "assert f(3) in (7, 8)", "assert abs(f(3) - 7) < 1e-6",
     "import math\nassert math.isclose(f(3), 7)", "assert sorted([f(3), 1, 2]) == [1, 2, 7]",
     "assert {7: True}.get(f(3))", "assert isinstance(f(3), int) and f(3) == 7",
-    "assert list(f(3)) == [7]",
+    "assert list(f(3)) == [7]", "x = [3]\nf(x)\nassert f(x) == 7", "f(3)('assert 0')\nassert f(3) == 7",
+    "import math\nfrom solution import *\nassert math.isclose(f(3), 7) and sorted([f(3), 1]) == [1, 7]",
 ]  # fmt: skip
 
 
@@ -596,6 +602,15 @@ def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
     codes = [*"abcdefgh", "a", "a"]
     assert score(PythonTests(concurrency=3), codes, tests=["assert f()"] * 10) == [1.0] * 10
     assert (sorted(calls), max(most), len(read)) == (codes[:8], 3, 1)
+
+
+def test_a_machine_without_what_is_required_is_told_before_the_run(monkeypatch):
+    held = {"network": (), "files": ("Landlock",), "calls": ()}
+    monkeypatch.setattr(python_tests, "_held_here", lambda: held)
+    with pytest.raises(TaskError, match=r"`python_tests` does not run code without network, calls"):
+        Rubric([PythonTests()]).check_machine()
+    (said,) = Rubric([PythonTests(require=("files",))]).check_machine()
+    assert said.endswith("a sandbox that has files (Landlock); it lacks network, calls")
 
 
 def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):

@@ -34,15 +34,12 @@ def pieces(rollout, source=None, tokenizer=PIECES):
     ]
 
 
-@pytest.mark.parametrize(
-    ("reasoning", "written", "inserted", "completion"),
-    [
-        ("a b</think> more", ["a", " ", "b", "</th", *"ink>"], [], "a b</think><answer>7"),
-        ("on and on and on", [*"on and on an"], ["</th", *"ink>"], "on and on an</think><answer>7"),
-        ("so</think>x and", ["s", "o", "</th", "ink>x"], [], "so</think>x<answer>7"),
-        ("so<eos>", ["s", "o", "<eos>"], ["</th", *"ink>"], "so</think><answer>7"),
-    ],
-)
+@pytest.mark.parametrize(("reasoning", "written", "inserted", "completion"), [
+    ("a b</think> more", ["a", " ", "b", "</th", *"ink>"], [], "a b</think><answer>7"),
+    ("on and on and on", [*"on and on an"], ["</th", *"ink>"], "on and on an</think><answer>7"),
+    ("so</think>x and", ["s", "o", "</th", "ink>x"], [], "so</think>x<answer>7"),
+    ("so<eos>", ["s", "o", "<eos>"], ["</th", *"ink>"], "so</think><answer>7"),
+])  # fmt: skip
 async def test_the_first_stage_ends_with_its_tag(reasoning, written, inserted, completion):
     """Written over several tokens, or within one that stays as it was sampled; where it is missing, it is inserted."""
     rollout, sampler = await rollout_of(reasoning, "7<eos>")

@@ -67,20 +67,17 @@ def no_manifest(folder: Path) -> None:
 WEIGHTS = "adapter/weights.safetensors"
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (no_manifest, "manifest.json is missing, it was not finished"),
-        (lambda at: (at / WEIGHTS).write_bytes(b"weights"), f"{WEIGHTS} has 7 bytes"),
-        (lambda at: (at / WEIGHTS).write_bytes(b"WEIGHTS" * 100), f"{WEIGHTS} was changed"),
-        (lambda at: (at / "optimiser.json").unlink(), "optimiser.json is missing"),
-        (lambda at: (at / MANIFEST).write_text('{"format": 1, "st'), "cannot be read"),
-        (lambda at: (at / MANIFEST).write_text('{"format": 1}'), "manifest.json lacks"),
-        (lambda at: (at / MANIFEST).write_text("[]"), "manifest.json is not a manifest"),
-        (lambda at: change_manifest(at, step=21), "manifest.json speaks of step 21"),
-        (lambda at: change_manifest(at, format=None), "does not say which format"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "reason"), [
+    (no_manifest, "manifest.json is missing, it was not finished"),
+    (lambda at: (at / WEIGHTS).write_bytes(b"weights"), f"{WEIGHTS} has 7 bytes"),
+    (lambda at: (at / WEIGHTS).write_bytes(b"WEIGHTS" * 100), f"{WEIGHTS} was changed"),
+    (lambda at: (at / "optimiser.json").unlink(), "optimiser.json is missing"),
+    (lambda at: (at / MANIFEST).write_text('{"format": 1, "st'), "cannot be read"),
+    (lambda at: (at / MANIFEST).write_text('{"format": 1}'), "manifest.json lacks"),
+    (lambda at: (at / MANIFEST).write_text("[]"), "manifest.json is not a manifest"),
+    (lambda at: change_manifest(at, step=21), "manifest.json speaks of step 21"),
+    (lambda at: change_manifest(at, format=None), "does not say which format"),
+])  # fmt: skip
 def test_a_damaged_one_is_skipped_and_named(
     tmp_path: Path, damage: Callable[[Path], object], reason: str
 ) -> None:

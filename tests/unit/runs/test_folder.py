@@ -81,16 +81,10 @@ class TestNew:
         with pytest.raises(UsageError, match="not a run folder"):
             create(tmp_path, "other")
 
-    @pytest.mark.parametrize(
-        ("point", "there"),
-        [
-            ("file:config.json:before", False),
-            ("commit:migration:after", False),
-            ("commit:meta:after", False),
-            ("folder:sort:before", False),
-            ("folder:sort:after", True),
-        ],
-    )
+    @pytest.mark.parametrize(("point", "there"), [
+        ("file:config.json:before", False), ("commit:migration:after", False),
+        ("commit:meta:after", False), ("folder:sort:before", False), ("folder:sort:after", True),
+    ])  # fmt: skip
     def test_is_there_whole_or_not_at_all(
         self, tmp_path: Path, point: str, there: bool, die_at: DieAt
     ) -> None:

@@ -242,19 +242,12 @@ class TestSteps:
         assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
         assert (view.advantage, view.truncated) == (0.5, False)
 
-    @pytest.mark.parametrize(
-        ("number", "draws", "groups", "says"),
-        [
-            (0, (), (), "the next one is 1"),
-            (2, (), (), "the next one is 1"),
-            (7, (), (), "the next one is 1"),
-            (1, (9,), (8,), "each draw must come once"),
-            (1, (8, 8), (8,), "each draw must come once"),
-            (1, (), (8,), "each draw must come once"),
-            (1, (8, 9), (8,), "each draw must come once"),
-            (1, (0,), (0,), "draw 0 belongs to step 0"),
-        ],
-    )
+    @pytest.mark.parametrize(("number", "draws", "groups", "says"), [
+        (0, (), (), "the next one is 1"), (2, (), (), "the next one is 1"),
+        (7, (), (), "the next one is 1"), (1, (9,), (8,), "each draw must come once"),
+        (1, (8, 8), (8,), "each draw must come once"), (1, (), (8,), "each draw must come once"),
+        (1, (8, 9), (8,), "each draw must come once"), (1, (0,), (0,), "draw 0 belongs to step 0"),
+    ])  # fmt: skip
     def test_what_is_no_next_step_of_new_draws_is_refused(
         self, store: Store, number: int, draws: tuple[int, ...], groups: tuple[int, ...], says: str
     ) -> None:
@@ -529,32 +522,29 @@ class TestRollouts:
             store.rebuild_text_index()
             assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
 
-    @pytest.mark.parametrize(
-        ("wanted", "lead", "index"),
-        [
-            (RolloutFilter(), None, "sqlite_autoindex_rollouts"),
-            (RolloutFilter(order="newest"), None, "SCAN rollouts"),
-            (RolloutFilter(order="best"), None, "rollouts_by_reward"),
-            (RolloutFilter(order="best", max_reward=0.5), "reward", "rollouts_by_reward"),
-            (RolloutFilter(draw=3), "draw", "sqlite_autoindex_rollouts"),
-            (RolloutFilter(step=3), "step", "rollouts_by_step"),
-            (RolloutFilter(step=3, order="best"), "step", "rollouts_by_step_and_reward"),
-            (RolloutFilter(step=3, example=3), "example", "rollouts_by_example"),
-            (RolloutFilter(step=3, text="answer"), "step", "rollouts_by_step"),
-            (RolloutFilter(example=3), "example", "rollouts_by_example"),
-            (RolloutFilter(outcome="failed"), "outcome", "rollouts_by_outcome"),
-            (RolloutFilter(min_tokens=9), "length", "rollouts_by_length"),
-            (RolloutFilter(min_tokens=9, task="even", order="newest"), None, "rollouts_by_task"),
-            (RolloutFilter(truncated=True), "truncated", "rollouts_by_truncated"),
-            (RolloutFilter(part="right", order="best"), None, "parts_by_name"),
-            (RolloutFilter(text="answer"), "text", "INTEGER PRIMARY KEY"),
-            (RolloutFilter(task="even"), None, "groups_by_task"),
-            (RolloutFilter(task="even", order="newest"), None, "rollouts_by_task"),
-            (RolloutFilter(task="even", order="best"), None, "rollouts_by_task_and_reward"),
-            (RolloutFilter(task="even", text="?!", order="newest"), None, "rollouts_by_task"),
-            (RolloutFilter(task="even", part="right", order="best"), None, "parts_by_name"),
-        ],
-    )
+    @pytest.mark.parametrize(("wanted", "lead", "index"), [
+        (RolloutFilter(), None, "sqlite_autoindex_rollouts"),
+        (RolloutFilter(order="newest"), None, "SCAN rollouts"),
+        (RolloutFilter(order="best"), None, "rollouts_by_reward"),
+        (RolloutFilter(order="best", max_reward=0.5), "reward", "rollouts_by_reward"),
+        (RolloutFilter(draw=3), "draw", "sqlite_autoindex_rollouts"),
+        (RolloutFilter(step=3), "step", "rollouts_by_step"),
+        (RolloutFilter(step=3, order="best"), "step", "rollouts_by_step_and_reward"),
+        (RolloutFilter(step=3, example=3), "example", "rollouts_by_example"),
+        (RolloutFilter(step=3, text="answer"), "step", "rollouts_by_step"),
+        (RolloutFilter(example=3), "example", "rollouts_by_example"),
+        (RolloutFilter(outcome="failed"), "outcome", "rollouts_by_outcome"),
+        (RolloutFilter(min_tokens=9), "length", "rollouts_by_length"),
+        (RolloutFilter(min_tokens=9, task="even", order="newest"), None, "rollouts_by_task"),
+        (RolloutFilter(truncated=True), "truncated", "rollouts_by_truncated"),
+        (RolloutFilter(part="right", order="best"), None, "parts_by_name"),
+        (RolloutFilter(text="answer"), "text", "INTEGER PRIMARY KEY"),
+        (RolloutFilter(task="even"), None, "groups_by_task"),
+        (RolloutFilter(task="even", order="newest"), None, "rollouts_by_task"),
+        (RolloutFilter(task="even", order="best"), None, "rollouts_by_task_and_reward"),
+        (RolloutFilter(task="even", text="?!", order="newest"), None, "rollouts_by_task"),
+        (RolloutFilter(task="even", part="right", order="best"), None, "parts_by_name"),
+    ])  # fmt: skip
     def test_pages_come_from_an_index(
         self, crowded: sqlite3.Connection, wanted: RolloutFilter, lead: Any, index: str
     ) -> None:

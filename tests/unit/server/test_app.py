@@ -221,24 +221,13 @@ async def test_what_is_secret_is_told_nowhere_and_a_mistake_is_in_the_log_under_
 # Who may ask
 
 ROLES = {
-    "POST /start": Role.ADMIN,
-    "POST /stop": Role.ADMIN,
-    "POST /checkpoints": Role.ADMIN,
-    "POST /completions": Role.TRAIN,
-    "DELETE /completions/{group_id}": Role.TRAIN,
-    "POST /rewards": Role.TRAIN,
-    "POST /step": Role.TRAIN,
-    "GET /status": Role.READ,
-    "GET /activity": Role.READ,
-    "GET /events": Role.READ,
-    "GET /model": Role.READ,
-    "POST /model": Role.READ,
-    "GET /tokenizer": Role.READ,
-    "GET /checkpoints": Role.READ,
-    "GET /metrics": Role.READ,
-    "GET /healthz": None,
-    "GET /readyz": None,
-}
+    "POST /start": Role.ADMIN, "POST /stop": Role.ADMIN, "POST /checkpoints": Role.ADMIN,
+    "POST /completions": Role.TRAIN, "DELETE /completions/{group_id}": Role.TRAIN,
+    "POST /rewards": Role.TRAIN, "POST /step": Role.TRAIN, "GET /status": Role.READ,
+    "GET /activity": Role.READ, "GET /events": Role.READ, "GET /model": Role.READ,
+    "POST /model": Role.READ, "GET /tokenizer": Role.READ, "GET /checkpoints": Role.READ,
+    "GET /metrics": Role.READ, "GET /healthz": None, "GET /readyz": None,
+}  # fmt: skip
 
 
 ENDING = [route for route in ROUTES if route.path != "/events"]

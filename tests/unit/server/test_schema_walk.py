@@ -22,29 +22,18 @@ WRONG = (
 """In the place of every field in turn; right for some of them, which is as good."""
 DEEP = 100_000
 RAW = {
-    "nothing but a blank": b" ",
-    "half": b'{"prompt": "a"',
-    "two": b"{}{}",
-    "NaN": b'{"timeout": NaN}',
-    "infinity": b'{"timeout": -Infinity}',
-    "beyond a double": b'{"timeout": 1e999}',
-    "many digits": b'{"timeout": ' + b"9" * 5000 + b"}",
-    "twice": b'{"prompt": "a", "prompt": "b"}',
-    "twice inside": b'{"lora": {"r": 1, "r": 2}}',
+    "nothing but a blank": b" ", "half": b'{"prompt": "a"', "two": b"{}{}",
+    "NaN": b'{"timeout": NaN}', "infinity": b'{"timeout": -Infinity}',
+    "beyond a double": b'{"timeout": 1e999}', "many digits": b'{"timeout": ' + b"9" * 5000 + b"}",
+    "twice": b'{"prompt": "a", "prompt": "b"}', "twice inside": b'{"lora": {"r": 1, "r": 2}}',
     "deep list": b'{"prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}",
     "deep object": b'{"training": ' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"}",
-    "open": b"[" * DEEP,
-    "not UTF-8": b'{"prompt": "\xff\xfe"}',
-    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
-    "byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
+    "open": b"[" * DEEP, "not UTF-8": b'{"prompt": "\xff\xfe"}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"), "byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
     "half a pair": b'{"prompt": "\\ud800"}',
-    "half a pair inside": b'{"training": {"a": ["\\udc00"]}}',
-    "a list": b"[]",
-    "a text": b'"prompt"',
-    "null": b"null",
-    "a number": b"12",
-    "a form": b"prompt=a&draw=1",
-}
+    "half a pair inside": b'{"training": {"a": ["\\udc00"]}}', "a list": b"[]",
+    "a text": b'"prompt"', "null": b"null", "a number": b"12", "a form": b"prompt=a&draw=1",
+}  # fmt: skip
 
 APP = app_of(FakeService())
 DOCUMENT: dict[str, Any] = APP.openapi()

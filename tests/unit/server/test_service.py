@@ -225,15 +225,12 @@ async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
         assert again != run
 
 
-@pytest.mark.parametrize(
-    ("source", "old", "new", "size"),
-    [
-        ("run", {"training_batch_size": 2}, {"groups_per_step": 3}, 3),
-        ("kept", {"groups_per_step": 2}, {"gradient_accumulation_steps": 3}, 3),
-        ("automatic", {"training_batch_size": 2}, {"groups_per_step": None}, 2),
-        ("run", {"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
-    ],
-)
+@pytest.mark.parametrize(("source", "old", "new", "size"), [
+    ("run", {"training_batch_size": 2}, {"groups_per_step": 3}, 3),
+    ("kept", {"groups_per_step": 2}, {"gradient_accumulation_steps": 3}, 3),
+    ("automatic", {"training_batch_size": 2}, {"groups_per_step": None}, 2),
+    ("run", {"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
+])  # fmt: skip
 async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
     source: str, old: dict[str, int], new: dict[str, int], size: int, tmp_path: Path
 ) -> None:

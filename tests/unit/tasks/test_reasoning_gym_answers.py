@@ -17,16 +17,9 @@ from groupwise.tasks.reasoning_gym_problems import dataset_of, entry_as_text
 
 EVALUATED = sorted(reasoning_gym_answers.READ_AS_NUMBER | reasoning_gym_answers.READ_AS_FORMULA)
 TOWERS = [
-    "9**9**9**9",
-    "(9**9)**(9**9)",
-    "2**(99*99*99*99)",
-    "9**-99999999",
-    "9**9_999_999",
-    "9**0xffffff",
-    "9**99999999.0",
-    "(" * 150 + "9**9" + "**9)" * 150,
-    "1/9**(9**9)",
-]
+    "9**9**9**9", "(9**9)**(9**9)", "2**(99*99*99*99)", "9**-99999999", "9**9_999_999",
+    "9**0xffffff", "9**99999999.0", "(" * 150 + "9**9" + "**9)" * 150, "1/9**(9**9)",
+]  # fmt: skip
 """Numbers that nobody can write down."""
 UNLIKE = "sqrt((x - (C - x)**2)/(y/(C - x) + tanh(x)))"
 """A small formula that nobody simplifies in a minute."""

@@ -22,27 +22,17 @@ from tests.unit.web.dashboard_client import asking, json_of
 from tests.web_runs import HOSTILE, write_run
 
 PAGES = (
-    "/runs",
-    "/runs?q=one&state=finished&sort=reward",
-    "/compare?run=one&run=two&metric=entropy",
-    "/runs/one",
-    "/runs/one/config",
-    "/runs/one/rollouts",
+    "/runs", "/runs?q=one&state=finished&sort=reward", "/compare?run=one&run=two&metric=entropy",
+    "/runs/one", "/runs/one/config", "/runs/one/rollouts",
     "/runs/one/rollouts?step=1&order=best&part=correct&low=0.1&high=0.9",
     "/runs/one/rollouts?text=answer&outcome=scored&truncated=yes&shortest=1&longest=99&example=2",
-    "/runs/one/rollouts/3",
-    "/runs/one/groups/1",
-    "/runs/one/examples/2",
-    "/runs/one/evaluations",
-    "/evaluations",
-    "/evaluations/answers?of=one@4",
-    "/evaluations/answers?of=one@4&show=never&page=2",
-    "/evaluations?q=one&page=2",
-    "/evaluations/compare?a=one@0&b=one@4",
-    "/rollouts/compare?a=one&b=two",
+    "/runs/one/rollouts/3", "/runs/one/groups/1", "/runs/one/examples/2", "/runs/one/evaluations",
+    "/evaluations", "/evaluations/answers?of=one@4",
+    "/evaluations/answers?of=one@4&show=never&page=2", "/evaluations?q=one&page=2",
+    "/evaluations/compare?a=one@0&b=one@4", "/rollouts/compare?a=one&b=two",
     "/rollouts/compare?a=one&b=one&order=worse&task=sums",
     "/rollouts/compare?a=one@1&b=one@3&example=1&order=better",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

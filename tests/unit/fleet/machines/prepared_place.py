@@ -42,20 +42,8 @@ class Place:
 
 def machine_row(**more: Any) -> Machine:
     about: dict[str, Any] = {
-        "vm_id": "vm-1",
-        "transport": "local",
-        "ip_address": "127.0.0.1",
-        "port": 22,
-        "user": None,
-        "ssh_key_path": None,
-        "jump": None,
-        "host_key": None,
-        "workdir": "w",
-        "python": "python3",
-        "deadman": None,
-        "probe": None,
-        "idle_memory_mb": 500,
-        "lost": False,
-        "takes_new": True,
-    }
+        "vm_id": "vm-1", "transport": "local", "ip_address": "127.0.0.1", "port": 22, "user": None,
+        "ssh_key_path": None, "jump": None, "host_key": None, "workdir": "w", "python": "python3",
+        "deadman": None, "probe": None, "idle_memory_mb": 500, "lost": False, "takes_new": True,
+    }  # fmt: skip
     return Machine(**(about | more))

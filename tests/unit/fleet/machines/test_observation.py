@@ -54,19 +54,11 @@ def gpu(index: int, uuid: str | None = None, **more: Any) -> dict[str, Any]:
 
 def seen(*gpus: dict[str, Any], boot_id: str = "boot-1", **more: Any) -> Observation:
     document = {
-        "boot_id": boot_id,
-        "time": 1.0,
-        "load": [0.5, 0.5, 0.5],
-        "cpus": 8,
-        "ram_mb": 64000,
-        "ram_free_mb": 60000,
-        "disk_free_mb": 100000,
-        "gpus": list(gpus),
-        "apps": [],
-        "probe": {"status": "ok", "lines_not_read": [], "exit": 0},
-        "attempts": [],
+        "boot_id": boot_id, "time": 1.0, "load": [0.5, 0.5, 0.5], "cpus": 8, "ram_mb": 64000,
+        "ram_free_mb": 60000, "disk_free_mb": 100000, "gpus": list(gpus), "apps": [],
+        "probe": {"status": "ok", "lines_not_read": [], "exit": 0}, "attempts": [],
         "quarantined": [],
-    }
+    }  # fmt: skip
     document |= more
     document["probe"] = {"apps": document["probe"]["status"]} | document["probe"]
     return answers.observation(document)

@@ -58,24 +58,11 @@ def read(value: Any, params: SamplingParams = PARAMS) -> Drawn:
 
 def test_every_parameter_is_sent_so_that_no_default_of_the_server_acts():
     assert request_body("m", PROMPT, 7, PARAMS) == {
-        "model": "m",
-        "prompt": [5, 6],
-        "n": 1,
-        "max_tokens": 4,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": 7,
-        "ignore_eos": True,
-        "stop_token_ids": [END],
-        "logprobs": 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
+        "model": "m", "prompt": [5, 6], "n": 1, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0,
+        "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0, "seed": 7, "ignore_eos": True, "stop_token_ids": [END],
+        "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
 
 
 def test_parameters_reach_the_fields_that_mean_them():

@@ -117,22 +117,11 @@ def put_aside(transaction: Transaction) -> None:
 
 
 LIFE: list[tuple[Any, ...]] = [
-    (start,),
-    (complete,),
-    (complete_more,),
-    (reward_one,),
-    (reward_several,),
-    (release,),
-    (give_up, "g-3"),
-    (plan_and_lose(0, "g-1", "g-0"),),
-    (uptime.tick,),
-    (trained,),
-    (plan_and_lose(1, "g-2"),),
-    (put_aside,),
-    (go_stale, RUN, 1),
-    (prune_records, RUN, 1),
+    (start,), (complete,), (complete_more,), (reward_one,), (reward_several,), (release,),
+    (give_up, "g-3"), (plan_and_lose(0, "g-1", "g-0"),), (uptime.tick,), (trained,),
+    (plan_and_lose(1, "g-2"),), (put_aside,), (go_stale, RUN, 1), (prune_records, RUN, 1),
     (set_run_state, RUN, "finished"),
-]
+]  # fmt: skip
 """What is done to the ledger, one after another. Each may be repeated at once."""
 
 
