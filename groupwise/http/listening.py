@@ -7,15 +7,25 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Generator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from groupwise.errors import UsageError
 
+if TYPE_CHECKING or find_spec("httptools"):  # the faster parser
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HTTPProtocol
+else:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol
+
 KEEP_ALIVE = 75
 """Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
 HEADER_SIZE = 64 * 1024
+"""Bytes that a client may send before its request is known, and between two pieces of its body."""
+HEADER_SECONDS = 60.0
+"""In which a request must be known, from the connection or from its first byte."""
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
@@ -57,6 +67,63 @@ def address(scheme: str, host: str, port: int) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+class BoundedProtocol(HTTPProtocol):
+    """Hangs up on a client whose request takes too many bytes or too long to be known, before any key is looked at.
+
+    h11 counts the bytes by itself (`h11_max_incomplete_event_size`), httptools does not.
+    """
+
+    _unknown = 0
+    """Bytes since the last that made anything known."""
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._known()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, unless it is too much."""
+        before = self.cycle
+        self._unknown += len(data)
+        super().data_received(data)
+        if self.cycle is not before:
+            self._known()
+        elif not before or before.response_complete:
+            self._wait()
+        if self._unknown > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
+            self._hang_up("431 Request Header Fields Too Large")
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body is there."""
+        self._unknown = 0
+        super().on_body(body)
+
+    def _wait(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(
+                HEADER_SECONDS, self._hang_up, "408 Request Timeout"
+            )
+
+    def _known(self) -> None:
+        self._unknown = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _hang_up(self, why: str) -> None:
+        self._known()
+        if not self.transport.is_closing():
+            answer = f"HTTP/1.1 {why}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            self.transport.write(answer.encode())
+            self.transport.close()
+
+
 class Uvicorn(uvicorn.Server):
     """Which leaves signals to us, and says when it listens."""
 
@@ -81,6 +148,7 @@ def uvicorn_config(
     """`proxy`: address of a proxy in front, whose forwarded headers are believed."""
     return uvicorn.Config(
         app,
+        http=BoundedProtocol,
         loop="asyncio",
         ws="none",
         lifespan="off",

@@ -74,11 +74,72 @@ def model_files(folder: Path) -> list[Path]:
     if (folder / FULL_WEIGHTS).is_file():
         return [folder / FULL_WEIGHTS]
     if (folder / INDEX).is_file():
-        names = read_json(folder / INDEX).get("weight_map", {}).values()
-        return [folder / name for name in sorted(set(names))]
+        return [folder / name for name in indexed(folder / INDEX)]
     raise ModelError(
         f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_content(folder)}."
     )
+
+
+def indexed(index: Path) -> list[str]:
+    """The names of the files that an index of weights lists; `ModelError` where one of them leads out of its folder."""
+    weights = read_json(index).get("weight_map")
+    names: list[Any] = list(weights.values()) if isinstance(weights, dict) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+            raise ModelError(
+                f"{index} lists {name!r:.80}; expected names of files that stand beside it, without a folder."
+            )
+    return sorted(set(names))
+
+
+LOADS_CODE = frozenset(
+    {"auto_map", "custom_code", "custom_pipelines", "kernel_config", "kernel_mapping"}
+)
+"""Keys of a model's description that name code."""
+READS_FILES = frozenset(
+    {"vocab_file", "merges_file", "tokenizer_file", "spm_file", "added_tokens_file"}
+)
+"""Keys of a tokenizer's description that name files."""
+
+
+def check_sent(folder: Path) -> None:
+    """Look through a folder that a stranger has sent, before any library reads it.
+
+    Raises ModelError where it names files outside of it, or code that would be loaded: an index with paths, `auto_map`, an attention or
+    experts implementation with a `/`, which transformers takes from the hub.
+    """
+    for path in sorted(folder.rglob("*.json")):
+        if path.name.endswith(".index.json"):
+            indexed(path)
+        for key, value in _entries(_parsed(path)):
+            of_hub = key.endswith("_implementation") and "/" in str(value)
+            outside = key in READS_FILES and re.search(r"[/\\]", str(value))
+            if (key in LOADS_CODE and value) or of_hub or outside:
+                raise ModelError(
+                    f"{path.name} of what was sent has {key!r}: {value!r:.80}. A model that is sent may name no code and no file outside of "
+                    "its folder; remove the key, or have whoever runs the server put the model there."
+                )
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # which whoever needs it says
+
+
+def _entries(content: Any) -> Iterator[tuple[str, Any]]:
+    """The keys of a JSON value with what they hold, at any depth."""
+    left = [content]
+    while left:
+        match left.pop():
+            case dict() as found:
+                yield from cast("dict[str, Any]", found).items()
+                left += cast("dict[str, Any]", found).values()
+            case list() as found:
+                left += cast("list[Any]", found)
+            case _:
+                pass
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ModelError, UsageError
+from groupwise.models.files import indexed
 from groupwise.tunix.messages import Open
 
 Described = Mapping[str, Any]
@@ -313,7 +314,7 @@ def _files(folder: Path) -> set[Path]:
     if (folder / MODEL).is_file():
         return {folder / MODEL}
     if (folder / INDEX).is_file():
-        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        names = indexed(folder / INDEX)
         if lost := sorted(name for name in names if not (folder / name).is_file()):
             raise ModelError(f"{folder / INDEX} names {', '.join(lost)}, which are not there.")
         return {folder / name for name in names}

@@ -20,6 +20,7 @@ from groupwise.config import RunConfig, load_config
 from groupwise.errors import ModelError, UsageError
 from groupwise.machine_layout import Layout
 from groupwise.models.cores import available_cores
+from groupwise.models.files import check_sent
 from groupwise.models.identity import identity
 from groupwise.ranks import ahead
 from groupwise.server.engine.part_checks import (
@@ -95,9 +96,10 @@ class EngineParts:
     async def _open(self, order: OpenParts) -> PartsOpened:
         if self._opened is not None:
             raise UsageError("The model is loaded already; open other parts for another one.")
+        folder = Path(order.folder)
+        check_sent(folder)
         config = _read(order.kind, order.config)
         _check_base(config, order.base)
-        folder = Path(order.folder)
         layout = _layout(config, order.longest_prompt)
         build.expect_ranks(config)
         self._scope.callback(ahead.give_up)
@@ -125,8 +127,9 @@ class EngineParts:
 
     async def load(self, policy: Policy) -> str:
         """See `groupwise.types.Sampler.load`; gives what `fingerprint` says afterwards."""
-        sampler = self._here.sampler
-        await sampler.load(replace(policy, path=str(self._there(policy.path))))
+        sampler, there = self._here.sampler, self._there(policy.path)
+        check_sent(there)
+        await sampler.load(replace(policy, path=str(there)))
         return sampler.fingerprint()
 
     async def fingerprint(self) -> str:

@@ -1,7 +1,9 @@
 """Files of tensors: what the disk or a damaged file says reaches people as an error that they know."""
 
+import asyncio
 import errno
 import json
+from contextlib import AsyncExitStack
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from groupwise.errors import ModelError
 from groupwise.models.files import (
     FULL_WEIGHTS,
     INDEX,
+    check_sent,
     disk_errors,
     read_model_tensors,
     read_shapes,
@@ -17,6 +20,8 @@ from groupwise.models.files import (
     write_tensors,
 )
 from groupwise.models.tiny import tiny_model
+from groupwise.server.engine.parts import EngineParts
+from groupwise.server.engine.port import OpenParts
 from tests.disks import small_disk
 
 
@@ -48,6 +53,29 @@ def test_a_model_may_stand_in_several_files(tmp_path):
     wanted = dict(model.named_parameters())
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    check_sent(tmp_path)
+
+
+@pytest.mark.parametrize(("file", "content"), [
+    (INDEX, {"weight_map": {"a": "../secret.safetensors"}}), (INDEX, {"weight_map": {"a": ".."}}),
+    (INDEX, {"weight_map": {"a": "/secret.safetensors"}}), (INDEX, {"weight_map": {"a": "sub\\\\secret"}}),
+    ("config.json", {"auto_map": {"AutoModel": "code.Model"}}),
+    ("config.json", {"text_config": [{"_attn_implementation": "owner/kernels"}]}),
+    ("config.json", {"attn_implementation": {"": "owner/kernels"}}),
+    ("adapter_config.json", {"auto_map": "x"}), ("tokenizer_config.json", {"vocab_file": "/etc/passwd"}),
+])  # fmt: skip
+def test_what_is_sent_names_no_code_and_no_file_outside(tmp_path, file, content):
+    (tmp_path / "sent").mkdir()
+    write_tensors({"a": torch.zeros(1)}, tmp_path / "secret.safetensors")
+    (tmp_path / "sent" / file).write_text(json.dumps(content))
+    order = OpenParts(
+        "serving", {"model": {"name": str(tmp_path / "sent")}}, "r", str(tmp_path), 8, base="b"
+    )
+    with pytest.raises(ModelError, match="expected names of files|what was sent has"):
+        asyncio.run(EngineParts(AsyncExitStack()).open(order))
+    if file == INDEX:
+        with pytest.raises(ModelError, match="expected names of files"):
+            read_model_tensors(tmp_path / "sent")
 
 
 def test_an_incomplete_model_is_explained(tmp_path):
