@@ -40,7 +40,7 @@ from groupwise.settings.validation import validate
 from groupwise.tunix.config import sft_conflicts
 from groupwise.unsloth import config as unsloth
 
-_BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 
 DRAWN_BY = ("sampler", "rollout", "rewards", "data", "task")

@@ -152,7 +152,7 @@ def _spread_of_given(
             "warning",
             measured,
             "members of a group are compared with each other, and here they hardly ever earn anything different",
-            "raise sampler.temperature, or end the warm-up sooner (warm_up.training.stop_when), for the members of a group are alike"
+            "raise sampler.temperature, or end the warm-up sooner (its training.stop_when), for the members of a group are alike"
             if distinct < ALIKE
             else "begin with prompts that are sometimes answered rightly, pay for parts of an answer, or warm the model up first (warm_up)",
             data,

@@ -28,6 +28,9 @@ from groupwise.task_parts import rewarded
 from groupwise.tasks.contract import Task, load_task
 from groupwise.types import Example, Message, Prompt
 
+_BRACES = re.compile(r"\{\{(?:(?!\{[{%]).)*?\}\}|\{%(?:(?!\{[{%]).)*?%\}", re.DOTALL)
+"""What jinja would fill in or run."""
+
 PROMPT = "prompt"
 
 Row = Mapping[str, Any]
@@ -259,7 +262,7 @@ class Template:
 def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"], str]]:
     """The text between one `{{ instruction }}` and the next. Raises TaskError for more that would be filled in elsewhere."""
     texts = INSTRUCTION.split(text)
-    if unknown := re.search(r"\{\{.*?\}\}|\{%.*?%\}", "\n".join(texts), re.DOTALL):
+    if unknown := _BRACES.search("\n".join(texts)):
         raise TaskError(
             f"The prompt template has {unknown[0]} beside {{{{ instruction }}}}, which alone is known in doubled braces. For several "
             "columns write each in single braces, {question}."

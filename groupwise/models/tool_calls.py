@@ -20,7 +20,7 @@ from groupwise.types import Message
 PROBE = "probed_call"
 """Stands for the name of a function where a render is to show that its call is written."""
 
-_BLOCKS = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
+_BLOCKS = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
 """Statements and expressions in a chat template: all that is not copied as it stands."""
 
 _IS_NONE = re.compile(r"(\bis\s+(?:not\s+)?|[=!]=\s*)[nN]one\b")

@@ -41,7 +41,7 @@ def final_line_answer(text: str) -> str | None:
     found = _ANNOUNCED.search(lines[-1]) if lines else None
     if found is None or _DENIED.search(lines[-1][: found.start()]):
         return None
-    said = re.sub(r"\*+(?=[.\s]*$)", "", found[1].removesuffix(" I hope it is correct."))
+    said = re.sub(r"(?<!\*)\*++(?=[.\s]*$)", "", found[1].removesuffix(" I hope it is correct."))
     return said.strip("* ") or None
 
 

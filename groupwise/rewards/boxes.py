@@ -171,7 +171,7 @@ def _begins_apart(after: str, in_formula: bool) -> bool:
         if re.match(r"!?\s*$|!\s", after):
             return True
     if _APART_BEHIND.match(after):
-        return not re.match(r"[)\]}\s]*[.,;]?\s*(?:or|nor)\b", after)
+        return not re.match(r"[)\]}\s]*+[.,;]?\s*+(?:or|nor)\b", after)
     if re.match(r"\s*,", after):
         return not re.match(r"\s*,\s*(?:[-+\d\\(]|or\b)", after)
     word = re.match(r"\s+([^\W\d_]{2,})\b(.*)|([^\W\d_]{2,})\b(.*)", after, re.DOTALL)

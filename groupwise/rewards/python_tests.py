@@ -77,7 +77,7 @@ _MOST_UNPACKED = 1 << 29
 _VERDICTS_LIMIT = 4 << 20
 _MIB = 1 << 20
 _FENCE = re.compile(
-    r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>```+|~~~+)[ \t]*(?P<label>[^\s`]*)[^`]*"
+    r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>```+|~~~+)[ \t]*+(?P<label>[^\s`]*+)[^`]*+"
 )
 _PYTHON = ("py", "python", "python3")
 _LONG_STRINGS = ('"""', "'''")
@@ -351,7 +351,7 @@ def _are_asserts(value: Any) -> bool:
     return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
 
 
-_ASSERT = re.compile(r"(?m)^\s*assert\b")
+_ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
 
 
 def _is_one_case(value: Any) -> bool:

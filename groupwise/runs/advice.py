@@ -51,7 +51,7 @@ ALL = (
         WITHOUT_SIGNAL,
         lambda value: value > FLAT,
         "In {value} of the groups all members earn the same, because most members of a group are alike: there is nothing to choose from.",
-        "Raise sampler.temperature or, after a warm-up, end that sooner: warm_up.training.stop_when, with a rule such as "
+        "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
         "groups/with_signal >= 0.6.",
         alike=True,
     ),

@@ -17,13 +17,12 @@ _SECRET = re.compile(
     r"|(^|_)(access|api|auth|bearer|hf|hub|wandb)_token$",
     re.IGNORECASE,
 )
-_KEY_IN_TEXT = re.compile(r"([\w-]+)[\"']?\s*[:=]")
+_KEY_IN_TEXT = re.compile(r"(?<![\w-])([\w-]++)[\"']?\s*+[:=]")
 _IN_URL = re.compile(
     r"https?://(?![${<])[^\s/?#@]+@"  # the name alone may be a token
-    r"|[a-z][a-z0-9+.-]*://[^\s/?#@:]*:(?![${<])[^\s/?#@]+@",
+    r"|(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*+://[^\s/?#@:]*:(?![${<])[^\s/?#@]+@",
     re.IGNORECASE,
 )
-_QUERY = re.compile(r"://[^\s?]*\?([^\s#]+)")
 _HEADER = re.compile(
     r"^\s*Bearer\s+(?![${<])\S{6,}\s*$"
     r"|authorization[\"']?\s*[:=]\s*[\"']?(?:Bearer|Basic)\s+(?![${<])\S"
@@ -44,7 +43,7 @@ def holds_secret(text: str) -> bool:
         _IN_URL.search(text)
         or _HEADER.search(text)
         or any(_is_random(found) for found in _KEY.findall(text))
-        or any(_secret_parameter(query) for query in _QUERY.findall(text))
+        or any(_secret_parameter(word) for word in text.split() if "://" in word)
     )
 
 
@@ -59,7 +58,8 @@ def _is_random(key: str) -> bool:
     return any(letter.isdigit() or letter.isupper() for letter in body)
 
 
-def _secret_parameter(query: str) -> bool:
+def _secret_parameter(url: str) -> bool:
+    query = url.partition("://")[2].partition("?")[2].partition("#")[0]
     pairs = (part.partition("=") for part in query.split("&"))
     return any(is_secret(name) and value and value[0] not in "${<" for name, _, value in pairs)
 

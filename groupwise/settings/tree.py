@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,9 @@ from ruamel.yaml.scalarbool import ScalarBoolean
 from groupwise.errors import ConfigError
 from groupwise.settings.schema import KeyPath
 from groupwise.settings.wording import as_given
+
+DEEPEST, LARGEST = 100, 100_000
+"""Sections and lists inside each other, and values of a file, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,34 @@ def parse_yaml(text: str) -> Any:
     """What a YAML 1.2 text holds, with line numbers. Raises `YAMLError`."""
     reader: Any = YAML()
     reader.Constructor = _Yaml12
-    return reader.load(text)
+    try:
+        found = reader.load(text)
+    except RecursionError:
+        raise YAMLError(f"it is nested more than {DEEPEST} deep") from None
+    _check_size(found)
+    return found
+
+
+def _check_size(value: Any) -> None:
+    """Raise YAMLError for what is too deep or too large to be a config, with everything that an alias stands for."""
+    left, count = [(value, 0)], 0
+    while left:
+        part, depth = left.pop()
+        count += 1
+        if depth > DEEPEST:
+            raise YAMLError(f"it is nested more than {DEEPEST} deep")
+        if count > LARGEST:
+            raise YAMLError(
+                f"it holds more than {LARGEST:,} values, counting each alias as what it stands for"
+            )
+        inner = (
+            part.values()
+            if isinstance(part, Mapping)
+            else part
+            if isinstance(part, list | tuple | Set)
+            else ()
+        )
+        left += [(each, depth + 1) for each in cast("Iterable[Any]", inner)]
 
 
 def read_yaml(path: Path, expected: str | None = None) -> Tree:

@@ -27,7 +27,7 @@ REQUIREMENT = re.compile(
     r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:\[(?P<extras>[^\]]*)\])?\s*(?P<wanted>[^;]*?)\s*(?:;\s*(?P<marker>.*))?"
 )
 OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
-EXTRA_CLAUSE = re.compile(r"""\s*(?:\band\s+)?extra\s*==\s*['"][^'"]+['"]""")
+EXTRA_CLAUSE = re.compile(r"""(?<!\s)\s*(?:\band\s+)?extra\s*==\s*['"][^'"]+['"]""")
 PINNED = re.compile(r"===?\s*[A-Za-z0-9][A-Za-z0-9.!+_-]*")
 FROM_ADDRESS = re.compile(r"@\s*(?:https|git\+https|git\+ssh)://\S+")
 HASH = re.compile(r"\s--hash[=\s]\s*(\S+)")

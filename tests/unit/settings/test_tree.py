@@ -63,6 +63,17 @@ def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> No
         read_yaml(tmp_path / "c.yaml")
 
 
+@pytest.mark.parametrize(("text", "message"), [
+    ("a: " + "[" * 5000 + "]" * 5000, "nested more than 100 deep"),
+    ("a: " + "{b: " * 120 + "1" + "}" * 120, "nested more than 100 deep"),
+    ("a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)), "more than 100,000 values"),
+])  # fmt: skip
+def test_files_that_grow_when_they_are_read(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "large.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_yaml(tmp_path / "large.yaml")
+
+
 def test_missing_file_names_the_nearest_and_all_there_are(tmp_path: Path) -> None:
     write(tmp_path, "a: 1", "wordle.yaml")
     write(tmp_path, "a: 1", "math.yaml")
