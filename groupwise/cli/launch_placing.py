@@ -455,8 +455,6 @@ def _tell_of_project(packed: Packed) -> None:
         say(f"  {path} stays here: {why}")
     if len(bundle.left_out) > SHOWN:
         say(f"  and {len(bundle.left_out) - SHOWN} more")
-    for path in bundle.suspects[:SHOWN]:
-        say(f"  warning: {path} has a line that looks like a credential, and travels")
 
 
 def _refuse_price(plan: Plan, most: float | None) -> None:

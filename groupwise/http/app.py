@@ -149,7 +149,7 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = strict_json.parse(await self.body())
+            self._json = await strict_json.parse_aside(await self.body())
         return self._json
 
 

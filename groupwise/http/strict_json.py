@@ -1,19 +1,28 @@
 """JSON as the server reads it: what other readers pass over in silence is refused.
 
 A key that stands twice, NaN, a number beyond the range of a float, half of a surrogate pair, and nesting that no request needs would all
-be read by the standard library, and would mean something else to the next reader, or break it.
+be read by the standard library, and would mean something else to the next reader, or break it. Millions of small lists or texts, each of
+which takes more memory than what was sent, are refused before they are made.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
+from itertools import islice
 from typing import Any
 
 DEEPEST = 64
 """Lists and objects inside each other, at most; the deepest request has a dozen."""
 
+MOST_LISTS, MOST_TEXTS = 200_000, 1_000_000
+"""Lists and objects of a body together, and its texts; numbers stand in long lists and may be as many as there is room for."""
+LARGE = 256 * 1024
+"""Bytes that are read beside everything else."""
+
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -27,6 +36,7 @@ class NotStrict(json.JSONDecodeError):
 
 def parse(text: bytes) -> Any:
     """The value. Raises NotStrict, which repeats nothing of the text."""
+    _check_number(text)
     _check_depth(text)
     try:
         value = json.loads(
@@ -46,6 +56,21 @@ def parse(text: bytes) -> Any:
     if _SURROGATE.search(text):
         _check_text(value)
     return value
+
+
+async def parse_aside(text: bytes) -> Any:
+    """See `parse`: in a thread where that takes long."""
+    return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
+
+
+def _check_number(text: bytes) -> None:
+    beyond = islice(_TEXT.finditer(text), MOST_TEXTS, None)
+    if text.count(b'"') > 2 * MOST_TEXTS and next(beyond, None) is not None:
+        raise NotStrict(f"there are more than {MOST_TEXTS:,} texts in it")
+    if text.count(b"[") + text.count(b"{") > MOST_LISTS:
+        bare = _TEXT.sub(b"", text)
+        if bare.count(b"[") + bare.count(b"{") > MOST_LISTS:
+            raise NotStrict(f"there are more than {MOST_LISTS:,} lists and objects in it")
 
 
 def _check_depth(text: bytes) -> None:

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 from groupwise.clouds.folder import INCOMING, NOTE
@@ -38,33 +39,38 @@ MADE_BY_TOOLS = (
     *(".ipynb_checkpoints", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox"),
 )
 """Folders of a project that git does not know, which are made anew elsewhere."""
-SECRET_FILES = (
-    *(
-        ".env",
-        ".env.*",
-        "*.env",
-        ".envrc",
-        ".netrc",
-        "_netrc",
-        ".pypirc",
-        ".npmrc",
-        ".git-credentials",
-    ),
-    *("secrets.yaml", "secrets.yml", "secrets.toml", "secrets.json"),
-    *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.kdbx", "*.keystore", "*.jks"),
-    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "credentials", "credentials.json"),
-    *("kaggle.json", ".modal.toml", "service-account*.json", "service_account*.json"),
+SECRET_FILES = tuple(
+    ".env .env.* *.env .envrc .netrc _netrc .pypirc .npmrc .yarnrc.yml .git-credentials .htpasswd .pgpass .my.cnf .s3cfg .boto "
+    ".dockercfg .dockerconfigjson .terraformrc .vault-token .modal.toml .rclone.conf rclone.conf kubeconfig *.kubeconfig *.tfstate "
+    "*.tfstate.* secrets.yaml secrets.yml secrets.toml secrets.json *.pem *.key *.p12 *.pfx *.ppk *.kdbx *.keystore *.jks *.asc *.gpg "
+    "*.ovpn id_rsa* id_dsa* id_ecdsa* id_ed25519* credentials credentials.json client_secret*.json kaggle.json "
+    "application_default_credentials.json service-account*.json service_account*.json".split()
 )
-SECRET_FOLDERS = (".aws", ".docker", ".ssh", ".gnupg", ".kube", ".azure", ".gcloud")
+SECRET_FOLDERS = tuple(
+    ".aws .docker .ssh .gnupg .kube .azure .gcloud gcloud .env .secrets .vault .password-store".split()
+)
 SHOW_HOW = ("*.example", "*.sample", "*.template", "*.pub")
 """Files whose names look secret, and that only show how the secret ones are written."""
-PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----")
+PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
+RULES_LEFT_OUT = frozenset(
+    "BasicAuthDetector IPPublicDetector IbmCloudIamDetector IbmCosHmacDetector SoftlayerDetector CloudantDetector".split()
+)
+"""Rules of detect-secrets that go by words around a value, and so find code; passwords in URLs are found by `holds_secret`."""
+MEANT = "pragma: allowlist secret"
+"""A line with this is known to hold nothing secret, as detect-secrets takes it too."""
+PLACEHOLDER = re.compile(
+    r"(?<=://)[^\s/?#@:]{0,100}:(?:pass(?:word|wd)?|pw|secret|token|key|x+|\*+|\.+|changeme|example)@",
+    re.IGNORECASE,
+)
+"""A password in a URL that is none."""
+PIECE, OVERLAP = 1000, 400
+"""Characters of a long line that the rules are given at a time, as some take the square of it; no token is longer than the overlap."""
 SEARCHED = 16 << 20
 """Bytes of a file in which credentials are looked for: what people write is shorter."""
 SHORTEST_SECRET = 8
 """Letters of a value that is looked for: shorter ones stand in files by chance."""
-LOOKED_AT = 256 << 10
-"""The same for what only looks like one."""
+LOOKED_AT = 2 << 20
+"""Bytes of a file in which what looks like a credential is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,6 @@ class Bundle:
     """What travels, by its path there."""
     left_out: dict[str, str]
     """What stays here, with the reason; a folder ends with a slash."""
-    suspects: tuple[str, ...]
-    """What travels, and has a line that looks like a credential."""
     size: int
     """Bytes."""
 
@@ -88,27 +92,27 @@ def bundle(
     """What travels of the project in `root`.
 
     `secrets`: values of environment variables that travel apart. `take`: files and folders of it that travel although git ignores them or
-    a run made them. Raises UsageError where a secret stands in a file, for a folder that is none, and for what is too large or too much.
+    a run made them, and files that look like credentials. Raises UsageError where a secret stands in a file or something that looks like
+    one does, for a folder that is none, and for what is too large or too much.
     """
     if not root.is_dir():
         raise UsageError(f"{root} is no folder, so there is no project to take along.")
     files: dict[str, Path] = {}
     left_out: dict[str, str] = {}
     wanted = {path for each in take for path in _taken(root, each)}
+    named = {Path(os.path.normpath(each)).as_posix() for each in take}
     for path in dict.fromkeys([*_of_project(root), *sorted(wanted)]):
         if path not in wanted and (around := _around(root, path)) is not None:
             left_out[around[0]] = around[1]
-        elif reason := _why_not(root, path, named=path in wanted):
+        elif reason := _why_not(root, path, wanted=path in wanted, named=path in named):
             left_out[path] = reason
         else:
             files[path] = root / path
     sizes = {path: file.stat().st_size for path, file in files.items()}
     _refuse_too_much(root, sizes)
     _refuse_secrets(files, secrets or {})
-    suspects = tuple(
-        path for path, file in files.items() if sizes[path] <= LOOKED_AT and _looks_secret(file)
-    )
-    return Bundle(root, files, left_out, suspects, sum(sizes.values()))
+    _refuse_what_looks_secret({path: file for path, file in files.items() if path not in wanted})
+    return Bundle(root, files, left_out, sum(sizes.values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -205,30 +209,30 @@ def _around(root: Path, path: str) -> tuple[str, str] | None:
     return None if found is None else (f"{found[0].as_posix()}/", MADE[found[1]])
 
 
-def _why_not(root: Path, path: str, *, named: bool) -> str:
-    """Empty for what travels. `named`: somebody wants it, whatever it came of."""
-    if reason := _secret_by_name(path):
+def _why_not(root: Path, path: str, *, wanted: bool, named: bool) -> str:
+    """Empty for what travels. `wanted`: somebody wants it, whatever it came of; `named`: this very file, whatever is in it."""
+    if not named and (reason := _secret_by_name(path)):
         return reason
     place = root / path
-    if reason := _why_not_followed(root, place, named=named):
+    if reason := _why_not_followed(root, place, wanted=wanted):
         return reason
     if not place.is_file():
         return "a link to a folder" if place.is_dir() else "no file"
-    if PRIVATE_KEY.match(_beginning(place, LOOKED_AT).lstrip()):
+    if not named and PRIVATE_KEY.match(_beginning(place, 4096).lstrip()):
         return "a private key"
     return ""
 
 
 def _secret_by_name(path: str) -> str:
     *folders, name = path.split("/")
-    if any(each in SECRET_FOLDERS for each in folders):
+    if any(each.lower() in SECRET_FOLDERS for each in folders):
         return "in a folder of credentials"
     if _is_one_of(name, SECRET_FILES) and not _is_one_of(name, SHOW_HOW):
         return "credentials, by its name"
     return ""
 
 
-def _why_not_followed(root: Path, place: Path, *, named: bool) -> str:
+def _why_not_followed(root: Path, place: Path, *, wanted: bool) -> str:
     """Of what is a link, or lies behind one: by its content it would travel as what it leads to, under a name that says nothing of it."""
     target, within = place.resolve(), root.resolve()
     if not target.is_relative_to(within):
@@ -238,7 +242,7 @@ def _why_not_followed(root: Path, place: Path, *, named: bool) -> str:
         return ""
     if reason := _secret_by_name(real):
         return f"a link to {real}: {reason}"
-    around = None if named else _around(within, real)
+    around = None if wanted else _around(within, real)
     return "" if around is None else f"a link into {around[0]}: {around[1]}"
 
 
@@ -286,11 +290,45 @@ def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> No
         )
 
 
+def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
+    found = [path for path, file in files.items() if _looks_secret(file)]
+    if found:
+        raise UsageError(
+            "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
+            + "".join(f"\n  {path}" for path in found[:SHOWN])
+            + (f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+            + f"\nTake the credentials out, name the files in .gitignore, write `{MEANT}` into lines that hold none, or let the files "
+            "travel as they are: --take PATH."
+        )
+
+
 def _looks_secret(file: Path) -> bool:
-    text = _beginning(file, LOOKED_AT)
-    if b"\0" in text:
+    """Whether a text has the form of a credential in it."""
+    data = _beginning(file, LOOKED_AT)
+    if b"\0" in data:
         return False
-    return PRIVATE_KEY.search(text) is not None or holds_secret(text.decode(errors="replace"))
+    lines = data.decode(errors="replace").split("\n")
+    text = "\n".join(line for line in lines if MEANT not in line)
+    if PRIVATE_KEY.search(text.encode()) is not None or holds_secret(PLACEHOLDER.sub("", text)):
+        return True
+    of_short_lines = max(map(len, lines)) <= PIECE
+    starts = (0,) if of_short_lines else range(0, len(text), PIECE)
+    length = len(text) if of_short_lines else PIECE + OVERLAP
+    return any(rule.search(text, at, at + length) for at in starts for rule in _rules())
+
+
+@cache
+def _rules() -> tuple[re.Pattern[str], ...]:
+    """Those of detect-secrets for the tokens of services."""
+    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
+    from detect_secrets.plugins.base import RegexBasedDetector
+
+    kinds = {
+        kind.__name__: kind
+        for kind in get_mapping_from_secret_type_to_class().values()
+        if issubclass(kind, RegexBasedDetector) and kind.__name__ not in RULES_LEFT_OUT
+    }
+    return tuple(rule for kind in kinds.values() for rule in kind().denylist)
 
 
 def _listed(lines: Iterable[Sequence[str]]) -> str:

@@ -229,7 +229,7 @@ class _Handlers:
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
         try:
-            return kind.model_validate(strict_json.parse(await self._body(request)))
+            return kind.model_validate(await strict_json.parse_aside(await self._body(request)))
         except NotStrict as error:
             raise UsageError(
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."

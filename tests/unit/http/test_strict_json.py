@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.http.strict_json import DEEPEST, NotStrict, parse
+from groupwise.http.strict_json import DEEPEST, MOST_LISTS, MOST_TEXTS, NotStrict, parse
 
 
 def test_what_is_meant_is_read_and_nothing_deeper() -> None:
@@ -20,3 +20,10 @@ def test_brackets_in_texts_are_no_nesting_however_many() -> None:
     assert len(parse(text.encode())["b"]) == 1001
     escapes = b'["' + b'\\"[' * 1_000_000 + b'"]'
     assert len(parse(escapes)[0]) == 2_000_000
+
+
+def test_what_would_fill_the_memory_is_refused_before_it_is_made() -> None:
+    assert len(parse(b"[" + b"0," * 1_500_000 + b"0]")) == 1_500_001
+    for wrong in (b"[" + b"[]," * MOST_LISTS + b"[]]", b"[" + b'"ab",' * MOST_TEXTS + b'"ab"]'):
+        with pytest.raises(NotStrict, match="there are more than"):
+            parse(wrong)

@@ -65,17 +65,43 @@ def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_w
     names = {
         *(".env", ".env.local", "prod.env", "sub/.netrc", "keys/id_ed25519", "server.PEM", "a.key"),
         *(".aws/credentials", ".ssh/config", "kaggle.json", "service-account-prod.json"),
+        *(
+            ".AWS/x",
+            "sub/.env/prod",
+            ".config/gcloud/x.db",
+            "KubeConfig",
+            ".vault-token",
+            "a.tfstate",
+        ),
     }
-    shown = {".env.example", "deploy.key.template", "id_rsa.pub", "test_keys.py"}
-    keys = {"notes.txt": f"\n{KEY}", "test_keys.py": f'KEY = """{KEY}"""\n'}
+    shown = {".env.example", "deploy.key.template", "id_rsa.pub"}
+    keys = {"notes.txt": f"\n{KEY}"}
     write(project, {**dict.fromkeys({*names, *shown}, "TOKEN=x"), **keys})
     git(project, "add", "-f", *names)
     found = bundle(project)
     assert set(found.files) == {*USUAL, *shown}
-    assert found.suspects == ("test_keys.py",)
     assert found.left_out.pop("notes.txt") == "a private key"
     assert found.left_out.keys() == names
     assert all("credentials" in why for why in found.left_out.values())
+    assert {".env", "notes.txt"} <= bundle(project, take=[".env", "./notes.txt"]).files.keys()
+
+
+@pytest.mark.parametrize("line", [
+    f'KEY = """{KEY}"""', "-----BEGIN PGP PRIVATE KEY BLOCK-----", "token: ghp_" + "a1B2" * 9, "AKIA" + "ABCDEFGH" * 2,
+    "key = 'sk-proj-" + "a1" * 12 + "'", "xoxb-12345678-abcdef", "url: postgres://me:secret7@host/db",
+    '{"source": ["os.environ[\\"HF_TOKEN\\"] = \\"hf_' + "aB3" * 11 + '\\""]}',
+])  # fmt: skip
+def test_a_line_that_looks_like_a_credential_does_not_travel_by_itself(
+    project: Path, line: str
+) -> None:
+    write(project, {"pack/found.ipynb": "x" * 9000 + f"\n{line}\n", "large.js": "eyJ" * 9000})
+    with pytest.raises(UsageError, match=r"look like credentials[^:]*:\n  pack/found\.ipynb\nTake"):
+        bundle(project)
+    for take in ("pack/found.ipynb", "pack"):
+        assert "pack/found.ipynb" in bundle(project, take=[take]).files
+    said = line.replace("\n", "  # pragma: allowlist secret\n") + "  # pragma: allowlist secret\n"
+    write(project, {"pack/found.ipynb": f"x\n{said}"})
+    assert "pack/found.ipynb" in bundle(project).files
 
 
 def test_a_file_with_the_value_of_a_secret_is_refused_without_showing_it(project: Path) -> None:

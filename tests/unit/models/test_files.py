@@ -71,7 +71,7 @@ def test_what_is_sent_names_no_code_and_no_file_outside(tmp_path, file, content)
     order = OpenParts(
         "serving", {"model": {"name": str(tmp_path / "sent")}}, "r", str(tmp_path), 8, base="b"
     )
-    with pytest.raises(ModelError, match="expected names of files|what was sent has"):
+    with pytest.raises(ModelError, match=r"expected names of files|what was sent has"):
         asyncio.run(EngineParts(AsyncExitStack()).open(order))
     if file == INDEX:
         with pytest.raises(ModelError, match="expected names of files"):
