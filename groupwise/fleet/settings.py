@@ -10,6 +10,7 @@ then options of the command line. No password has to stand in any of them: `data
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -192,6 +193,14 @@ class FleetPlace:
     def growing(self) -> tuple[Path, ...]:
         """Folders of the control machine that jobs fill, each maybe on a disk of its own."""
         return self.logs, self.artefacts, self.blobs
+
+    def keep_private(self) -> None:
+        """Make its folder for this user alone, mend what others may enter, and let this process make nothing that others may read."""
+        os.umask(0o077)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, *self.growing):
+            if folder.is_dir() and folder.stat().st_mode & 0o077:
+                folder.chmod(0o700)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def run(
     """
     _set_up_logging(alone=len(roles) == 1)
     with told_in_words(place.folder), contextlib.ExitStack() as locks:
-        place.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place.keep_private()
         with contextlib.closing(connect(place.database_url)) as database:
             if place.is_embedded:
                 _take(locks, database, place.folder, roles)

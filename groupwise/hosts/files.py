@@ -327,7 +327,7 @@ class BlobStore:
             os.utime(path)
             if not marked and path.stat().st_mode & MARK:
                 with self._marking():
-                    path.chmod(0o444)
+                    path.chmod(0o400)
         except FileNotFoundError:
             return False
         return True
@@ -389,7 +389,7 @@ class BlobStore:
             sync_folder(self.root)
         with self._marking():
             counted_on = target.exists() and not target.stat().st_mode & MARK
-            temporary.chmod(0o444 | MARK if marked and not counted_on else 0o444)
+            temporary.chmod(0o400 | MARK if marked and not counted_on else 0o400)
             os.utime(temporary)  # its last piece may have come long ago
             temporary.replace(target)
         sync_folder(target.parent)

@@ -105,8 +105,8 @@ def make(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
     """An empty log where there is none; for rank 0 it is the newest of its job then, unless a later epoch has one."""
     path = log_path(logs, job, epoch, rank)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(0o600)
         sync_folder(path.parent)
         sync_folder(logs)
     if rank == 0:
@@ -144,7 +144,7 @@ def _write_all(file: int, data: bytes, offset: int) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Generator[int]:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file

@@ -1,15 +1,18 @@
 """Which fleet is meant, where its settings may stand, and what is refused."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from groupwise.errors import ConfigError
+from groupwise.fleet.files.logs import make
 from groupwise.fleet.settings import (
     ENVIRONMENT,
     FleetPlace,
     find,
 )
+from groupwise.hosts.files import BlobStore
 
 
 def place(told: str | None = None, environment: dict[str, str] | None = None) -> FleetPlace:
@@ -50,3 +53,21 @@ def test_a_file_is_read_strictly(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"fleet\.yaml") as refused:
             place(str(tmp_path))
         assert told in refused.value.message
+
+
+def test_what_others_may_enter_is_mended_and_nothing_new_is_theirs(tmp_path: Path) -> None:
+    fleet = place(str(tmp_path / "fleet"))
+    (fleet.blobs / "ab").mkdir(parents=True)
+    before = os.umask(0o022)
+    try:
+        fleet.folder.chmod(0o755)
+        fleet.blobs.chmod(0o777)
+        fleet.keep_private()
+        blob = BlobStore(fleet.blobs).put(b"x")
+        make(fleet.logs, "job", 0)
+    finally:
+        os.umask(before)
+    made = [fleet.folder, *fleet.folder.rglob("*")]
+    assert BlobStore(fleet.blobs).path(blob) in made
+    open_ones = [path for path in made if not path.is_symlink() and path.stat().st_mode & 0o077]
+    assert open_ones == [fleet.blobs / "ab"], "below a folder that is closed"
