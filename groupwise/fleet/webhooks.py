@@ -340,13 +340,20 @@ def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
     return addresses[0]
 
 
+_RELAYS = [ipaddress.ip_network(each) for each in ("2002::/16", "192.88.99.0/24")]
+"""Where 6to4 is in use they lead to whatever network begins there."""
+
+
 def is_public(address: str) -> bool:
     """Whether an address is of the public internet, also where one of IPv4 stands within it."""
     ip = ipaddress.ip_address(address.partition("%")[0])
+    if any(ip in network for network in _RELAYS if network.version == ip.version):
+        return False
     if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.sixtofour or (ip.teredo and ip.teredo[1])
-        if inner:
-            return is_public(str(inner))
+        if ip.is_site_local:
+            return False
+        if ip.teredo:
+            return is_public(str(ip.teredo[1]))
     # Reserved are also the addresses that stand for others in one network alone: ::ffff:127.0.0.1, 64:ff9b::7f00:1.
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 

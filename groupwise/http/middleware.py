@@ -253,15 +253,17 @@ def check_local(headers: Mapping[str, str]) -> None:
             "Give it a key to reach it under other names.",
         )
     origin = headers.get("origin")
-    if origin is not None and not is_loopback(_hostname(origin)):
+    if origin is not None and _place(origin) != headers.get("host", "").lower():
         raise Refusal(
-            "forbidden", "The server has no key, so that it answers no pages of other sites."
+            "forbidden",
+            "The server has no key, so that it answers no pages of other sites or ports.",
         )
 
 
-def _hostname(origin: str) -> str:
+def _place(origin: str) -> str:
+    """The host and port of a page."""
     try:
-        return urlsplit(origin).hostname or ""
+        return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
 

@@ -147,7 +147,13 @@ async def test_pages_of_other_sites_are_refused_where_there_is_no_key() -> None:
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"):
         check_local({"host": host, "origin": f"http://{host}"})
     hosts = ("evil.example", "localhost.evil.example", "10.0.0.1:8000", "")
-    origins = ("https://evil.example", "null", "http://[bad")
+    origins = (
+        "https://evil.example",
+        "null",
+        "http://[bad",
+        "http://localhost:1",
+        "http://127.0.0.1",
+    )
     foreign: list[dict[str, str]] = [
         {},
         *({"host": host} for host in hosts),
