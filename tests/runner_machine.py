@@ -20,6 +20,7 @@ import pytest
 from groupwise.hosts import runner
 from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.hosts.framing import AnswerReader
+from groupwise.hosts.port import Request
 from tests.processes import TIMEOUT_S, is_gone, wait_until
 
 SOURCE = Path(__file__).parents[1] / "groupwise" / "hosts" / "runner.py"
@@ -146,7 +147,7 @@ class Machine:
             out, complaints = process.stdout.read(), process.stderr.read()
         process.wait(TIMEOUT_S)
         assert not complaints, complaints.decode()
-        reader = AnswerReader()
+        reader = AnswerReader(Request("ask", most_body=1 << 30, most_payload=1 << 30))
         assert reader.feed(out), out
         assert reader.answer is not None
         self.payload = reader.answer.payload

@@ -28,7 +28,7 @@ from groupwise.hosts.answers import (
 )
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.framing import SPOKEN, BadAnswer
-from groupwise.hosts.port import Answer, Host, Request, RunnerRefused
+from groupwise.hosts.port import USUAL_BODY, Answer, Host, Request, RunnerRefused
 from groupwise.hosts.spec import FileEntry, JobSpec, Manifest, as_json
 
 USUAL = 30.0
@@ -37,6 +37,8 @@ SLOW = 300.0
 """Seconds for one that reads or writes much on the machine's disk."""
 LONGEST = 86_400.0
 """Seconds for one that reads as much as a job has made, SLOW of them without a sign that its runner gets on."""
+LARGEST_MANIFEST = 256 << 20
+"""Bytes: of a million files."""
 BATCH = 8 << 20
 """Bytes of blobs in one call; smaller ones travel together, a larger one in parts."""
 PIECE = 4 << 20
@@ -271,7 +273,7 @@ class Runner:
     ) -> LogPart:
         """Bytes of its log from `offset`, at most `limit`, and how long it is."""
         body = {**_named(job, epoch), "offset": offset, "limit": limit}
-        answer = await self._ask("log", body, timeout=timeout)
+        answer = await self._ask("log", body, timeout=timeout, most_payload=limit)
         size = answer.body.get("size")
         if not isinstance(size, int) or len(answer.payload) > limit:
             raise BadAnswer("the answer to log says no size, or is longer than was asked for")
@@ -282,7 +284,9 @@ class Runner:
     ) -> WorkTree:
         """What lies in its work folder. `what`: artefacts, checkpoints or all."""
         body = {**_named(job, epoch), "what": what}
-        answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST)
+        answer = await self._ask(
+            "manifest", body, timeout=timeout, longest=LONGEST, most_body=LARGEST_MANIFEST
+        )
         # of a million files it takes seconds, in which nothing else would be heard
         return await asyncio.to_thread(answers.work_tree, answer.body)
 
@@ -298,7 +302,7 @@ class Runner:
     ) -> bytes:
         """Bytes of a file of its work folder, at most `limit`; no link is followed."""
         body = {**_named(job, epoch), "path": path, "offset": offset, "limit": limit}
-        answer = await self._ask("read", body, timeout=timeout)
+        answer = await self._ask("read", body, timeout=timeout, most_payload=limit)
         if len(answer.payload) > limit:
             raise BadAnswer(f"{len(answer.payload)} bytes of {path} came; {limit} were asked for")
         return answer.payload
@@ -310,7 +314,8 @@ class Runner:
         or cannot be read: `read` says why. Who keeps them compares their hashes."""
         listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
         body = {**_named(job, epoch), "files": listed}
-        answer = await self._ask("gather", body, timeout=timeout)
+        most = sum(entry.size for entry in files.values())
+        answer = await self._ask("gather", body, timeout=timeout, most_payload=most)
         whole = _listed(answer, "whole")
         came = [
             each for each, is_whole in zip(files.items(), whole, strict=False) if is_whole is True
@@ -378,10 +383,12 @@ class Runner:
         secrets: Mapping[str, str] | None = None,
         timeout: float,
         longest: float | None = None,
+        most_body: int = USUAL_BODY,
+        most_payload: int = 0,
     ) -> Answer:
         text = runner_text()
         full: dict[str, Any] = {"root": self.root, "runner": text.sha256, **(body or {})}
-        request = Request(verb, full, payload, secrets or {}, longest)
+        request = Request(verb, full, payload, secrets or {}, longest, most_body, most_payload)
         answer = await self.host.call(request, timeout=timeout)
         if answer.body.get("need") == "runner":
             with_text = replace(request, body={**full, "source": text.source})

@@ -25,8 +25,6 @@ SPOKEN = frozenset(n for n in (PROTOCOL, PROTOCOL - 1) if n >= 1)
 """What it reads: also the one before, so that control plane and machines need not change in one moment."""
 MOST_NOISE = 1 << 20
 """Bytes before the answer; a machine that says more than this has no answer in mind."""
-LARGEST_BODY = 256 << 20
-LARGEST_PAYLOAD = 1 << 30
 
 _HEADER = re.compile(rb"GROUPWISE-ANSWER (\d{1,6}) (\d{1,12}) ([0-9a-f]{64}) (\d{1,12})\r?\n")
 _LONGEST_HEADER = 200
@@ -62,9 +60,10 @@ def answer_bytes(body: Mapping[str, Any], payload: bytes = b"", protocol: int = 
 
 
 class AnswerReader:
-    """Takes what a machine says, piece by piece, until there is an answer in it."""
+    """Takes what a machine says, piece by piece, until there is an answer to the request in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._buffer = bytearray()
         self._body_length: int | None = None
         self._payload_length = 0
@@ -102,10 +101,11 @@ class AnswerReader:
                 f"the machine's runner answers in protocol {int(protocol)}; this control plane speaks"
                 f" {' and '.join(map(str, sorted(SPOKEN)))}: bring both to the same release"
             )
-        if self._body_length > LARGEST_BODY or self._payload_length > LARGEST_PAYLOAD:
+        asked = self._request
+        if self._body_length > asked.most_body or self._payload_length > asked.most_payload:
             raise BadAnswer(
-                f"the machine announces an answer of {self._body_length} + {self._payload_length} bytes;"
-                f" at most {LARGEST_BODY} + {LARGEST_PAYLOAD} are read"
+                f"the machine announces an answer to {asked.verb} of {self._body_length} + {self._payload_length} bytes;"
+                f" at most {asked.most_body} + {asked.most_payload} are read"
             )
         return True
 
@@ -196,11 +196,11 @@ def _last_line(said: str) -> str:
 class Exchange:
     """One request under way, told by its transport what comes from the machine; `answer` is what the caller waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.status: int | None = None
         """What the command on the machine ended with, once it has."""
-        self._reader = AnswerReader()
+        self._reader = AnswerReader(request)
         self._complaints = b""
         self._limit: asyncio.Timeout | None = None
         self._patience = self._end = 0.0

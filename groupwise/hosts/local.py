@@ -65,7 +65,7 @@ class LocalHost:
             await process.end()
 
     async def _begin(self, request: Request) -> _Process:
-        process = _Process()
+        process = _Process(request)
         try:
             await process.begin(self._command, self._environment, request_bytes(request))
         except OSError as error:
@@ -87,8 +87,8 @@ class _Process:
     Not a subprocess of asyncio: in Python 3.11 whoever is cancelled as one of these begins waits for ever.
     """
 
-    def __init__(self) -> None:
-        self.exchange = Exchange()
+    def __init__(self, request: Request) -> None:
+        self.exchange = Exchange(request)
         self._child: subprocess.Popen[bytes] | None = None
         self._pipes: list[asyncio.BaseTransport] = []
         self._open = {STANDARD_OUTPUT, STANDARD_ERROR}

@@ -43,6 +43,9 @@ class RunnerRefused(HostError):
         self.message = message
 
 
+USUAL_BODY = 32 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the runner is asked. `verb` and `body` as described in `runner.py`."""
@@ -55,6 +58,10 @@ class Request:
     """Travel with the body and stand in no log."""
     longest: float | None = None
     """Seconds for the whole call, where the runner says every few seconds that it gets on: the time limit is for its silence then."""
+    most_body: int = USUAL_BODY
+    """Bytes of the answer's body, at most: a machine is not believed about how much is to be kept of it."""
+    most_payload: int = 0
+    """Raw bytes after it, at most: as many as were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,7 +262,7 @@ MOST_ENTRIES = 200_000
 MOST_ARTEFACTS = 1_000_000
 """Files of a job, and as many folders; no limit of a job goes beyond."""
 LARGEST_LISTING = 192 << 20
-"""Bytes of the files in an answer: of MOST_ARTEFACTS, with paths of 100 letters. Whoever asks reads LARGEST_BODY, which is more."""
+"""Bytes of the files in an answer: of MOST_ARTEFACTS, with paths of 100 letters. Whoever asks reads LARGEST_MANIFEST, which is more."""
 MOST_REFUSED = 1000
 """Of what is refused, that is told one by one."""
 REFUSED_TOGETHER = 4 << 20

@@ -93,8 +93,8 @@ class _Connection(Protocol):
 class _Session(asyncssh.SSHClientSession[bytes]):
     """One call on one connection: what is sent, and what is heard."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
-        self.exchange = Exchange()
+    def __init__(self, request: Request, changed: Callable[[], None]) -> None:
+        self.exchange = Exchange(request)
         self.sent = False
         self._changed = changed
         self._link: _Link | None = None
@@ -212,7 +212,7 @@ class SshHost:
 
     async def call(self, request: Request, *, timeout: float) -> Answer:
         """See `Host.call`."""
-        session = _Session(self._sessions_changed)
+        session = _Session(request, self._sessions_changed)
         try:
             async with session.exchange.limit(timeout, request.longest):
                 await self._begin(session)

@@ -49,7 +49,7 @@ class DeskHost:
                 said = await self._port.desk("ask", request_bytes(request))
         except TimeoutError:
             raise OutcomeUnknown(no_answer(request, "Modal", seconds)) from None
-        reader = AnswerReader()
+        reader = AnswerReader(request)
         if not reader.feed(said):
             raise without_answer(reader, None, "")
         assert reader.answer is not None, "it is whole"

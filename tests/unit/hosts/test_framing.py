@@ -14,11 +14,13 @@ from groupwise.hosts.framing import (
     answer_bytes,
     without_answer,
 )
-from groupwise.hosts.port import Answer, OutcomeUnknown, RunnerRefused
+from groupwise.hosts.port import Answer, OutcomeUnknown, Request, RunnerRefused
+
+ASKED = Request("log", most_body=4000, most_payload=200)
 
 
 def read(data: bytes) -> Answer:
-    reader = AnswerReader()
+    reader = AnswerReader(ASKED)
     assert reader.feed(data)
     assert reader.answer is not None
     return reader.answer
@@ -38,7 +40,7 @@ def test_an_answer_is_read_whatever_stands_before_it_and_however_it_is_cut(
     noise: bytes, body: dict[str, str], payload: bytes, cuts: list[int]
 ) -> None:
     data = noise + answer_bytes(body, payload)
-    reader = AnswerReader()
+    reader = AnswerReader(ASKED)
     whole = False
     for size in cuts:
         if not whole:
@@ -70,7 +72,8 @@ def changed() -> bytes:
 
 NO_ANSWERS = {
     "changed on the way": changed(),
-    "announces": b"GROUPWISE-ANSWER 1 999999999999 " + b"0" * 64 + b" 0\n",
+    "announces an answer to log of 4001 .* 0": b"GROUPWISE-ANSWER 1 4001 " + b"0" * 64 + b" 0\n",
+    "announces an answer to log of 2 .* 201": b"GROUPWISE-ANSWER 1 2 " + b"0" * 64 + b" 201\n",
     "before any answer": b"".join(struct.pack(">I", n) for n in range(MOST_NOISE // 4 + 1000)),
 }
 
@@ -81,7 +84,7 @@ def test_an_answer_that_was_changed_or_never_ends_is_none(why: str) -> None:
         read(NO_ANSWERS[why])
 
 
-@pytest.mark.parametrize("document", [b"[]", b"{", b"\xff\xfe", b'"ok"', b"[" * 10**5], ids=len)
+@pytest.mark.parametrize("document", [b"[]", b"{", b"\xff\xfe", b'"ok"', b"[" * 2000], ids=len)
 def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
     with pytest.raises(BadAnswer):
         read(announced(document))
@@ -97,18 +100,18 @@ def test_what_no_database_takes_does_not_come_through() -> None:
 
 def test_an_end_without_an_answer_leaves_it_open_what_happened() -> None:
     """But for a machine without Python, which has done nothing. Of a runner that broke only its last words are told."""
-    error = without_answer(AnswerReader(), 127, "sh: 1: exec: python3: not found\n")
+    error = without_answer(AnswerReader(ASKED), 127, "sh: 1: exec: python3: not found\n")
     assert isinstance(error, RunnerRefused)
     assert (error.code, "python3: not found" in error.message) == ("no_python", True)
     for status in (None, 0, 1, -9):
-        reader = AnswerReader()
+        reader = AnswerReader(ASKED)
         reader.feed(b"Welcome\nof many\nwords")
         error = without_answer(reader, status, " \n ")
         assert isinstance(error, OutcomeUnknown)
         assert str(error).endswith("whole: words")
     trace = 'Traceback (most recent call last):\n  File "x", line 7, in look\nKeyError: 7\n\n'
-    assert str(without_answer(AnswerReader(), 1, trace)).endswith("whole: KeyError: 7")
-    assert len(str(without_answer(AnswerReader(), 1, "first\n" + "x" * 4000))) < 500
+    assert str(without_answer(AnswerReader(ASKED), 1, trace)).endswith("whole: KeyError: 7")
+    assert len(str(without_answer(AnswerReader(ASKED), 1, "first\n" + "x" * 4000))) < 500
 
 
 def test_noise_may_look_like_an_answer_and_stand_behind_one() -> None:
