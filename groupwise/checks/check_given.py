@@ -28,7 +28,7 @@ from groupwise.data.overlap import prompt_key
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.evaluation.measures import Success, distinct_share
 from groupwise.runs import find
-from groupwise.runs.advice import ALIKE, DISTINCT, FLAT
+from groupwise.runs.advice import DISTINCT, LEAST_DISTINCT, MOST_WITHOUT_SIGNAL
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group
@@ -146,14 +146,14 @@ def _spread_of_given(
             "begin with easier prompts, or add a part for what comes before a right answer",
             data,
         )
-    if compared and constant > FLAT * len(compared):
+    if compared and constant > MOST_WITHOUT_SIGNAL * len(compared):
         return Finding(
             "given completions",
             "warning",
             measured,
             "members of a group are compared with each other, and here they hardly ever earn anything different",
             "raise sampler.temperature, or end the warm-up sooner (its training.stop_when), for the members of a group are alike"
-            if distinct < ALIKE
+            if distinct < LEAST_DISTINCT
             else "begin with prompts that are sometimes answered rightly, pay for parts of an answer, or warm the model up first (warm_up)",
             data,
         )

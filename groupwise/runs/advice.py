@@ -18,9 +18,9 @@ RECENT = 10
 
 WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "rollouts/solved"
 """Metrics: share of groups whose members all earn the same; share of a group's completions that differ; share of rollouts solved."""
-FLAT = 0.7
+MOST_WITHOUT_SIGNAL = 0.7
 """If more than this share of the groups has no signal, the policy hardly learns."""
-ALIKE = 0.5
+LEAST_DISTINCT = 0.5
 """If less than this share of a group's completions differ, the group counts as alike."""
 
 
@@ -38,10 +38,10 @@ class Advice:
     """Gives the advice only where the completions of a group are mostly the same (True) or mostly different (False). None: always."""
 
 
-ALL = (
+RULES = (
     Advice(
         WITHOUT_SIGNAL,
-        lambda value: value > FLAT,
+        lambda value: value > MOST_WITHOUT_SIGNAL,
         "In {value} of the groups all members earn the same, so that these teach nothing.",
         "Choose examples that the policy solves sometimes (data.curriculum), raise training.num_generations, give rewards that tell more "
         "than right from wrong, or warm the model up first (warm_up).",
@@ -49,7 +49,7 @@ ALL = (
     ),
     Advice(
         WITHOUT_SIGNAL,
-        lambda value: value > FLAT,
+        lambda value: value > MOST_WITHOUT_SIGNAL,
         "In {value} of the groups all members earn the same, because most members of a group are alike: there is nothing to choose from.",
         "Raise sampler.temperature or, after a warm-up, end that sooner: its training.stop_when, with a rule such as "
         "groups/with_signal >= 0.6.",
@@ -119,9 +119,9 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
         return []
     means = _means(store, max(0, last + 1 - RECENT))
     found: list[dict[str, Any]] = []
-    for each in ALL:
+    for each in RULES:
         value = means.get(each.metric)
-        fits = each.alike is None or each.alike == (means.get(DISTINCT, 1.0) < ALIKE)
+        fits = each.alike is None or each.alike == (means.get(DISTINCT, 1.0) < LEAST_DISTINCT)
         if value is not None and each.holds(value) and fits:
             says = each.says.format(value=each.form.format(value))
             found.append({"metric": each.metric, "value": value, "says": says, "do": each.do})
@@ -130,7 +130,7 @@ def advice_on(store: Store) -> list[dict[str, Any]]:
 
 def _means(store: Store, since: int) -> Mapping[str, float]:
     outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
-    curves = store.metrics([*(each.metric for each in ALL), DISTINCT, *outcomes], since=since)
+    curves = store.metrics([*(each.metric for each in RULES), DISTINCT, *outcomes], since=since)
     means = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
     known = {name: value for name, value in means.items() if value is not None}
     scored, *others = (known.get(name, 0.0) for name in outcomes)
