@@ -279,12 +279,7 @@ def rented(_: Path) -> Iterator[BackendSpec]:
 
 
 BACKENDS: dict[str, Callable[[Path], AbstractContextManager[BackendSpec]]] = {
-    "local": local,
-    "gang": gang,
-    "ssh": ssh,
-    "slurm": slurm,
-    "ray": ray,
-    "aws": rented,
+    "local": local, "gang": gang, "ssh": ssh, "slurm": slurm, "ray": ray, "aws": rented,
     "modal": modal,
-}
+}  # fmt: skip
 """By name; each takes a folder for its home."""

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from groupwise.rewards.boxed_values import (
+    MUTABLE,
     Errors,
     Json,
     Ledger,
@@ -41,6 +42,15 @@ def serve(code: str, *, common_imports: bool) -> None:
 
 def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     return function(*arguments, **named)
+
+
+def _has_methods(value: Any) -> bool:
+    """Whether it is a list, dictionary, set or deque of a class of the solution that adds methods to it: these would be lost by value."""
+    kind = type(value)
+    if not isinstance(value, MUTABLE) or kind.__module__ != MODULE:
+        return False
+    own = (each for name, each in vars(kind).items() if not name.startswith("__"))
+    return any(isinstance(each, types.FunctionType) for each in own)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -79,8 +89,9 @@ class _Solution:
     def _answer(self, question: dict[str, Json]) -> None:
         try:
             result, changes = self._done(question)
-            answer = {"result": self._ledger.written(result), "changes": changes}
-            self._line.send(answer)
+            by_number = question["do"] == "call" and _has_methods(result)
+            told = self._ledger.by_number(result) if by_number else self._ledger.written(result)
+            self._line.send({"result": told, "changes": changes})
         except Lost:
             raise
         except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
@@ -108,7 +119,7 @@ class _Solution:
         program = compile(self._code, f"<{MODULE}>", "exec", dont_inherit=True)
         try:
             exec(program, self._module.__dict__)
-        except Exception:
+        except (Exception, SystemExit):
             own = (each for each in vars(self._module).values() if hasattr(each, "__module__"))
             if not any(each.__module__ == MODULE for each in own):
                 raise

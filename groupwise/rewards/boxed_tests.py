@@ -5,8 +5,9 @@ Anything else is a `Remote`: it can be called, asked for attributes and items, i
 kind. It never equals a plain value and does no arithmetic with one, because the solution would be asked for its own mark then. The rule
 behind all of it: what a test expects never goes over.
 
-A name that a test uses is, in this order: its own, Python's (unless it is the entry point), a module of the standard library, the
-solution's. So a solution that defines `sorted`, `AssertionError` or `math` changes nothing for the tests.
+A name that a test uses is, in this order: its own, Python's (unless it is the entry point), a module of the standard library, what a
+common module has under it (unless nothing else is read), the solution's; with an entry point the solution gives that alone. So a solution
+that defines `sorted`, `AssertionError`, `math` or `isclose` changes nothing for the tests.
 
 Verdicts go out on the second channel: `tests` (how many there are), one `passed` for each, `done`; or `broken`, where the tests
 cannot be run here and nothing is said about the solution.
@@ -18,14 +19,15 @@ import ast
 import builtins
 import importlib
 import re
+import symtable
 import sys
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.rewards.boxed_solution import MODULE
+from groupwise.rewards.boxed_solution import MODULE, WRAPPER
 from groupwise.rewards.boxed_values import (
     Errors,
     Json,
@@ -35,6 +37,7 @@ from groupwise.rewards.boxed_values import (
     NotPlain,
     written_error,
 )
+from groupwise.rewards.sandbox_child import COMMON_MODULES
 from groupwise.rewards.sandbox_kernel import FIRST_CHANNEL
 
 _SHOWN = 300
@@ -92,6 +95,8 @@ class Plan:
     """Those that they read; the solution may have them."""
     modules: frozenset[str]
     """Of the standard library, whose attributes they read; the solution's of these names are not meant."""
+    library: Mapping[str, str]
+    """Names of common modules that they read without an import, and their module: those too are not meant to be the solution's."""
     own: frozenset[str]
     """Those that they give a meaning themselves."""
     entry_point: str | None
@@ -102,11 +107,14 @@ class Plan:
         return tuple(step for step in self.steps if step.is_test)
 
     @classmethod
-    def of(cls, tests: str | Sequence[str], entry_point: str | None) -> Plan:
+    def of(
+        cls, tests: str | Sequence[str], entry_point: str | None, *, helped: bool = True
+    ) -> Plan:
         """Find the tests. In a text they are each statement that checks something, each function `test_…`, and `check(candidate)`, which
         gets the entry point. In a list they are the entries that have one; others only prepare.
 
-        Raises BrokenTests for what cannot be run, and where nothing is checked, so that any code would pass.
+        `helped`: what a prompt defines beside the entry point stands among the tests already; else they may lack it. Raises BrokenTests
+        for what cannot be run, and where nothing is checked, or by something that is not theirs, so that any code could pass.
         """
         texts = [tests] if isinstance(tests, str) else list(tests)
         trees = [_parsed(text) for text in texts]
@@ -118,16 +126,22 @@ class Plan:
                 "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
                 "`assert f(1) == 2`, not `f(1) == 2` or `print(f(1) == 2)`"
             )
-        own = _names_given(trees)
-        for checker in sorted(_checkers(trees) - own - sys.stdlib_module_names - {entry_point}):
-            raise BrokenTests(
-                f"they check by `{checker}`, which they do not define, so that the code could: define it in the tests, or import it there"
-            )
-        read, based = _names_read(trees)
-        modules = {name for name in based if name in sys.stdlib_module_names}
-        names = {name for name in read if name not in modules or read[name] > based[name]}
-        names |= {entry_point} if entry_point else set()
-        return cls(tuple(steps), frozenset(names), frozenset(modules), own, entry_point)
+        for name in sorted(_foreign_modules(trees)):
+            raise BrokenTests(f"they import {name}, and there is the standard library alone")
+        own, free = _names_of(texts)
+        own |= {name for tree in trees for name in _star_names(tree)}
+        modules = _modules_in(trees) - own
+        free -= own | modules | {MODULE}
+        entry = {entry_point} if entry_point else set[str]()
+        names = (free - _BUILTINS) | entry
+        library = _library_names(trees, names - entry, alone=not entry)
+        names -= library.keys()
+        if helped or entry_point is None:
+            _refuse_others_checks(trees, names, entry_point)
+        names &= {*entry, WRAPPER} if entry else names
+        return cls(
+            tuple(steps), frozenset(names), frozenset(modules), library, frozenset(own), entry_point
+        )
 
 
 def _parsed(text: str) -> ast.Module:
@@ -226,42 +240,144 @@ def _joined(steps: list[Step]) -> Step:
     return Step(body, any(step.is_test for step in steps))
 
 
-def _names_read(trees: Sequence[ast.Module]) -> tuple[Counter[str], Counter[str]]:
-    """How often each name is read, and how often for an attribute."""
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    read = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
-    owners = [node.value for node in nodes if isinstance(node, ast.Attribute)]
-    return Counter(read), Counter(each.id for each in owners if isinstance(each, ast.Name))
+def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
+    """The names that the texts give a meaning for all of them, and those that they read and do not have in a function of their own."""
+    own: set[str] = set()
+    read: set[str] = set()
+    for text in texts:
+        tables = [symtable.symtable(text, "<tests>", "exec")]
+        own |= {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
+        while tables:
+            table = tables.pop()
+            tables += table.get_children()
+            outer = table.get_type() == "module"
+            read |= {
+                s.get_name()
+                for s in table.get_symbols()
+                if s.is_referenced() and (outer or s.is_global())
+            }
+    return own, read
 
 
-def _names_given(trees: Sequence[ast.Module]) -> frozenset[str]:
-    """The names that the tests define, import, assign or take as arguments, wherever they do."""
-    found: set[str] = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
+def _star_names(tree: ast.Module) -> Iterator[str]:
+    """What a text imports by a star from a common module."""
+    for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
-                found.add(name)
-            case ast.alias(name, given):
-                found.add(given or name.partition(".")[0])
-            case ast.arg(name) | ast.Name(name, ast.Store()):
-                found.add(name)
+            case ast.ImportFrom(str(module), [ast.alias("*")]) if module in _WITH_STARS:
+                yield from _public_names(module)
             case _:
                 pass
-    return frozenset(found)
 
 
+def _modules_in(trees: Sequence[ast.Module]) -> set[str]:
+    """Names of modules of the standard library whose attributes are read."""
+    owners = [
+        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    ]
+    return {each.id for each in owners if isinstance(each, ast.Name)} & sys.stdlib_module_names
+
+
+def _foreign_modules(trees: Sequence[ast.Module]) -> set[str]:
+    """Modules that are not here, but for those that a text may do without."""
+    found: set[str] = set()
+    left: list[ast.AST] = list(trees)
+    while left:
+        match left.pop():
+            case ast.Try(handlers=handlers) if any(map(_catches_imports, handlers)):
+                continue
+            case ast.Import(names):
+                found |= {each.name.partition(".")[0] for each in names}
+            case ast.ImportFrom(str(module), level=0):
+                found.add(module.partition(".")[0])
+            case node:
+                left += ast.iter_child_nodes(node)
+    return found - sys.stdlib_module_names - {MODULE}
+
+
+def _catches_imports(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or bool(
+        re.search(r"\b(?:ImportError|ModuleNotFoundError|Exception)\b", ast.unparse(handler.type))
+    )
+
+
+def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool) -> dict[str, str]:
+    """Of names that are read those that common modules have and that serve to judge: they are called with what another name has made,
+    read without being called, or seldom anything else. `alone`: where nothing else is read, they are what is tested."""
+    judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
+    found: dict[str, str] = {}
+    for module in reversed(_WITH_STARS):
+        public = _public_names(module)
+        found |= {name: module for name in judging if name in public}
+    return {} if alone and names <= found.keys() else found
+
+
+def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in called:
+        inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+        if isinstance(call.func, ast.Name) and (inner & names) - {call.func.id}:
+            yield call.func.id
+    functions = {id(call.func) for call in called}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in names and id(node) not in functions:
+            yield node.id
+
+
+def _public_names(module: str) -> set[str]:
+    """What a star imports from a module."""
+    found = importlib.import_module(module)
+    return {*getattr(found, "__all__", [name for name in dir(found) if name[0] != "_"])}
+
+
+_JUDGES = frozenset("isclose fabs fsum inf nan Counter OrderedDict defaultdict deque".split())
+_OF_OTHERS = frozenset("np numpy pd pandas torch scipy sp pytest".split())
+"""What many call modules that are not here."""
+_WITH_STARS = (*COMMON_MODULES, "typing")
 _COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
 
 
-def _checkers(trees: Sequence[ast.Module]) -> frozenset[str]:
-    """The names that calls which judge begin with: `np` of `np.testing.assert_allclose(f(1), 2)`, `isclose` of `isclose(f(1), 2)`."""
-    found: set[str] = set()
-    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        *owners, name = ast.unparse(call.func).split(".")
-        judges_a_call = any(isinstance(node, ast.Call) for a in call.args for node in ast.walk(a))
-        if name.startswith("assert") or (_COMPARES.fullmatch(name) and judges_a_call):
-            found.add([*owners, name][0])
-    return frozenset(found)
+def _refuse_others_checks(
+    trees: Sequence[ast.Module], names: Set[str], entry_point: str | None
+) -> None:
+    """Raise BrokenTests where what judges would have to come from the solution."""
+    checkers = {name for tree in trees for name in _checkers(tree, names)} & names
+    checkers |= names & _OF_OTHERS
+    if entry_point is not None:
+        checkers |= names - {WRAPPER}
+    checkers.discard(entry_point or "")
+    if checkers and names - checkers:
+        instead = (
+            "" if entry_point is None else ", or leave entry_point out if the code has to have both"
+        )
+        raise BrokenTests(
+            f"they need `{min(checkers)}`, which they do not define, so that the code could: define it in the tests or import it "
+            f"there{instead}"
+        )
+
+
+def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+    """The names that calls which judge begin with: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(ast.Call() as call) | ast.Assert(
+                ast.UnaryOp(ast.Not(), ast.Call() as call)
+            ):
+                inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+                if (inner & names) - {_root(call)}:
+                    yield _root(call)
+            case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name.startswith(
+                "assert"
+            ) or _COMPARES.fullmatch(name):
+                yield _root(node)
+            case _:
+                pass
+
+
+def _root(call: ast.AST) -> str:
+    """The name that an expression begins with; empty for one that begins otherwise."""
+    while isinstance(call, ast.Call | ast.Attribute | ast.Subscript):
+        call = call.func if isinstance(call, ast.Call) else call.value
+    return call.id if isinstance(call, ast.Name) else ""
 
 
 # Running
@@ -277,46 +393,45 @@ def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
     except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
         problem = f"the solution cannot be loaded: {_told(error)}"
     for step in plan.steps:
-        if problem is None:
-            failed = _failure(step, names)
-            if step.is_test:
-                yield failed
-        elif step.is_test:
-            yield problem
+        failed = problem or _failure(step, names)
+        if step.is_test:
+            yield failed
+        elif failed is not None:  # as in a program, nothing that comes after it is reached
+            problem = failed
 
 
 def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
     """What stands for the names that the tests do not define themselves; see above for the order."""
-    sys.modules[MODULE] = far.as_module(own=plan.own - {plan.entry_point})
+    sys.modules[MODULE] = far.as_module(own=(plan.own | plan.library.keys()) - {plan.entry_point})
     found: dict[str, Any] = {}
     for name in sorted(plan.names):
-        if name == plan.entry_point or (name in far.names and name not in _BUILTINS):
+        if name == plan.entry_point or name in far.names:
             found[name] = far.name(name)
+    for name, module in plan.library.items():
+        found[name] = getattr(importlib.import_module(module), name)
     for name in sorted(plan.modules - found.keys() - {MODULE}):
-        found[name] = importlib.import_module(name)
+        with suppress(ImportError):  # another system has it
+            found[name] = importlib.import_module(name)
     return found
 
 
 def _failure(step: Step, names: dict[str, Any]) -> str | None:
     """Why a step fails, if it does."""
+    names["__builtins__"] = builtins
     try:
         step.run(names)
     except NotPlain as error:
         raise BrokenTests(
             f"a test gives the solution what cannot go over to it ({error}): {step.text}"
         ) from error
-    except ImportError as error:
-        if error.name != MODULE:
-            raise BrokenTests(f"the tests import what is not here: {error}") from error
-        return f"{step.text}: {_told(error)}"
     except BaseException as error:  # noqa: BLE001 — whatever comes, this test has not passed
         return f"{step.text}: {_told(error)}"
     return None
 
 
 def _told(error: BaseException) -> str:
-    text = str(error)[:_SHOWN]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text, name = str(error)[:_SHOWN], type(error).__name__[:_SHOWN]
+    return f"{name}: {text}" if text else name
 
 
 # The solution, seen from here
@@ -327,7 +442,7 @@ class Far:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._ledger = Ledger(stays=_is_function, stand_in=lambda number: Remote(self))
+        self._ledger = Ledger(_is_function, lambda number: Remote(self), of_tests=True)
         self._errors = Errors(self._ledger)
         self.names: frozenset[str] = frozenset()
         if "ready" not in line.receive():
@@ -335,14 +450,15 @@ class Far:
 
     def load(self) -> None:
         """Have the solution's text run."""
-        self.names = frozenset(str(name) for name in self.ask("load"))
+        told = map(str, self.ask("load"))
+        self.names = frozenset(n for n in told if n.isidentifier() and not n.startswith("__"))
 
     def name(self, name: str) -> Any:
         """What a name of the solution stands for."""
         if name not in self.names:
             raise NameError(f"the solution has no {name}", name=name)
         kind, value = self.ask("name", name)
-        return self._errors.kind(*map(str, value)) if kind == "error" else value
+        return self._errors.named(*map(str, value)) if kind == "error" else value
 
     def as_module(self, own: Set[str]) -> types.ModuleType:
         """For tests that import the solution. To import all of it replaces neither Python's names nor the tests' own."""
@@ -395,9 +511,7 @@ class Far:
 
 def _is_function(value: Any) -> bool:
     """Whether a solution may be given something to call that runs here. Of Python's own functions it has those that are harmless."""
-    if isinstance(value, types.BuiltinFunctionType):
-        return value.__module__ != "builtins"
-    return isinstance(value, types.FunctionType | types.MethodType)
+    return callable(value) and getattr(value, "__module__", None) != "builtins"
 
 
 def _operation(do: str) -> Callable[..., Any]:

@@ -19,9 +19,19 @@ import math
 import operator
 import socket
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from decimal import Decimal
 from fractions import Fraction
+from itertools import islice
 from typing import Any, cast
 
 from groupwise.rewards.frames import send_frame
@@ -30,12 +40,15 @@ Json = Any
 MAX_MESSAGE = 4 << 20
 """Bytes. A longer one is no value of a test, and could fill the memory of whoever reads it."""
 
-SHARED: dict[str, list[str]] = {
+SHARED: Mapping[str, Sequence[str]] = {
     "builtins": (
         "abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format frozenset hash hex int "
         "isinstance issubclass iter len list map max min next object oct ord pow range repr reversed round set slice sorted str sum tuple "
         "zip"
     ).split(),
+    "datetime": ["date", "datetime", "time", "timedelta"],
+    "decimal": ["Decimal"],
+    "fractions": ["Fraction"],
     "collections": ["ChainMap", "Counter", "OrderedDict", "defaultdict", "deque"],
     "functools": ["cmp_to_key", "reduce"],
     "itertools": [name for name in dir(itertools) if not name.startswith("_")],
@@ -50,6 +63,9 @@ SHARED: dict[str, list[str]] = {
 plain values gets a plain value. None runs a text, reads attributes by name, or opens anything, so that a solution gains nothing where a
 test calls what it was given."""
 
+_OF_ASSERTS = tuple(each.__name__ for each in AssertionError.__mro__ if each is not object)
+MOST_ITEMS = 100_000
+"""Of an iterator that goes over: what it has is taken at once."""
 _HEADER = 8
 """Bytes of a frame before its content: they say how long that is."""
 _SMALL = 1 << 63
@@ -69,7 +85,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "span": lambda content: datetime.timedelta(*content),
 }
 """What a value is made of that holds no others, by kind."""
-_MUTABLE = (list, dict, set, bytearray, collections.deque)
+MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
 class Lost(BaseException):
@@ -125,8 +141,18 @@ class Line:
 class Ledger:
     """The objects that this side has shown the other, and what it holds of the other's."""
 
-    def __init__(self, stays: Callable[[Any], bool], stand_in: Callable[[int], object]) -> None:
-        """`stays` says which values that are not plain may be shown by number; `stand_in` makes what stands for the other's."""
+    def __init__(
+        self,
+        stays: Callable[[Any], bool],
+        stand_in: Callable[[int], object],
+        *,
+        of_tests: bool = False,
+    ) -> None:
+        """`stays` says which values that are not plain may be shown by number; `stand_in` makes what stands for the other's.
+
+        `of_tests`: this is their side. What it iterates over goes over by its items; no class comes that the error of an assert is of.
+        """
+        self._of_tests = of_tests
         self._stays = stays
         self._stand_in = stand_in
         self._own: list[Any] = []
@@ -167,7 +193,7 @@ class Ledger:
             return float.__float__(value)
         if isinstance(value, str):
             return str.__str__(value)
-        if isinstance(value, _MUTABLE):
+        if isinstance(value, MUTABLE):
             return self._shown(value) if shown else self.content(value)
         return self._of_other_kind(value, shown)
 
@@ -230,8 +256,15 @@ class Ledger:
         return {"global": [module, name]} if known else None
 
     def _by_number(self, value: Any) -> Json:
+        if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
+            held = self._each(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
+            return {"iterator" if isinstance(value, Iterator) else "list": held}
         if not self._stays(value):
             raise NotPlain(f"{type(value).__name__}")
+        return self.by_number(value)
+
+    def by_number(self, value: object) -> Json:
+        """An object that stays here."""
         return {"mine": self.number_of(value)}
 
     # Values that come
@@ -268,6 +301,10 @@ class Ledger:
                 return collections.deque(self._read_each(content[0]), content[1])
             case "fraction" | "range":
                 return {"fraction": Fraction, "range": range}[kind](*self._read_each(content))
+            case "global" if self._of_tests and content[1] in _OF_ASSERTS:
+                return types.new_class(content[1], (Exception,))
+            case "iterator":
+                return iter(self._read_each(content))
             case _:
                 return _READERS[kind](content)
 
@@ -320,7 +357,7 @@ def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
         made_of = None
     text = str(error)[:2000]
     kind = type(error)
-    return {"name": kind.__name__, "kind": builtin_of(kind), "args": made_of, "text": text}
+    return {"name": kind.__name__[:200], "kind": builtin_of(kind), "args": made_of, "text": text}
 
 
 def builtin_of(kind: type[BaseException]) -> str:
@@ -345,6 +382,11 @@ class Errors:
         if name not in self._kinds:
             self._kinds[name] = cast("type[Exception]", types.new_class(name, (base,)))
         return self._kinds[name]
+
+    def named(self, name: str, known: str) -> type[Exception]:
+        """The same of a class that the other side has under a name: it catches no assert of this side."""
+        kind = self.kind(name[:200], known)
+        return types.new_class(name, (Exception,)) if issubclass(AssertionError, kind) else kind
 
     def read(self, told: Mapping[str, Json]) -> Exception:
         """The exception that was written."""

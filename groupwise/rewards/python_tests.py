@@ -18,6 +18,7 @@ without it too) is a failure.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import base64
 import io
@@ -77,10 +78,11 @@ _MOST_UNPACKED = 1 << 29
 _VERDICTS_LIMIT = 4 << 20
 _MIB = 1 << 20
 _FENCE = re.compile(
-    r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>```+|~~~+)[ \t]*+(?P<label>[^\s`]*+)[^`]*+"
+    r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<label>[^\s`]*+)[^`]*+"
 )
 _PYTHON = ("py", "python", "python3")
 _LONG_STRINGS = ('"""', "'''")
+"""In one of several lines code may well have a fence at the end of a line."""
 
 
 def code_in(text: str, answer_tag: Tag = "answer", wanted: Collection[str] = ()) -> str:
@@ -104,7 +106,7 @@ def code_in(text: str, answer_tag: Tag = "answer", wanted: Collection[str] = ())
 def _defines(code: str, names: Collection[str]) -> bool:
     some = "|".join(map(re.escape, names))
     return bool(names) and bool(
-        re.search(rf"(?m)^\s*(?:async\s+def|def|class)\s+(?:{some})\b", code)
+        re.search(rf"(?m)^[ \t]*+(?:async[ \t]+def|def|class)[ \t]+(?:{some})\b", code)
     )
 
 
@@ -127,20 +129,17 @@ def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
     """The block that begins here; its lines are taken. A fence may also close it at the end of the last line of code."""
     fence, label = opening["fence"], opening["label"].lower()
     code: list[str] = []
+    quotes = dict.fromkeys(_LONG_STRINGS, 0)
     for line in lines:
         bare = line.rstrip()
         content = bare.rstrip(fence[0])
-        if bare.endswith(fence) and (not content.strip() or not _in_a_string([*code, content])):
+        in_a_string = any((n + content.count(each)) % 2 for each, n in quotes.items())
+        if bare.endswith(fence) and (not content.strip() or not in_a_string):
             code += [content, ""] if content.strip() else [""]
             return _Block(label, _dedented(code, len(opening["before"])), whole=True)
         code.append(line)
+        quotes = {each: n + line.count(each) for each, n in quotes.items()}
     return _Block(label, _dedented(code, len(opening["before"])), whole=False)
-
-
-def _in_a_string(lines: Sequence[str]) -> bool:
-    """Whether a string of several lines is open, where code may well have a fence at the end of a line."""
-    text = "\n".join(lines)
-    return any(text.count(quotes) % 2 for quotes in _LONG_STRINGS)
 
 
 def _dedented(lines: Sequence[str], indent: int) -> str:
@@ -260,7 +259,7 @@ class RowTests:
         try:
             with warnings.catch_warnings():  # of Python, about the style of tests
                 warnings.simplefilter("ignore")
-                Plan.of(self.of_functions, self.entry_point)
+                Plan.of(self.of_functions, self.entry_point, helped=False)
         except BrokenTests as broken:
             raise ValueError(f"has tests that cannot be run: {broken}") from broken
 
@@ -274,8 +273,8 @@ def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
     except (TypeError, ValueError) as error:
         raise ValueError(f"has values for {name} that are no JSON: {error}") from error
     return (
-        f"result = {name}(*{arguments})\n"
-        f"assert (list(result) if isinstance(result, tuple) else result) in {results}"
+        f"_answer_ = {name}(*{arguments})\n"  # no name of Python's: the function may be called like one
+        f"assert ([*_answer_] if _answer_.__class__ is ().__class__ else _answer_) in {results}"
     )
 
 
@@ -628,7 +627,8 @@ async def _of_program(
     for number, case in enumerate(cases):
         if left <= 0:
             break
-        allowed = replace(limits, seconds=left)
+        output = max(limits.output, 2 * len(case.output) + 1024)
+        allowed = replace(limits, seconds=left, output=output)
         stdin = case.input.encode()
         result = await run(
             code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
@@ -832,8 +832,9 @@ class PythonTests:
         count = len(completions)
         rows = _rows_of(columns, count)
         texts = completion_texts(completions, columns)
-        wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
         prompts = columns.get("prompts", [None] * count)
+        rows = [_helped(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
         codes = [
             _gone_on_with(prompt, code_in(text, self.answer_tag, wanted[row]), row)
             for prompt, text, row in zip(prompts, texts, rows, strict=True)
@@ -864,6 +865,30 @@ class PythonTests:
 
     def _value(self, found: Verdict) -> float:
         return found.passed / found.of if self.partial else float(found.passed == found.of)
+
+
+def _helped(row: RowTests | str, prompt: Any) -> RowTests | str:
+    """The tests with what a prompt that is Python defines beside the function that they test, as HumanEval's may."""
+    if isinstance(row, str) or row.entry_point is None or not isinstance(prompt, str):
+        return row
+    try:
+        begun = ast.parse(prompt).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return row
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    kept: list[ast.stmt] = [
+        each
+        for each in begun
+        if isinstance(each, kinds) and getattr(each, "name", "") != row.entry_point
+    ]
+    tests = (row.of_functions,) if isinstance(row.of_functions, str) else row.of_functions
+    helpers = ast.unparse(ast.Module(kept, type_ignores=[]))
+    if not helpers or not tests:
+        return row
+    joined = (
+        "\n".join((helpers, *tests)) if isinstance(row.of_functions, str) else (helpers, *tests)
+    )
+    return replace(row, of_functions=joined)
 
 
 def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:

@@ -91,7 +91,7 @@ class Result:
     output: bytes
     errors: bytes
     cut: bool
-    """Whether there was more output than is kept."""
+    """Whether there was more on standard output than is kept."""
     seconds: float
     """By the clock, from when it began."""
     held: Mapping[str, tuple[str, ...]]
@@ -228,7 +228,7 @@ class Box:
         self._control.close()
         await self._drain()
         output, errors = (bytes(stream.kept) for stream in self._streams)
-        cut = any(stream.cut for stream in self._streams)
+        cut = self._streams[0].cut
         return Result(ending, code, output, errors, cut, seconds, held)
 
     async def _exit_code(self) -> int:
@@ -259,9 +259,10 @@ class Box:
     def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         """The warden. Its interpreter finds the standard library and this package, no site packages, and no secrets."""
         numbers = [theirs.fileno(), *(channel.fileno() for channel in self._channels)]
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(self._stdin)
-            stdin.seek(0)
+        given = self._folder / "stdin"
+        given.write_bytes(self._stdin)
+        with given.open("rb") as stdin:  # to be read alone: it lies on a disk without a limit
+            given.unlink()
             return subprocess.Popen(
                 [sys.executable, *_BARE, "-m", "groupwise.rewards.sandbox_child", str(numbers[0])],
                 stdin=stdin,

@@ -12,6 +12,7 @@ killed), and `over` when nothing of it is left.
 
 from __future__ import annotations
 
+import _sitebuiltins
 import builtins
 import fcntl
 import importlib
@@ -285,11 +286,18 @@ def known_names(*, common_imports: bool) -> dict[str, Any]:
     for module in ("typing", *modules):
         exec(f"from {module} import *", names)
     del names["__builtins__"]  # which `exec` put there
-    return {**names, **vars(builtins), **{name: importlib.import_module(name) for name in modules}}
+    ends = {name: _sitebuiltins.Quitter(name, "") for name in ("exit", "quit")}
+    return {
+        **names,
+        **ends,
+        **vars(builtins),
+        **{name: importlib.import_module(name) for name in modules},
+    }
 
 
 def _run_script(source: str, *, common_imports: bool) -> None:
     script = types.ModuleType("__main__")
+    script.__file__, sys.argv = "program.py", ["program.py"]
     script.__dict__["__builtins__"] = known_names(common_imports=common_imports)
     sys.modules["__main__"] = script
     try:

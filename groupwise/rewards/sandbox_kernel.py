@@ -157,7 +157,7 @@ _ALLOWED = {
     "pwritev": 296, "preadv2": 327, "pwritev2": 328, "access": 21, "pipe": 22, "pipe2": 293,
     "select": 23, "pselect6": 270, "ppoll": 271, "dup": 32, "dup2": 33, "dup3": 292, "sendfile": 40,
     "copy_file_range": 326, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77,
-    "fallocate": 285, "getdents": 78, "getdents64": 217, "getcwd": 79, "chdir": 80, "fchdir": 81,
+    "getdents": 78, "getdents64": 217, "getcwd": 79, "chdir": 80, "fchdir": 81,
     "rename": 82, "renameat": 264, "renameat2": 316, "mkdir": 83, "mkdirat": 258, "rmdir": 84,
     "creat": 85, "link": 86, "linkat": 265, "unlink": 87, "unlinkat": 263, "symlink": 88,
     "symlinkat": 266, "readlink": 89, "readlinkat": 267, "umask": 95, "openat": 257,
@@ -178,7 +178,7 @@ _ALLOWED = {
     "gettimeofday": 96, "time": 201, "times": 100,
     # the process itself; `sched_getaffinity` reads of others how many processors they may use
     "getpid": 39, "getppid": 110, "gettid": 186, "getpgrp": 111, "getpgid": 121, "getsid": 124,
-    "setsid": 112, "setpgid": 109, "getuid": 102, "geteuid": 107, "getgid": 104, "getegid": 108,
+    "setpgid": 109, "getuid": 102, "geteuid": 107, "getgid": 104, "getegid": 108,
     "getresuid": 118, "getresgid": 120, "getgroups": 115, "uname": 63, "sysinfo": 99,
     "getrusage": 98, "getrlimit": 97, "setrlimit": 160, "getcpu": 309, "getrandom": 318,
     "sched_yield": 24, "sched_getaffinity": 204, "arch_prctl": 158, "set_tid_address": 218,
@@ -201,7 +201,12 @@ _PARTLY: dict[int, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
 }  # fmt: skip
 """System calls that are allowed if each of these arguments, masked, has one of these values."""
 _SIGNALS = {"kill": 62, "tkill": 200, "tgkill": 234}
+_OF_ATTRIBUTES = range(188, 200)
+"""From setxattr to fremovexattr: no file here has any."""
 _FORKS = {"fork": 57, "vfork": 58}
+_PRETENDED = (90, 91, 268, 452, 132, 235, 261, 280)
+"""chmod, fchmod, fchmodat, fchmodat2, utime, utimes, futimesat, utimensat: they do nothing and say that they did, so that files can be
+copied with what belongs to them."""
 _CLONE, _X32 = 56, 0x40000000
 _A_THREAD = 0x10000
 """In the flags of `clone`."""
@@ -242,6 +247,11 @@ def _filter(numbers: Iterable[int], processes: bool) -> list[bytes]:
     ]
     for number in numbers:
         program += [_instruction(_EQUAL, number, 0, 1), allowed]
+    for number in _PRETENDED:
+        program += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, _REFUSE)]
+    for number in _OF_ATTRIBUTES:
+        unsupported = _instruction(_RETURN, _REFUSE | errno.ENOTSUP)
+        program += [_instruction(_EQUAL, number, 0, 1), unsupported]
     for number, conditions in _PARTLY.items():
         checks = [each for condition in conditions for each in _checked(*condition, refused)]
         program += [_instruction(_EQUAL, number, 0, len(checks) + 1), *checks, allowed]

@@ -166,17 +166,12 @@ class FleetProcesses:
         """Settings, logs, artefacts, blobs."""
         self.home.mkdir()
         self.environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(root),
-            "LANG": "C.UTF-8",
-            "PYTHONPATH": str(ROOT),
-            "GROUPWISE_FLEET": str(self.home),
-            "GROUPWISE_FLEET_DATABASE": url,
-            "GROUPWISE_FLEET_NATS_URL": messages.url,
+            "PATH": os.environ["PATH"], "HOME": str(root), "LANG": "C.UTF-8",
+            "PYTHONPATH": str(ROOT), "GROUPWISE_FLEET": str(self.home),
+            "GROUPWISE_FLEET_DATABASE": url, "GROUPWISE_FLEET_NATS_URL": messages.url,
             "NATS_TOKEN": nats.TOKEN,
-            **{f"GROUPWISE_FLEET_{name}": value for name, value in QUICK.items()},
-            **further,
-        }
+            **{f"GROUPWISE_FLEET_{name}": value for name, value in QUICK.items()}, **further,
+        }  # fmt: skip
         self.database: Database = databases.connect(url)
         databases.migrate(self.database)
         self.controls: dict[str, Control] = {}

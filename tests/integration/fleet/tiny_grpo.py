@@ -59,17 +59,11 @@ ARGUMENTS = (
     "rewards.in_process=true",
 )  # fmt: skip
 EXPECTED = (
-    "outputs/config.json",
-    "outputs/model.safetensors",
-    "outputs/tokenizer.json",
-    "outputs/tokenizer_config.json",
-    "outputs/README.md",
-    "outputs/grpo/config.json",
-    "outputs/grpo/run.db",
-    "outputs/grpo/summary.json",
-    "outputs/grpo/final/adapter_model.safetensors",
-    f"{CHECKPOINTS}/step-{STEPS}/manifest.json",
-)
+    "outputs/config.json", "outputs/model.safetensors", "outputs/tokenizer.json",
+    "outputs/tokenizer_config.json", "outputs/README.md", "outputs/grpo/config.json",
+    "outputs/grpo/run.db", "outputs/grpo/summary.json",
+    "outputs/grpo/final/adapter_model.safetensors", f"{CHECKPOINTS}/step-{STEPS}/manifest.json",
+)  # fmt: skip
 
 
 def files() -> dict[str, bytes]:

@@ -71,15 +71,9 @@ def test_credentials_stand_in_no_output_and_no_file(kernel: Kernel, tmp_path: Pa
         "TrainingConfig(", f'TrainingConfig(hf_token="{SECRET}", wandb_api_key="{SECRET}", '
     )
     cells = [
-        given,
-        "config",
-        SESSION,
-        TRAIN,
-        "state",
-        "session",
-        "export_checkpoint(config, state)",
+        given, "config", SESSION, TRAIN, "state", "session", "export_checkpoint(config, state)",
         "config.beta = -1",
-    ]
+    ]  # fmt: skip
     said = "\n".join(text(kernel.run(cell)) for cell in cells)
     assert "hf_token from" in said
     assert SECRET not in said

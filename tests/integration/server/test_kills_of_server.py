@@ -32,16 +32,10 @@ STEPS_PER_KILL = 6
 CLIENTS = 6
 TIMEOUT_S = 300.0
 SETTINGS: dict[str, Any] = {
-    "model_id": "tiny",
-    "max_completion_length": 6,
-    "num_completions_per_prompt": 4,
-    "groups_per_step": SIZE,
-    "staleness": 0,
-    "max_prompt_length": 16,
-    "save_steps": 3,
-    "training": {"seed": 3},
-    "run_name": "killed",
-}
+    "model_id": "tiny", "max_completion_length": 6, "num_completions_per_prompt": 4,
+    "groups_per_step": SIZE, "staleness": 0, "max_prompt_length": 16, "save_steps": 3,
+    "training": {"seed": 3}, "run_name": "killed",
+}  # fmt: skip
 NO_END_OF_RESTARTS = "max_engine_restarts=100000"
 
 

@@ -27,16 +27,10 @@ from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 from tests.unit.callbacks.fake_run import CONFIG
 
 SECTION = {
-    "name": None,
-    "logging_steps": 2,
-    "num_completions_to_print": 3,
-    "log_unique_prompts": False,
-    "wandb_project": None,
-    "wandb_entity": None,
-    "wandb_group": "g",
-    "trackio_project": None,
+    "name": None, "logging_steps": 2, "num_completions_to_print": 3, "log_unique_prompts": False,
+    "wandb_project": None, "wandb_entity": None, "wandb_group": "g", "trackio_project": None,
     "mlflow_experiment": None,
-}
+}  # fmt: skip
 
 
 class Kept:

@@ -308,11 +308,6 @@ def test_the_replay_buffer_in_numbers():
     course.chosen.plan(1, 1, 4)
     groups = [course.group(4 + s, course.chosen.take(1, s, 4 + s)) for s in range(4)]
     assert course.chosen.metrics(groups, 1) == {
-        "data/replay_share": 0.5,
-        "reward/fresh": 1.0,
-        "reward/replay": 1.0,
-        "replay/size": 4.0,
-        "replay/evicted": 0.0,
-        "replay/refused": 0.0,
-        "replay/mean_reward": 1.0,
-    }
+        "data/replay_share": 0.5, "reward/fresh": 1.0, "reward/replay": 1.0, "replay/size": 4.0,
+        "replay/evicted": 0.0, "replay/refused": 0.0, "replay/mean_reward": 1.0,
+    }  # fmt: skip

@@ -187,11 +187,5 @@ def test_groups_of_one_are_compared_with_nobody():
         [group(member((1, 2, 3), reward=1.0, parts=part), example=n) for n in range(2)]
     )
     assert set(found) == {
-        "length",
-        "truncated",
-        "reward",
-        "repetition",
-        "same_answers",
-        "gain/p",
-        "value/p",
-    }
+        "length", "truncated", "reward", "repetition", "same_answers", "gain/p", "value/p",
+    }  # fmt: skip

@@ -60,17 +60,11 @@ def test_a_machine_in_good_health(here: Machine) -> None:
 
 
 BAD_HEALTH: dict[str, tuple[str, list[str], int]] = {
-    "n/a": ("ok", [A, B], 0),
-    "err": ("ok", [A, B], 0),
-    "lost": ("ok", [A], 1),
-    "lost_exit": ("failed", [A], 1),
-    "garbage": ("garbage", [], 3),
-    "truncated": ("ok", [A], 1),
-    "non_utf8": ("ok", [B], 2),
-    "exit9": ("failed", [], 1),
-    "no_mig_field": ("ok", [A, B], 0),
+    "n/a": ("ok", [A, B], 0), "err": ("ok", [A, B], 0), "lost": ("ok", [A], 1),
+    "lost_exit": ("failed", [A], 1), "garbage": ("garbage", [], 3), "truncated": ("ok", [A], 1),
+    "non_utf8": ("ok", [B], 2), "exit9": ("failed", [], 1), "no_mig_field": ("ok", [A, B], 0),
     "empty": ("ok", [], 0),
-}
+}  # fmt: skip
 """What nvidia-smi does, to how that is called, the GPUs that are seen, and how many lines at least are told to be unread."""
 
 

@@ -43,16 +43,10 @@ def test_a_command_line_means_what_it_was_made_of(
 def test_the_defaults_are_those_that_are_published(taken: list[tuple[Any, ...]]) -> None:
     assert command.main(["--model=m", "--dataset=d", "--reward_function=r"]) == 0
     published = {
-        "preprocessing_pipeline": "generic",
-        "max_steps": 500,
-        "learning_rate": 5e-6,
-        "batch_size": 1,
-        "num_generations": 4,
-        "output_dir": "outputs",
-        "use_unsloth": False,
-        "max_prompt_length": 256,
-        "max_completion_length": 128,
-    }
+        "preprocessing_pipeline": "generic", "max_steps": 500, "learning_rate": 5e-6,
+        "batch_size": 1, "num_generations": 4, "output_dir": "outputs", "use_unsloth": False,
+        "max_prompt_length": 256, "max_completion_length": 128,
+    }  # fmt: skip
     assert taken[0][0] == Flags(model="m", dataset="d", reward_function=("r",), **published)
 
 

@@ -123,13 +123,8 @@ STEP = [group(0, 0.0, 1.0), group(1, 0.35, 0.35, tokens=5), group(2, 1.0, 3.0, N
 """One with a spread of 1, one that agrees, one with a failed member."""
 
 WHOLE = {
-    "grpo": 6.0,
-    "dr_grpo": 6.0 * MAX_TOKENS,
-    "gspo": 6.0,
-    "rloo": 6.0,
-    "dapo": 20.0,
-    "cispo": 20.0,
-}
+    "grpo": 6.0, "dr_grpo": 6.0 * MAX_TOKENS, "gspo": 6.0, "rloo": 6.0, "dapo": 20.0, "cispo": 20.0,
+}  # fmt: skip
 """By scored rollouts, by their greatest length, or by their tokens: those that agree count, the failed one does not."""
 
 

@@ -31,15 +31,9 @@ from groupwise.sampler.weights import ServedModel
 from tests.unit.models.native.families import made, text
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "pad_token_id": 0,
-}
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "pad_token_id": 0,
+}  # fmt: skip
 """Heads of no whole vector, so that rows of values have room for more."""
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 DECODING = Decoding(slots=16, key_length=180, completion=140, prompts=2, prompt=40)

@@ -51,8 +51,10 @@ def _plainly(text: str) -> str:
     (["f(1)", "f(2)"], "nothing is checked"), ("def test_a(): f(1) == 2", "test_a checks nothing"),
     (["def test_a(): assert f(1)", "def test_b(): print(f(1))"], "test_b checks nothing"),
     ("f(1) == 2\nassert f(2)", "no assert before `f\\(1\\) == 2`"),
-    ("assert_equal(f(1), 2)", "by `assert_equal`"), ("assert isclose(f(1), 2)", "by `isclose`"),
-    ("np.testing.assert_allclose(f(1), 2)", "by `np`"),
+    ("assert_equal(f(1), 2)", "need `assert_equal`"), ("assert is_equal(f(1), 2)", "need `is_equal`"),
+    ("assert almost_equal(r, f(1))", "need `almost_equal`"), ("assert not differ(f(1), 2)", "need `differ`"),
+    ("np.testing.assert_allclose(f(1), 2)", "need `np`"), ("assert np.all(f(1) == x)", "need `np`"),
+    ("import numpy\nassert f(1)", "import numpy"), ("def g():\n    from numpy import a\nassert f(1)", "import numpy"),
     (["import math", "assert f("], "the tests are no Python"), (["import math"], "nothing is checked"),
 ])  # fmt: skip
 def test_what_would_pass_without_running_is_refused(tests, problem):
@@ -62,8 +64,13 @@ def test_what_would_pass_without_running_is_refused(tests, problem):
 
 def test_names_are_the_solutions_unless_they_serve_as_modules():
     read = plan("assert math.isclose(f(copy), copy.copy(x)) and g.h(bisect(1))")
-    assert read.names == {"f", "copy", "x", "g", "bisect"}
+    assert read.names == {"f", "x", "g", "bisect"}
     assert read.modules == {"math", "copy"}
-    assert plan("assert f(1)", "entry").names == {"f", "entry"}
+    assert plan("assert entry(f(1))\ndef f(x): return x", "entry").names == {"entry"}
     assert plan("assert isclose(1, 2) is False").names == {"isclose"}, "it is what is tested"
-    assert plan("from math import isclose\nassert isclose(f(1), 2)").own == {"isclose"}
+    optional = "try:\n    import numpy\nexcept ImportError: pass\nassert isclose(f(1), 2)"
+    assert plan(optional).library == {"isclose": "math"}
+    assert plan("from unittest import TestCase\nTestCase().assertEqual(f(1), 2)").names == {"f"}
+    assert plan("assert product([1]) == 1 and f(1)").names == {"product", "f"}, (
+        "named as another is"
+    )

@@ -65,7 +65,7 @@ def test_the_block_that_defines_what_is_tested_is_the_code():
     text = "```python\nclass Solution:\n    def add(self): ...\n```\nUse:\n```python\nSolution().add()\n```"
     assert code_in(text, wanted={"add"}) == "class Solution:\n    def add(self): ...\n"
     assert code_in(text, wanted={"sub"}) == code_in(text) == "Solution().add()\n"
-    assert RowTests.of({"tests": "assert add(1, 2) == abs(-3)"}).names == {"add", "abs"}
+    assert RowTests.of({"tests": "assert add(1, 2) == abs(-3)"}).names == {"add"}
     assert RowTests.of({"tests": "assert f(1)", "entry_point": "g"}).names == {"g"}
 
 
@@ -265,7 +265,7 @@ async def test_tests_in_a_text_are_counted_one_by_one_and_check_gets_the_entry_p
 
 
 @pytest.mark.parametrize(("tests", "problem"), [
-    (["import numpy", "assert f(1)"], "No module named 'numpy'"),
+    (["import numpy", "assert f(1)"], "they import numpy"),
     ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"), ("assert f(", "the tests are no Python"),
 ])  # fmt: skip
 async def test_tests_that_cannot_be_run_are_not_the_codes_fault(tests, problem):
@@ -358,6 +358,28 @@ async def test_honest_code_passes_whatever_it_works_with():
     found = await judged(HONEST, FINE)
     assert (found.why, found.passed, found.of) == (None, len(FINE), len(FINE))
     assert await share(HONEST, ["assert sum(3, 1) == 2"], "sum") == (1, 1), "its own sum is meant"
+
+
+LRU = """
+from collections import OrderedDict
+class LRU(OrderedDict):
+    def put(self, k, v):
+        self[k] = v
+        if len(self) > 1: self.popitem(last=False)
+"""
+
+
+@pytest.mark.parametrize(("code", "tests"), [
+    (LRU, "c = LRU()\nc.put(1, 1)\nc.put(2, 2)\nassert len(c) == 1 and c[2] == 2"),
+    ("def f(x): return sum(x)", "assert f(i for i in range(3)) == 3 and f({1: 2}.values()) == 2"),
+    ("def f(g, x): return g(x)", "import operator\nassert f(str.upper, 'a') + f(operator.itemgetter(1), 'ab') == 'Ab'"),
+    ("def f(t, x): return isinstance(x, t)", "import datetime\nassert f(datetime.date, datetime.date(2020, 1, 1))"),
+    ("def f():\n    n = 0\n    while True:\n        yield n\n        n += 1", "from itertools import islice\nassert list(islice(f(), 2)) == [0, 1]"),
+    ("def f(x): return x\nexit()", "nt = [1]\nnt.append(f(2))\nassert nt == [1, 2]"),
+    ("def count(x): return 7\ndef f(x): return count(x)", "assert count('a') == f('a') == 7"),
+])  # fmt: skip
+async def test_values_that_are_not_plain_serve_honest_code(code, tests):
+    assert await share(code, tests) == (1, 1)
 
 
 async def test_programs_are_given_input_and_their_output_is_compared():
@@ -508,6 +530,36 @@ PROBES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("tests", "code"), [
+    ("errors = 0\nfor a, b in [(1, 2)]:\n    if f(a) != b: errors += 1\nassert errors == 0", "def f(x): raise ValueError"),
+    (["bad = []", "for a in [1]:\n    bad += [a] * (f(a) != 2)", "assert not bad"], "def f(x): raise ValueError"),
+    ("assert fabs(f(3) - 7) < 1e-6", "def f(x): return 0\ndef fabs(x): return 0"),
+    ("from math import *\nfrom solution import *\nassert fabs(f(3) - 7) < 1e-6", "def f(x): return 0\ndef fabs(x): return 0"),
+    ("assert isclose(f(3), 7)\nr = f(3)\nassert isclose(r, 7)", "def f(x): return 0\ndef isclose(*a): return True"),
+    ("assert Counter(f(3)) == Counter([7])", "def f(x): return [0]\nCounter = len"),
+    ("assert f(3) == inf", "def f(x): return 0\ninf = 0"),
+    (["r = f(1)\ndef same(a, b): return a == b\nassert same(r, 2)", "assert same(f(1), 2)"], "def f(x): 1 / 0\nsame = True"),
+    ("try:\n    push(1)\n    assert False\nexcept Full: pass", "def push(x): pass\nFull = Exception"),
+    ("try:\n    push(1)\n    assert False\nexcept Full: pass", "def push(x): pass\nFull = (AssertionError,)"),
+    ("from solution import *\nassert abs(f(3) - 7) < 1e-6", "def f(x): return 0\n__builtins__['abs'] = f\n__all__ = ['f', 'abs']"),
+])  # fmt: skip
+async def test_wrong_code_passes_nothing_by_names_and_errors_of_its_own(tests, code):
+    found = await judged(code, tests)
+    assert (found.passed, found.of > 0) == (0, True)
+
+
+async def test_what_a_prompt_defines_beside_its_function_belongs_to_the_tests():
+    prompt = "def twice(x: int):\n    return 2 * x\n\ndef half(x: int):\n    'Undo twice.'\n"
+    tests = "def check(candidate):\n    assert candidate(twice(4)) == 4"
+    rows = {"test": [tests] * 3, "entry_point": ["half"] * 3, "prompts": [prompt] * 3}
+    cheat = "def half(x): return x\ndef twice(x): return x"
+    codes = ["    return x // 2", "def half(x): return x // 2", cheat]
+    assert await PythonTests()(completions=codes, **rows) == [1.0, 1.0, 0.0]
+    RowTests.of({"test": tests, "entry_point": "half"}).check()
+    with pytest.raises(ValueError, match="they need `twice`"):
+        await judged("def half(x): return x", tests, "half")
+
+
 async def three_at_once(verdicts: Iterable[Coroutine[Any, Any, Verdict]]) -> list[Verdict]:
     gate = asyncio.Semaphore(3)
 
@@ -626,7 +678,7 @@ def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
     rows = (
         (code, "assert f(1) == 1", ""),
         ("no box", "assert f(1) == 1", "no processes left"),
-        (code, "import numpy\nassert f(1)", "'numpy'"),
+        (code, "import numpy\nassert f(1)", "import numpy"),
         ("x", None, "no tests"),
         (code, "f(1)", "nothing is checked"),
     )

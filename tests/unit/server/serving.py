@@ -28,16 +28,10 @@ from groupwise.wire.training import (
 
 ME = Caller("me", Role.ADMIN)
 SETTINGS = {
-    "model_id": "tiny",
-    "max_completion_length": 6,
-    "num_completions_per_prompt": 4,
-    "groups_per_step": 2,
-    "learning_rate": 0.5,
-    "max_steps": 5,
-    "save_steps": 2,
-    "staleness": 0,
+    "model_id": "tiny", "max_completion_length": 6, "num_completions_per_prompt": 4,
+    "groups_per_step": 2, "learning_rate": 0.5, "max_steps": 5, "save_steps": 2, "staleness": 0,
     "training": {"seed": 3},
-}
+}  # fmt: skip
 
 
 class Served:

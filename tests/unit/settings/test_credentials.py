@@ -12,17 +12,12 @@ from groupwise.settings.credentials import holds_secret, is_secret, names_secret
 from groupwise.settings.tree import tree_of
 
 SECRETS = (
-    "https://user:passw0rd@host.org/rows",
-    "https://hf_abcDEF123@host.org",
-    "postgres://me:pw@localhost:5432/db",
-    "see https://host.org/v1?lang=en&api_key=abc",
-    "Bearer sk-0123456789",
-    "bearer abcdefghijkl",
-    "curl -H 'Authorization: Basic bWU6cHc='",
-    "the header is Bearer abcdefghij0123456789",
-    "sk-proj-0123456789abcdef",
+    "https://user:passw0rd@host.org/rows", "https://hf_abcDEF123@host.org",
+    "postgres://me:pw@localhost:5432/db", "see https://host.org/v1?lang=en&api_key=abc",
+    "Bearer sk-0123456789", "bearer abcdefghijkl", "curl -H 'Authorization: Basic bWU6cHc='",
+    "the header is Bearer abcdefghij0123456789", "sk-proj-0123456789abcdef",
     "use hf_AbCdEfGhIjKl, please",
-)
+)  # fmt: skip
 HARMLESS = (
     "https://host.org/a@b", "git@github.com:me/it.git", "ssh://git@github.com/me/it.git",
     "https://${USER}:${PASSWORD}@host.org", "https://host.org/v1?api_key=$KEY&lang=en",

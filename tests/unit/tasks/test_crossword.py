@@ -114,17 +114,12 @@ def test_enumerations(given, clue, enumeration):
 def test_rows_that_cannot_be_used_are_counted_or_refused(source):
     good = many(6)
     bad = [
-        {"clue": "", "answer": "ABC"},
-        {"clue": "(3)", "answer": "ABC"},
-        {"clue": "Missing"},
-        {"clue": "Number", "answer": 7},
-        {"clue": "Catch", "answer": "CATCH 22"},
-        {"clue": "Foreign", "answer": "ябл"},
-        {"clue": "A Greek letter, too", "answer": "CAT κ"},
-        {"clue": "A share, too", "answer": "ONE ½"},
-        {"clue": "Wrong (4)", "answer": "ABC"},
+        {"clue": "", "answer": "ABC"}, {"clue": "(3)", "answer": "ABC"}, {"clue": "Missing"},
+        {"clue": "Number", "answer": 7}, {"clue": "Catch", "answer": "CATCH 22"},
+        {"clue": "Foreign", "answer": "ябл"}, {"clue": "A Greek letter, too", "answer": "CAT κ"},
+        {"clue": "A share, too", "answer": "ONE ½"}, {"clue": "Wrong (4)", "answer": "ABC"},
         {"clue": good[0]["clue"].upper(), "answer": good[0]["answer"].lower()},
-    ]
+    ]  # fmt: skip
     spec = source([*good, *bad])
     train = crossword.get_rl_dataset(config(source=spec, **TINY))
     task = load_task("crossword")

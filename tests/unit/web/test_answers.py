@@ -86,14 +86,9 @@ async def test_the_newest_answers_of_both_stand_side_by_side(client: httpx2.Asyn
     assert [each["completion"] for each in first["a"]["members"]] == ["1 at 1", "0 at 1"]
     assert found["pairs"][3]["a"]["mean"] is None
     assert found["summary"] == {
-        "prompts": 4,
-        "compared": 3,
-        "mean_a": pytest.approx(2 / 3),
-        "mean_b": pytest.approx(1.25 / 3),
-        "better": 1,
-        "worse": 1,
-        "equal": 1,
-    }
+        "prompts": 4, "compared": 3, "mean_a": pytest.approx(2 / 3),
+        "mean_b": pytest.approx(1.25 / 3), "better": 1, "worse": 1, "equal": 1,
+    }  # fmt: skip
     assert differences(await page(client, "a=old@0&b=new"))[1] == (0, 0.5)
     shown = (await client.get("/rollouts/compare?a=old&b=new")).text
     assert "mean 0.500 → 0.750" in shown

@@ -23,14 +23,9 @@ from groupwise.wire.problems import MEDIA_TYPE
 
 NUMBERS = (-1, 2**31, 10**400)
 NAMES = {
-    "job_id": "job-1",
-    "vm_id": "vm-1",
-    "gpu": "0",
-    "name": "default",
-    "key_id": "none",
-    "sha256": "0" * 64,
-    "path": "model.bin",
-}
+    "job_id": "job-1", "vm_id": "vm-1", "gpu": "0", "name": "default", "key_id": "none",
+    "sha256": "0" * 64, "path": "model.bin",
+}  # fmt: skip
 BODIES: Mapping[str, dict[str, Any]] = {
     "POST /jobs": {"arguments": ["true"]},
     "POST /jobs/plan": {"arguments": ["true"]},

@@ -49,15 +49,10 @@ class SmallFleet:
 
         def write(session: Session) -> None:
             row: dict[str, Any] = {
-                "job_type": "COMMAND",
-                "rank": float(next(self._numbers)),
-                "admitted_at": seconds(session),
-                "request": {"arguments": ["true"]},
-                "spec": {"arguments": ["true"]},
-                "resources": {"gpus": 0},
-                "shape": "s",
-                **columns,
-            }
+                "job_type": "COMMAND", "rank": float(next(self._numbers)),
+                "admitted_at": seconds(session), "request": {"arguments": ["true"]},
+                "spec": {"arguments": ["true"]}, "resources": {"gpus": 0}, "shape": "s", **columns,
+            }  # fmt: skip
             insert_admitted(session, job_id=job_id, **row)
             self._lead(session, job_id, status)
 

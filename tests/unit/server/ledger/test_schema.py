@@ -11,16 +11,11 @@ from groupwise.server.states import TABLE, moves
 from tests.unit.server.ledger.making import RUN, open_groups
 
 PATHS = {
-    "open": (),
-    "rewarded": ("rewarded",),
-    "held": ("held",),
-    "planned": ("rewarded", "planned"),
+    "open": (), "rewarded": ("rewarded",), "held": ("held",), "planned": ("rewarded", "planned"),
     "trained": ("rewarded", "planned", "trained"),
-    "quarantined": ("rewarded", "planned", "quarantined"),
-    "expired": ("expired",),
-    "given_up": ("given_up",),
-    "stale": ("rewarded", "stale"),
-}
+    "quarantined": ("rewarded", "planned", "quarantined"), "expired": ("expired",),
+    "given_up": ("given_up",), "stale": ("rewarded", "stale"),
+}  # fmt: skip
 """How each state is reached."""
 
 

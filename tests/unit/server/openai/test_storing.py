@@ -132,15 +132,10 @@ async def test_what_differs_cannot_share(tmp_path) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "top_p": {"top_p": 0.9},
-    "top_k": {"top_k": 5},
-    "min_p": {"min_p": 0.1},
-    "temperature": {"temperature": 0},
-    "seed": {"seed": 1},
-    "prompt": {"prompt": ["a", "b"]},
-    "metadata.group": {"metadata": {"group": ""}},
-    "metadata.size": {"metadata": {"size": "many"}},
-}
+    "top_p": {"top_p": 0.9}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.1},
+    "temperature": {"temperature": 0}, "seed": {"seed": 1}, "prompt": {"prompt": ["a", "b"]},
+    "metadata.group": {"metadata": {"group": ""}}, "metadata.size": {"metadata": {"size": "many"}},
+}  # fmt: skip
 
 
 async def test_what_cannot_be_kept_is_refused_by_its_field(tmp_path) -> None:
