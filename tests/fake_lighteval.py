@@ -86,15 +86,11 @@ def answered(model: dict[str, Any], number: int, samples: int) -> dict[str, Any]
     asked = model["generation_parameters"]
     prompt = f"What is {number} plus {number}?"
     body = {
-        "model": name,
-        "messages": [{"role": "user", "content": prompt}],
-        "n": samples,
-        "logprobs": False,
-        "response_format": {"type": "text"},
-        "stop": [],
+        "model": name, "messages": [{"role": "user", "content": prompt}], "n": samples,
+        "logprobs": False, "response_format": {"type": "text"}, "stop": [],
         "max_completion_tokens": asked["max_new_tokens"],
         **{key: asked[key] for key in ("temperature", "top_p") if key in asked},
-    }
+    }  # fmt: skip
     request = urllib.request.Request(
         f"{model['base_url']}/chat/completions",
         json.dumps(body).encode(),

@@ -274,15 +274,11 @@ class VllmServer:
             }
         with_ids = body.get("return_token_ids")
         choice = {
-            "index": 0,
-            "text": text,
-            "logprobs": told,
-            "finish_reason": reason,
-            "stop_reason": stop_reason,
-            "prompt_logprobs": None,
+            "index": 0, "text": text, "logprobs": told, "finish_reason": reason,
+            "stop_reason": stop_reason, "prompt_logprobs": None,
             "prompt_token_ids": body["prompt"] if with_ids else None,
             "token_ids": ids if with_ids else None,
-        }
+        }  # fmt: skip
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
         return {
             "id": "cmpl-0",

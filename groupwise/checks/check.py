@@ -163,10 +163,20 @@ def _subject(
     tools = task_parts.check_rollouts(settings, found, train or held_out)
     if rubric is not None:
         in_workers = task_parts.scores_in_workers(settings, found, rubric)
-        findings.extend([Finding("machine", "ok", said) for said in rubric.check_machine()])
+        findings.extend(filter(None, [_machine(rubric)]))
         for examples in (train, held_out):
             check_reward_columns(found, rubric, examples, in_workers=in_workers)
     return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric, tools)
+
+
+def _machine(rubric: Rubric) -> Finding | None:
+    """What the rewards say of this machine; the training may be for another one."""
+    said = "; ".join(rubric.check_machine(refuse=False))
+    try:
+        rubric.check_machine()
+    except TaskError:
+        return Finding("machine", "warning", said, "a training would not begin here")
+    return Finding("machine", "ok", said) if said else None
 
 
 def _stand_in(task: Task | None) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
     empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
     of_overlap = filter(None, [_overlap_warning(prepared)])
     said = [unfilled(empty)] if empty else []
-    of_machine = rubric.check_machine() if rubric else []
+    of_machine = rubric.check_machine(refuse=False) if rubric else []
     return [*prompt_warnings(prepared, examples), *said, *of_overlap, *of_machine]
 
 

@@ -117,13 +117,14 @@ def rl(
 
     def begin(ways: Ways, warmed: WarmedUp | None = None) -> RlResult:
         with nullcontext() if dry_run else build.expected_ranks(given.config):
-            return _rl(find_start(given, ways, KIND), task, warmed or WarmedUp(), dry_run=dry_run)
+            start = find_start(given, ways, KIND)
+            return _rl(start, task, warmed or WarmedUp(), dry_run=dry_run, here=not dry_run)
 
     if given.config.warm_up is None or not needs_warm_up(given, ways):
         return kept_going(begin, ways, given)
     if not dry_run:  # what is wrong with the second stage is told before the first one
         with build.expected_ranks(given.config):
-            _rl(find_start(given, Ways(), KIND), task, WarmedUp(), dry_run=True)
+            _rl(find_start(given, Ways(), KIND), task, WarmedUp(), dry_run=True, here=True)
     warmed = warm_up(given, task, dry_run=dry_run)
     if warmed.interrupted is not None:
         return RlResult(
@@ -135,8 +136,13 @@ def rl(
     return replace(result, summary={"warm_up": warmed.summary, **result.summary})
 
 
-def _rl(start: Start[LoadedConfig], task: object, warmed: WarmedUp, *, dry_run: bool) -> RlResult:
+def _rl(
+    start: Start[LoadedConfig], task: object, warmed: WarmedUp, *, dry_run: bool, here: bool
+) -> RlResult:
+    """`here`: the run is to be on this machine, which has to have what its rewards need."""
     prepared = prepare_rl(start.loaded, task, start.rows_read)
+    if here and prepared.rubric is not None:
+        prepared.rubric.check_machine()
     resumption = start.resumption(prepared)
     if dry_run:
         place = check_folder(prepared, start.point)

@@ -25,6 +25,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from groupwise.rewards.boxed_solution import MODULE, WRAPPER
@@ -323,10 +324,11 @@ def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
             yield node.id
 
 
-def _public_names(module: str) -> set[str]:
+@cache
+def _public_names(module: str) -> frozenset[str]:
     """What a star imports from a module."""
     found = importlib.import_module(module)
-    return {*getattr(found, "__all__", [name for name in dir(found) if name[0] != "_"])}
+    return frozenset(getattr(found, "__all__", [n for n in dir(found) if n[0] != "_"]))
 
 
 _JUDGES = frozenset("isclose fabs fsum inf nan Counter OrderedDict defaultdict deque".split())
@@ -359,18 +361,31 @@ def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """The names that calls which judge begin with: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
     for node in ast.walk(tree):
         match node:
-            case ast.Assert(ast.Call() as call) | ast.Assert(
-                ast.UnaryOp(ast.Not(), ast.Call() as call)
-            ):
-                inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
-                if (inner & names) - {_root(call)}:
-                    yield _root(call)
+            case ast.Assert(test):
+                for call in _asserted_calls(test):
+                    inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+                    if (inner & names) - {_root(call)}:
+                        yield _root(call)
             case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name.startswith(
                 "assert"
             ) or _COMPARES.fullmatch(name):
                 yield _root(node)
             case _:
                 pass
+
+
+def _asserted_calls(test: ast.expr) -> Iterator[ast.Call]:
+    """The calls whose truth an assert is about."""
+    match test:
+        case ast.Call():
+            yield test
+        case ast.UnaryOp(ast.Not(), inner) | ast.Compare(inner, _, [ast.Constant(bool())]):
+            yield from _asserted_calls(inner)
+        case ast.BoolOp(values=values):
+            for each in values:
+                yield from _asserted_calls(each)
+        case _:
+            pass
 
 
 def _root(call: ast.AST) -> str:

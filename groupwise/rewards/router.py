@@ -119,10 +119,10 @@ class Router(Rubric):
         for label, rubric in self.rubrics.items():
             rubric.check_rows({index: row for index, row in rows.items() if labels[index] == label})
 
-    def check_machine(self) -> list[str]:
+    def check_machine(self, *, refuse: bool = True) -> list[str]:
         """See `Rubric.check_machine`."""
-        said = [each for rubric in self.rubrics.values() for each in rubric.check_machine()]
-        return list(dict.fromkeys(said))
+        every = [rubric.check_machine(refuse=refuse) for rubric in self.rubrics.values()]
+        return list(dict.fromkeys(said for each in every for said in each))
 
     def unscorable(self, row: Row) -> str | None:
         """See `Rubric.unscorable`. A label without rewards is a mistake of the config, not of a row, and left to `check_rows`."""

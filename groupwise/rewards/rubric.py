@@ -127,8 +127,8 @@ class Rubric:
             if check is not None:
                 _check_each(check, rows, f"{self.where}: `{name}`")
 
-    def check_machine(self) -> list[str]:
-        """What the rewards say of this machine before a run. Raises TaskError where it lacks what one of them needs.
+    def check_machine(self, *, refuse: bool = True) -> list[str]:
+        """What the rewards say of this machine before a run. Raises TaskError where it lacks what one of them needs, if it is to `refuse`.
 
         A reward that needs something of the machine has a method `check_machine()`, which returns a sentence, or raises ValueError.
         """
@@ -138,7 +138,9 @@ class Rubric:
                 try:
                     said.append(f"`{name}` {check()}")
                 except ValueError as problem:
-                    raise TaskError(f"{self.where}: `{name}` {problem}") from problem
+                    if refuse:
+                        raise TaskError(f"{self.where}: `{name}` {problem}") from problem
+                    said.append(f"`{name}` {problem}")
         return said
 
     @property

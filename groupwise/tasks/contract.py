@@ -389,8 +389,7 @@ def _replaced(task: Task, hook: str) -> bool:
 def check_reward_columns(
     task: Task, rubric: Rubric | None, examples: Sequence[Example], *, in_workers: bool = False
 ) -> None:
-    """Raise TaskError if the rewards cannot score some example: it lacks a column that they ask for, or has an unknown label; and if this
-    machine lacks what they need.
+    """Raise TaskError if the rewards cannot score some example: it lacks a column that they ask for, or has an unknown label.
 
     With `in_workers`, also if the first example's columns cannot be sent to another process.
     """
@@ -403,7 +402,6 @@ def check_reward_columns(
             "cannot be sent to the reward workers (pickle refuses them). Keep plain values in the dataset and make "
             "the objects in the reward function, or set rewards.in_process."
         )
-    rubric.check_machine()
     rubric.check_rows({example.index: example.columns for example in examples})
 
 

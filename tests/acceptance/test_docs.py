@@ -109,13 +109,9 @@ SERVER = "http://127.0.0.1:8000"
 """Where a server of the documentation is; that of a test is elsewhere."""
 STEPS = 2
 SMALL = {
-    "training.max_steps": STEPS,
-    "training.prompts_per_step": 2,
-    "training.num_generations": 4,
-    "eval.max_prompts": 4,
-    "run.threads": 1,
-    "algorithm.beta": 0.01,
-}
+    "training.max_steps": STEPS, "training.prompts_per_step": 2, "training.num_generations": 4,
+    "eval.max_prompts": 4, "run.threads": 1, "algorithm.beta": 0.01,
+}  # fmt: skip
 """With beta a step computes something even where all rewards are the same, as those of the tiny model mostly are."""
 MAX_TOKENS = 8
 """Tokens of a completion, where a config has more: the tiny model mostly goes on to the end."""

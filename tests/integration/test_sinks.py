@@ -142,14 +142,10 @@ def test_wandb_offline_and_trackio_have_each_line_once_without_a_network(tmp_pat
     given["run"] |= {"num_completions_to_print": 2, "wandb_project": "p", "trackio_project": "p"}
     unreachable = "http://127.0.0.1:9"
     environment = {
-        **os.environ,
-        "WANDB_MODE": "offline",
-        "WANDB_BASE_URL": unreachable,
-        "HTTPS_PROXY": unreachable,
-        "HTTP_PROXY": unreachable,
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "HOME": str(tmp_path),
-    }
+        **os.environ, "WANDB_MODE": "offline", "WANDB_BASE_URL": unreachable,
+        "HTTPS_PROXY": unreachable, "HTTP_PROXY": unreachable,
+        "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path),
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", TWICE, json.dumps(given), TOY],
         cwd=Path(__file__).parents[2],

@@ -74,21 +74,17 @@ UNSURE_TYPE = [KEY_OF_ANOTHER_ALGORITHM, *OF_THE_ALGORITHM, COMPARES_NOBODY]
 DECIDES: dict[str, list[str]] = {
     "algorithm.type=reinforce-pp": [*UNSURE_TYPE, "algorithm.typ=reinforce_pp"],
     "algorithm.preset=dapo_papr": UNSURE_TYPE,
-    "algorithm.typ=reinforce_pp": [*UNSURE_TYPE, OTHER_PRESET],
-    OTHER_PRESET: UNSURE_TYPE,
+    "algorithm.typ=reinforce_pp": [*UNSURE_TYPE, OTHER_PRESET], OTHER_PRESET: UNSURE_TYPE,
     "algorithm.beta=-1": ["algorithm.kl_target=0.1"],
     "training.lag=-1": ["training.schedule=free", "algorithm.importance_sampling_cap=2.0"],
-    "training.num_generation=1": [COMPARES_NOBODY],
-    "rollout.type=twostage": [LEAST, ANSWER],
+    "training.num_generation=1": [COMPARES_NOBODY], "rollout.type=twostage": [LEAST, ANSWER],
     "rollout.typ=two_stage": [LEAST, ANSWER, *TWO_STAGE_AND],
     'smapler={"max_completion_length":900}': [LEAST, TWO_STAGE_AND[1]],
     "sampler.max_tokens=900": [LEAST, TWO_STAGE_AND[1]],
-    **{mistake: [LEAST, ANSWER] for mistake in TWO_STAGE_AND},
-    "eval.temperature=cold": GREEDY,
-    "eval.temprature=1.0": GREEDY,
-    "eval.samples_per_prompt=0": ["eval.pass_at_k=[8]"],
+    **{mistake: [LEAST, ANSWER] for mistake in TWO_STAGE_AND}, "eval.temperature=cold": GREEDY,
+    "eval.temprature=1.0": GREEDY, "eval.samples_per_prompt=0": ["eval.pass_at_k=[8]"],
     "eval.samples_per_prompt=4": ["eval.pass_at_k=[8]"],
-}
+}  # fmt: skip
 """Mistakes, and those of which another thing is said, or nothing, beside them."""
 
 SFT_CONFLICTS = [

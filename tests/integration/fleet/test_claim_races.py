@@ -82,13 +82,9 @@ def test_dispatchers_that_are_killed(ready_url: str, database: Database, many: i
 
 
 MIX: list[dict[str, Any]] = [
-    {"gpus": 1},
-    {"gpus": 1},
-    {"gpus": 2},
-    {"gpus": 1, "machines": 2},
-    {"share_mb": 30_000},
+    {"gpus": 1}, {"gpus": 1}, {"gpus": 2}, {"gpus": 1, "machines": 2}, {"share_mb": 30_000},
     {"gpus": 0},
-]
+]  # fmt: skip
 
 
 def ended(database: Database) -> int:

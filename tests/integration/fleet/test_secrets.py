@@ -227,14 +227,10 @@ def test_what_nobody_allowed_is_not_to_be_had(fleet: WholeFleet) -> None:
     place = fleet.folder
     (place / "secrets" / "elsewhere").symlink_to("../private/token")
     references = [
-        "env:OWN_TOKEN",
-        f"file:{place}/private/token",
-        f"file:{place}/secrets/../private/token",
-        "file:/proc/self/environ",
-        f"file:{place}/secrets/./token",
-        "env:GROUPWISE_FLEET_DATABASE",
+        "env:OWN_TOKEN", f"file:{place}/private/token", f"file:{place}/secrets/../private/token",
+        "file:/proc/self/environ", f"file:{place}/secrets/./token", "env:GROUPWISE_FLEET_DATABASE",
         "env:NATS_TOKEN",
-    ]
+    ]  # fmt: skip
     with fleet.api() as address:
         noted = Noted(fleet, address, "act")
         for number, reference in enumerate(references):

@@ -37,13 +37,9 @@ def share(completions, wanted, **columns):
 '''
 
 HYPERPARAMS: dict[str, Any] = {
-    "max_completion_length": 6,
-    "lora.r": 4,
-    "lora.alpha": 8,
-    "run.save_steps": SAVE_STEPS,
-    "run.threads": 1,
-    "rewards.in_process": True,
-}
+    "max_completion_length": 6, "lora.r": 4, "lora.alpha": 8, "run.save_steps": SAVE_STEPS,
+    "run.threads": 1, "rewards.in_process": True,
+}  # fmt: skip
 COLUMNS: dict[str, Any] = {
     "job_type": "GRPO", "model": "tiny", "dataset": f"file:{DATA}",
     "reward_function": f"{REWARDS}:share,correctness", "preprocessing_pipeline": "generic",

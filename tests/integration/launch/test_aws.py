@@ -85,14 +85,10 @@ def python(account: FakeAws, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(aws, "Patience", lambda: QUICK)
     places._ec2.cache_clear()
     named = {
-        "--instance-type": "g5.2xlarge",
-        "--key-name": KEY_NAME,
-        "--key-path": str(account.host.key_path),
-        "--security-group": account.group,
-        "--user": account.host.user,
-        "--port": str(account.host.port),
-        "--python": sys.executable,
-    }
+        "--instance-type": "g5.2xlarge", "--key-name": KEY_NAME,
+        "--key-path": str(account.host.key_path), "--security-group": account.group,
+        "--user": account.host.user, "--port": str(account.host.port), "--python": sys.executable,
+    }  # fmt: skip
     account.host.gpus(1)
     return ["aws", *(word for pair in named.items() for word in pair)]
 
@@ -163,14 +159,10 @@ async def test_the_machine_is_as_it_was_described(
     one_time = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
     market = {"MarketType": "spot", "SpotOptions": {**one_time, "MaxPrice": "0.6100"}}
     expected = {
-        "InstanceType": "g5.2xlarge",
-        "MinCount": 1,
-        "MaxCount": 1,
-        "KeyName": KEY_NAME,
-        "SecurityGroupIds": [account.group],
-        "InstanceInitiatedShutdownBehavior": "terminate",
+        "InstanceType": "g5.2xlarge", "MinCount": 1, "MaxCount": 1, "KeyName": KEY_NAME,
+        "SecurityGroupIds": [account.group], "InstanceInitiatedShutdownBehavior": "terminate",
         "InstanceMarketOptions": market if spot else None,
-    }
+    }  # fmt: skip
     assert {key: found.get(key) for key in expected} == expected
     assert found["MetadataOptions"]["HttpTokens"] == "required"
     assert {each["ResourceType"] for each in found["TagSpecifications"]} == {"instance", "volume"}

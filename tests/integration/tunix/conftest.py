@@ -18,13 +18,9 @@ from tests.integration.tunix.running import config_of, parts_of, start_of
 
 DIVIDED = Path(__file__).parent / "inside" / "divided.py"
 USUAL = (
-    ("gemma3", "grpo"),
-    ("llama", "grpo, clipped"),
-    ("llama", "dr_grpo, entropy"),
-    ("llama", "gspo"),
-    ("llama", "cispo, k2"),
-    ("llama", "k1, corrected"),
-)
+    ("gemma3", "grpo"), ("llama", "grpo, clipped"), ("llama", "dr_grpo, entropy"),
+    ("llama", "gspo"), ("llama", "cispo, k2"), ("llama", "k1, corrected"),
+)  # fmt: skip
 """Losses of families in the usual run; one code computes all of them."""
 Pairs = Callable[[str], tuple[Parts, Parts]]
 

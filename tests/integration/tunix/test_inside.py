@@ -35,13 +35,9 @@ def told() -> dict[str, Any]:
     """What is told of Llama, with two devices too, and of Gemma where that is told fast."""
     llama, gemma = (str(model_of(each, layers=1)) for each in ("llama", "gemma3"))
     checks = (
-        ("slopes", llama, *STEPS),
-        ("logits", llama),
-        ("draws",),
-        ("precision", gemma),
-        ("shapes", llama),
-        ("recomputed", str(model_of("llama", layers=3)), 1, 2),
-    )
+        ("slopes", llama, *STEPS), ("logits", llama), ("draws",), ("precision", gemma),
+        ("shapes", llama), ("recomputed", str(model_of("llama", layers=3)), 1, 2),
+    )  # fmt: skip
     return {check[0]: found for check, found in zip(checks, asked(*checks), strict=True)}
 
 

@@ -14,13 +14,9 @@ MEMBERS = 4
 MAX_TOKENS = 12
 """max_completion_length."""
 LOSS_TYPES = {
-    "grpo": "grpo",
-    "dr_grpo": "dr_grpo",
-    "dapo": "dapo",
-    "reinforce_pp": "dapo",
-    "gspo": "grpo",
+    "grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "reinforce_pp": "dapo", "gspo": "grpo",
     "cispo": "cispo",
-}
+}  # fmt: skip
 """What TRL and Liger call the loss of each algorithm."""
 
 

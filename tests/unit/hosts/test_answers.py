@@ -31,15 +31,11 @@ def test_a_runner_of_another_release_may_say_more_or_less() -> None:
 
 def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:
     odd: dict[str, list[object]] = {
-        "job": [3, None],
-        "epoch": ["7", True],
-        "state": ["dancing", None],
-        "log_size": ["many"],
-        "pid": [[1]],
-        "same_boot": [1],
+        "job": [3, None], "epoch": ["7", True], "state": ["dancing", None], "log_size": ["many"],
+        "pid": [[1]], "same_boot": [1],
         "exit": [None, "0", {**EXIT, "reason": "boredom"}, {**EXIT, "code": "0"}],
         "refused": [{"message": "no code"}],
-    }
+    }  # fmt: skip
     told = [{**STATE, field: value} for field, values in odd.items() for value in values]
     for each in (*told, []):
         with pytest.raises(BadAnswer, match="expected"):

@@ -109,14 +109,15 @@ def test_results_are_fetched_from_inside_the_project(packs: Packs) -> None:
 
 
 def test_what_is_taken_along_travels_though_a_run_made_it(packs: Packs, project: Path) -> None:
-    """Not what is elsewhere, and no credential."""
+    """Not what is elsewhere, and a credential only if it is named itself."""
     packed = packs(take=("runs/warm/final", "task.py"))
     assert set(packed.bundle.files) == {"task.py", "sub/data.jsonl", "runs/warm/final/weights"}
     for path, told in (("../x", "outside of the project"), ("none", "there is no such file")):
         with pytest.raises(UsageError, match=told):
             packs(take=(path,))
     (project / ".env").write_text("A=1")
-    assert packs(take=(".env",)).bundle.left_out[".env"] == "credentials, by its name"
+    assert packs(take=(".",)).bundle.left_out[".env"] == "credentials, by its name"
+    assert ".env" in packs(take=(".env",)).bundle.files
 
 
 def test_what_the_command_reads_has_to_travel(packs: Packs, project: Path) -> None:

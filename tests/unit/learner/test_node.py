@@ -32,13 +32,9 @@ time.sleep(1000)
 def test_machines_are_told_where_they_meet() -> None:
     """By us or by srun, whose nodes meet at the first one."""
     by_srun = {
-        "GROUPWISE_BEGUN_BY_SRUN": "1",
-        "GROUPWISE_ATTEMPT": "sums.2",
-        "SLURM_NODEID": "1",
-        "SLURM_NNODES": "2",
-        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-        "SLURM_JOB_ID": "7",
-    }
+        "GROUPWISE_BEGUN_BY_SRUN": "1", "GROUPWISE_ATTEMPT": "sums.2", "SLURM_NODEID": "1",
+        "SLURM_NNODES": "2", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_JOB_ID": "7",
+    }  # fmt: skip
     assert found_in(by_srun) == Meeting(1, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
     by_hand = {name: word for name, word in by_srun.items() if name != "GROUPWISE_ATTEMPT"}
     assert found_in(by_hand) == Meeting(1, 2, "10.0.0.1", port_of("slurm.7"), "slurm.7")

@@ -46,22 +46,18 @@ def prepared_session(**values: Any) -> Any:
 def test_what_cannot_be_asked_is_told(asked: list[Any]) -> None:
     prepared = prepared_session()
     wrong: list[tuple[Any, dict[str, Any], str]] = [
-        ("one text", {}, "prompts is one text"),
-        (5, {}, "of the type int"),
-        ([None], {}, "A prompt is None"),
-        ([""], {}, "A prompt is ''"),
-        ([[]], {}, r"A prompt is \[\]"),
-        (["a"], {"temperature": -1.0}, "temperature is -1.0"),
+        ("one text", {}, "prompts is one text"), (5, {}, "of the type int"),
+        ([None], {}, "A prompt is None"), ([""], {}, "A prompt is ''"),
+        ([[]], {}, r"A prompt is \[\]"), (["a"], {"temperature": -1.0}, "temperature is -1.0"),
         (["a"], {"total_generation_steps": 0, "top_p": 2.0}, "at least 1; top_p is 2.0"),
         (["a"], {"top_k": 0}, "top_k is 0"),
         (["a"], {"total_generation_steps": 4.5}, "total_generation_steps is 4.5"),
         (["a"], {"total_generation_steps": True}, "total_generation_steps is True"),
         (["a"], {"temperature": "1"}, "temperature is '1'"),
         (["a"], {"temperature": float("inf")}, "temperature is inf"),
-        (["a"], {"top_k": "5"}, "top_k is '5'"),
-        (["a"], {"top_p": float("nan")}, "top_p is nan"),
+        (["a"], {"top_k": "5"}, "top_k is '5'"), (["a"], {"top_p": float("nan")}, "top_p is nan"),
         (["a"], {"seed": 1.5}, "seed is 1.5"),
-    ]
+    ]  # fmt: skip
     for prompts, parameters, said in wrong:
         with pytest.raises(UsageError, match=said):
             prepared.sampler(prompts, **parameters)

@@ -20,13 +20,9 @@ from groupwise.ranks.samplers import Samplers
 from groupwise.sft_config import load_sft_config
 
 TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "MASTER_ADDR": "first",
-    "MASTER_PORT": "29500",
-}
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "first", "MASTER_PORT": "29500",
+}  # fmt: skip
 
 
 def test_the_environment_says_what_a_process_is():

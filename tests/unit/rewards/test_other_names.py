@@ -28,15 +28,11 @@ def test_the_table_names_rewards_that_there_are_and_none_of_ours_as_foreign() ->
 
 
 KNOWN = {
-    "accuracy": "math_answer",
-    "format_reward": "strict_format",
-    "get_cosine_scaled_reward": "length",
-    "code_format": "python_tests",
-    "trl.rewards.accuracy_reward": "math_answer",
-    "open_r1.rewards:tag_count_reward": "xml_count",
-    "correctness_reward_func": "correctness_xml",
-    "keyword": "keyword_match",
-}
+    "accuracy": "math_answer", "format_reward": "strict_format",
+    "get_cosine_scaled_reward": "length", "code_format": "python_tests",
+    "trl.rewards.accuracy_reward": "math_answer", "open_r1.rewards:tag_count_reward": "xml_count",
+    "correctness_reward_func": "correctness_xml", "keyword": "keyword_match",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "ours"), KNOWN.items())

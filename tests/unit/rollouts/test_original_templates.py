@@ -29,15 +29,11 @@ assert TRL.origin is not None
 FOLDER = Path(TRL.origin).parent / "chat_templates"
 MARKS = re.compile(r"<\|[^|<>\s]+\|>|<[a-zA-Z_]+>")
 ENDS = {
-    "qwen2_5": ("<|im_end|>",),
-    "qwen3": ("<|im_end|>",),
-    "qwen3_instruct_2507": ("<|im_end|>",),
-    "llama3": ("<|begin_of_text|>", "<|eot_id|>"),
-    "gemma": ("<bos>", "<end_of_turn>"),
-    "gemma3": ("<bos>", "<end_of_turn>"),
-    "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    "qwen2_5": ("<|im_end|>",), "qwen3": ("<|im_end|>",), "qwen3_instruct_2507": ("<|im_end|>",),
+    "llama3": ("<|begin_of_text|>", "<|eot_id|>"), "gemma": ("<bos>", "<end_of_turn>"),
+    "gemma3": ("<bos>", "<end_of_turn>"), "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
     "lfm2": ("<|startoftext|>", "<|im_end|>"),
-}
+}  # fmt: skip
 """The tokens that begin a text, where there is one, and that end a turn."""
 
 ADDED = {"qwen3": "<think>\n\n</think>\n\n"}

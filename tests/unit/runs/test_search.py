@@ -127,18 +127,14 @@ def everything(stores: dict[str, Store]) -> list[RolloutView]:
 
 ORDERS: tuple[Order, ...] = ("draw", "newest")
 OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
-    "step": st.integers(0, 6),
-    "draw": st.integers(0, 24),
-    "example": st.integers(0, 5),
+    "step": st.integers(0, 6), "draw": st.integers(0, 24), "example": st.integers(0, 5),
     "task": st.sampled_from(("sums", "grid", "none")),
     "outcome": st.sampled_from(("scored", "failed", ("failed", "timed_out"))),
     "part": st.sampled_from(("right", "turns", "none")),
     "min_reward": st.sampled_from((-1.0, 0.25, 0.9)),
-    "max_reward": st.sampled_from((0.0, 0.5, 2.0)),
-    "min_tokens": st.integers(0, 5),
-    "max_tokens": st.integers(0, 5),
-    "truncated": st.booleans(),
-}
+    "max_reward": st.sampled_from((0.0, 0.5, 2.0)), "min_tokens": st.integers(0, 5),
+    "max_tokens": st.integers(0, 5), "truncated": st.booleans(),
+}  # fmt: skip
 
 
 @settings(

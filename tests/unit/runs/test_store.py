@@ -591,13 +591,9 @@ class TestRollouts:
 
 
 MIXTURE: tuple[dict[str, Any], ...] = (
-    {"task": "sums", "dataset_name": "grid"},
-    {"task": "", "dataset_name": "grid"},
-    {"task": "x" * 300},
-    {"task": ["no", "label"], "dataset_name": "sums"},
-    {"task": 3},
-    {},
-)
+    {"task": "sums", "dataset_name": "grid"}, {"task": "", "dataset_name": "grid"},
+    {"task": "x" * 300}, {"task": ["no", "label"], "dataset_name": "sums"}, {"task": 3}, {},
+)  # fmt: skip
 """What examples say of their task."""
 
 

@@ -138,13 +138,9 @@ def test_the_token_that_crosses_the_threshold_is_kept_and_the_temperature_counts
 
 def test_a_row_has_the_same_bits_beside_any_others():
     params = [
-        SamplingParams(9, 0.7, top_p=0.8),
-        FREE,
-        SamplingParams(9, 1.3, top_k=7, min_p=0.01),
-        SamplingParams(9, 0.0),
-        SamplingParams(9, 0.7, top_p=0.8),
-        None,
-    ]
+        SamplingParams(9, 0.7, top_p=0.8), FREE, SamplingParams(9, 1.3, top_k=7, min_p=0.01),
+        SamplingParams(9, 0.0), SamplingParams(9, 0.7, top_p=0.8), None,
+    ]  # fmt: skip
     logits = random_logits(6, 5000)
     temperatures = torch.tensor([each.temperature if each else 1.0 for each in params])
     found = truncated(logits, temperatures, params)

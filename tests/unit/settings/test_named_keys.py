@@ -17,13 +17,9 @@ TOP = Path(__file__).parents[3]
 NO_KEYS = {"model", "sampler", "learner"}
 """Modules and objects of these names are spoken of in the rooms below."""
 ROOMS = (
-    "groupwise/ranks/",
-    "groupwise/tunix/",
-    "groupwise/models/",
-    "groupwise/launch/",
-    "groupwise/suites/",
-    "docs/decisions/",
-)
+    "groupwise/ranks/", "groupwise/tunix/", "groupwise/models/", "groupwise/launch/",
+    "groupwise/suites/", "docs/decisions/",
+)  # fmt: skip
 FILES = re.compile(r"\.(py|ya?ml|json|jsonl|txt|html|db|md|safetensors(\..*)?|log|sh|csv)$")
 
 

@@ -48,13 +48,9 @@ def test_an_adapter_is_merged_where_that_is_asked_for(run, tmp_path):
         {k: v.contiguous() for k, v in tensors.items()}, adapter / "adapter_model.safetensors"
     )
     config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": 2,
-        "target_modules": ["q_proj"],
-        "base_model_name_or_path": "tiny",
-        "layers_to_transform": [0],
-    }
+        "peft_type": "LORA", "r": rank, "lora_alpha": 2, "target_modules": ["q_proj"],
+        "base_model_name_or_path": "tiny", "layers_to_transform": [0],
+    }  # fmt: skip
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     weights = Weights.of(adapter, run)
     first = serving._filled("{merged}", weights, tmp_path, 81)

@@ -46,15 +46,11 @@ def test_an_attempt_is_begun_once_and_void_excludes_it(rack: FakeHosts, host: Fa
 
 def test_gpus_and_slots_belong_to_one_or_to_shares(rack: FakeHosts, host: FakeHost) -> None:
     found = [
-        launch(host, "job", 1, "G0"),
-        launch(host, "next", 2, "G0"),
-        launch(host, "share", 3, "G1", share_mb=10),
-        launch(host, "share", 4, "G1", share_mb=10),
-        launch(host, "whole", 5, "G1"),
-        launch(host, "gone", 6, "G7"),
-        launch(host, "slot", 7, slot=0),
-        launch(host, "slot too", 8, slot=0),
-    ]
+        launch(host, "job", 1, "G0"), launch(host, "next", 2, "G0"),
+        launch(host, "share", 3, "G1", share_mb=10), launch(host, "share", 4, "G1", share_mb=10),
+        launch(host, "whole", 5, "G1"), launch(host, "gone", 6, "G7"),
+        launch(host, "slot", 7, slot=0), launch(host, "slot too", 8, slot=0),
+    ]  # fmt: skip
     assert found == [
         *("running", "gpu_busy", "running", "running"),
         *("gpu_busy", "gpu_missing", "running", "gpu_busy"),

@@ -27,15 +27,11 @@ NAMES = {
     "sha256": "0" * 64, "path": "model.bin",
 }  # fmt: skip
 BODIES: Mapping[str, dict[str, Any]] = {
-    "POST /jobs": {"arguments": ["true"]},
-    "POST /jobs/plan": {"arguments": ["true"]},
-    "POST /jobs/array": {"jobs": [{"arguments": ["true"]}]},
-    "POST /jobs/prune": {"older_than": 0},
+    "POST /jobs": {"arguments": ["true"]}, "POST /jobs/plan": {"arguments": ["true"]},
+    "POST /jobs/array": {"jobs": [{"arguments": ["true"]}]}, "POST /jobs/prune": {"older_than": 0},
     "POST /vms": {"vm_id": "vm-2", "ip_address": "h", "user": "u", "ssh_key_path": "/k"},
-    "PUT /vms/{vm_id}": {},
-    "PUT /projects/{name}": {},
-    "POST /keys": {"role": "read"},
-}
+    "PUT /vms/{vm_id}": {}, "PUT /projects/{name}": {}, "POST /keys": {"role": "read"},
+}  # fmt: skip
 
 
 @pytest.fixture

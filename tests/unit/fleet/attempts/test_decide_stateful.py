@@ -59,14 +59,10 @@ HAPPENINGS = (
 NOTHING: Mapping[str, Any] = {}
 MACHINES = {"a": ["GPU-a0"], "b": ["GPU-b0"], "c": ["GPU-c0", "GPU-c1"]}
 SCRIPTS = (
-    Script(ticks=2),
-    Script(ticks=2, code=1),
-    Script(ticks=3, ignores_term=True),
-    Script(ticks=2, code=64),
-    Script(refusal="gpu_busy"),
-    Script(ticks=10**6),
+    Script(ticks=2), Script(ticks=2, code=1), Script(ticks=3, ignores_term=True),
+    Script(ticks=2, code=64), Script(refusal="gpu_busy"), Script(ticks=10**6),
     Script(ticks=1, leaks=True),
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -135,14 +131,10 @@ class Fleet(RuleBasedStateMachine):
     def something_happens(self, data: st.DataObject) -> None:
         """One rule, so that hypothesis leaves none of these out and work is done more often than harm."""
         possible = {
-            "submit": len(self.jobs) < 4,
-            "cancel": bool(self.jobs),
-            "misfortune": True,
-            "kill_supervisor": bool(self.rack.running()),
-            "old_message": bool(self.sent),
-            "work_and_die": bool(self._open()),
-            "act_on_old_knowledge": bool(self._open()),
-        }
+            "submit": len(self.jobs) < 4, "cancel": bool(self.jobs), "misfortune": True,
+            "kill_supervisor": bool(self.rack.running()), "old_message": bool(self.sent),
+            "work_and_die": bool(self._open()), "act_on_old_knowledge": bool(self._open()),
+        }  # fmt: skip
         name = data.draw(st.sampled_from([n for n in HAPPENINGS if possible.get(n, True)]))
         note(name)
         getattr(self, name)(data)

@@ -39,14 +39,10 @@ JOBS = {
     "cancelled": ["queued"],
 }
 WAY_TO_JOB = {
-    "queued": [],
-    "pending": ["pending"],
-    "held": ["held"],
-    "running": ["running"],
-    "completed": ["running", "completed"],
-    "failed": ["running", "failed"],
+    "queued": [], "pending": ["pending"], "held": ["held"], "running": ["running"],
+    "completed": ["running", "completed"], "failed": ["running", "failed"],
     "cancelled": ["cancelled"],
-}
+}  # fmt: skip
 ATTEMPTS = {
     "reserved": ["launching", "ended"],
     "launching": ["running", "ended"],

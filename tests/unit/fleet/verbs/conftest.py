@@ -62,14 +62,10 @@ class SmallFleet:
     def _lead(self, session: Session, job_id: str, status: str) -> None:
         """Along a way that the database allows."""
         ways = {
-            "queued": [],
-            "pending": ["pending"],
-            "held": ["held"],
-            "running": ["running"],
-            "cancelled": ["cancelled"],
-            "completed": ["running", "completed"],
+            "queued": [], "pending": ["pending"], "held": ["held"], "running": ["running"],
+            "cancelled": ["cancelled"], "completed": ["running", "completed"],
             "failed": ["running", "failed"],
-        }
+        }  # fmt: skip
         job = session.get_one(Job, job_id)
         for step in ways[status]:
             job.status = step

@@ -37,14 +37,10 @@ def answer(ids=(3, 4, END), **changes: Any) -> dict[str, Any]:
     """What a server says, with fields of its choice changed; `logprobs` of the choice as a list."""
     logprobs = changes.pop("logprobs", [-0.5] * len(ids))
     choice = {
-        "index": 0,
-        "text": "",
-        "finish_reason": "stop" if ids and ids[-1] == END else "length",
-        "stop_reason": None,
-        "token_ids": list(ids),
-        "prompt_token_ids": list(PROMPT),
+        "index": 0, "text": "", "finish_reason": "stop" if ids and ids[-1] == END else "length",
+        "stop_reason": None, "token_ids": list(ids), "prompt_token_ids": list(PROMPT),
         "logprobs": {"tokens": [f"token_id:{id}" for id in ids], "token_logprobs": logprobs},
-    }
+    }  # fmt: skip
     return {"model": "m", "choices": [choice | changes]}
 
 

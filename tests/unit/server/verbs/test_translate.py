@@ -39,14 +39,10 @@ def _add(
 
 def _row(**changes: Any) -> Row:
     fields = {
-        "prompt_ids": (5,),
-        "completion_ids": (6, 7, 8),
-        "mask": (0, 1, 1),
-        "sampling_logprobs": (0.0, 0.0, 0.0),
-        "advantage": 0.0,
-        "scale": 1.0,
+        "prompt_ids": (5,), "completion_ids": (6, 7, 8), "mask": (0, 1, 1),
+        "sampling_logprobs": (0.0, 0.0, 0.0), "advantage": 0.0, "scale": 1.0,
         "credits": (0.0, 0.5, -2.0),
-    }
+    }  # fmt: skip
     return Row(**{**fields, **changes})
 
 
