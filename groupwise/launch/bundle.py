@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 from groupwise.clouds.folder import INCOMING, NOTE
 from groupwise.errors import UsageError
@@ -328,7 +329,8 @@ def _rules() -> tuple[re.Pattern[str], ...]:
         for kind in get_mapping_from_secret_type_to_class().values()
         if issubclass(kind, RegexBasedDetector) and kind.__name__ not in RULES_LEFT_OUT
     }
-    return tuple(rule for kind in kinds.values() for rule in kind().denylist)
+    rules: list[Any] = [rule for kind in kinds.values() for rule in cast("Any", kind()).denylist]
+    return tuple(rules)
 
 
 def _listed(lines: Iterable[Sequence[str]]) -> str:

@@ -94,14 +94,10 @@ def _check_size(value: Any) -> None:
             raise YAMLError(
                 f"it holds more than {LARGEST:,} values, counting each alias as what it stands for"
             )
-        inner = (
-            part.values()
-            if isinstance(part, Mapping)
-            else part
-            if isinstance(part, list | tuple | Set)
-            else ()
-        )
-        left += [(each, depth + 1) for each in cast("Iterable[Any]", inner)]
+        if isinstance(part, Mapping):
+            part = list(cast("Mapping[Any, Any]", part).values())
+        if isinstance(part, list | tuple | Set):
+            left += [(each, depth + 1) for each in cast("Iterable[Any]", part)]
 
 
 def read_yaml(path: Path, expected: str | None = None) -> Tree:

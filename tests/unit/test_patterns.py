@@ -18,7 +18,7 @@ from typing import Any
 import groupwise
 
 ROOT = Path(groupwise.__file__).parent
-FROM = dict.fromkeys(("match", "fullmatch"), "start")
+FROM: dict[str, str] = dict.fromkeys(("match", "fullmatch"), "start")
 FROM |= dict.fromkeys(("search", "sub", "subn", "findall", "finditer", "split"), "anywhere")
 """Where a method looks for its pattern."""
 BOUNDED = {
@@ -140,12 +140,13 @@ def inner_of(value: Any) -> Iterator[Any]:
                 yield from inner_of(each)
 
 
-def seconds(pattern: re.Pattern[Any], how: str, text: str | bytes) -> float:
+def seconds(pattern: re.Pattern[Any], how: str, given: str) -> float:
     """Of processor time."""
-    text = text if isinstance(pattern.pattern, str) else text.encode()
+    text = given if isinstance(pattern.pattern, str) else given.encode()
     began = time.process_time()
     if how == "start":
-        pattern.match(text), pattern.fullmatch(text)
+        pattern.match(text)
+        pattern.fullmatch(text)
     else:
         for _ in pattern.finditer(text):
             pass

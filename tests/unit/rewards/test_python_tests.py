@@ -551,10 +551,11 @@ async def test_wrong_code_passes_nothing_by_names_and_errors_of_its_own(tests, c
 async def test_what_a_prompt_defines_beside_its_function_belongs_to_the_tests():
     prompt = "def twice(x: int):\n    return 2 * x\n\ndef half(x: int):\n    'Undo twice.'\n"
     tests = "def check(candidate):\n    assert candidate(twice(4)) == 4"
-    rows = {"test": [tests] * 3, "entry_point": ["half"] * 3, "prompts": [prompt] * 3}
+    rows: dict[str, Any] = {"test": [tests] * 3, "entry_point": ["half"] * 3}
     cheat = "def half(x): return x\ndef twice(x): return x"
     codes = ["    return x // 2", "def half(x): return x // 2", cheat]
-    assert await PythonTests()(completions=codes, **rows) == [1.0, 1.0, 0.0]
+    found = await PythonTests()(completions=codes, prompts=[prompt] * 3, **rows)
+    assert found == [1.0, 1.0, 0.0]
     RowTests.of({"test": tests, "entry_point": "half"}).check()
     with pytest.raises(ValueError, match="they need `twice`"):
         await judged("def half(x): return x", tests, "half")
