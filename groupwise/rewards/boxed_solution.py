@@ -46,7 +46,7 @@ def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 def _has_methods(value: Any) -> bool:
     """Whether it is a list, dictionary, set or deque of a class of the solution that adds methods to it: these would be lost by value."""
-    kind: type[Any] = type(value)
+    kind = cast("type[Any]", type(value))
     if not isinstance(value, MUTABLE) or kind.__module__ != MODULE:
         return False
     own = (each for name, each in vars(kind).items() if not name.startswith("__"))

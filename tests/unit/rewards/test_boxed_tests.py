@@ -64,7 +64,7 @@ def test_what_would_pass_without_running_is_refused(tests, problem):
 
 
 def test_names_are_the_solutions_unless_they_serve_as_modules():
-    read = plan("assert math.isclose(f(copy), copy.copy(x)) and g.h(bisect(1))")
+    read = plan("assert math.isclose(f(copy), copy.copy(x)) and g.h(bisect(1)) == 3")
     assert read.names == {"f", "x", "g", "bisect"}
     assert read.modules == {"math", "copy"}
     assert plan("assert entry(f(1))\ndef f(x): return x", "entry").names == {"entry"}
