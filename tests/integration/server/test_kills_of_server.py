@@ -28,7 +28,7 @@ SIZE = 4
 MAX_DELAY_S = 0.25
 """From a step to the kill: a few steps take as long."""
 STEPS_PER_KILL = 6
-"""More than come about from one to the next."""
+"""Clients do not begin the last of them before the kill."""
 CLIENTS = 6
 TIMEOUT_S = 300.0
 SETTINGS: dict[str, Any] = {
@@ -46,12 +46,17 @@ def begun(folder: Path, real: bool) -> Server:
     return server
 
 
-async def work(server: Server, steps: int) -> None:
-    """What the clients do: every draw once, each client its share, whatever happens."""
+async def work(server: Server, steps: int, killed: Sequence[int] | None = None) -> None:
+    """What the clients do: every draw once, each its share, whatever happens. With `killed`, the steps at kills, they wait for the next."""
+
+    def may_begin(draw: int) -> bool:
+        return killed is None or draw // SIZE < STEPS_PER_KILL * (len(killed) + 1) - 1
 
     async def client(first: int) -> None:
         async with AsyncTrainingClient(server.url, patience=TIMEOUT_S) as one:
             for draw in range(first, steps * SIZE, CLIENTS):
+                while not may_begin(draw):  # noqa: ASYNC110 — the killer works on it
+                    await asyncio.sleep(0.01)
                 group = await one.completions(f"abc{draw % 7}", draw=draw)
                 rewards = [float(text.count("a")) + len(text) / 10 for text in group.completions]
                 answer = await one.rewards(group, rewards)
@@ -67,8 +72,8 @@ async def work(server: Server, steps: int) -> None:
                 return
 
 
-async def killing(server: Server, chance: random.Random, kills: int) -> int:
-    """Kill the engine at first, then it or the server, and start the latter again; the steps that were done at the last kill."""
+async def killing(server: Server, chance: random.Random, kills: int, killed: list[int]) -> None:
+    """Kill the engine at first, then it or the server, and start the latter again; notes the steps that were done at each kill."""
     step = 0
     for number in range(kills):
         # An engine works since the first step. What dies twice over one plan would rightly put it aside.
@@ -84,7 +89,7 @@ async def killing(server: Server, chance: random.Random, kills: int) -> int:
                 await asyncio.sleep(0.02)
             os.kill(engine, signal.SIGKILL)
         step = await _trained(server)
-    return step
+        killed.append(step)
 
 
 async def _trained(server: Server) -> int:
@@ -128,11 +133,12 @@ async def _undisturbed(folder: Path, steps: int, real: bool) -> list[Any]:
 
 async def _killed(folder: Path, steps: int, real: bool, kills: int, seed: int) -> list[Any]:
     server = begun(folder, real)
-    killer = asyncio.create_task(killing(server, random.Random(seed), kills))
+    killed: list[int] = []
+    killer = asyncio.create_task(killing(server, random.Random(seed), kills, killed))
     try:
-        await work(server, steps)
-        assert killer.done()
-        assert killer.result() < steps, "the last kill came when all was done"
+        await work(server, steps, killed)
+        await killer
+        assert killed[-1] < steps, "the last kill came when all was done"
         return course(server)
     finally:
         killer.cancel()
