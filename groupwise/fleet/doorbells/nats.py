@@ -46,6 +46,14 @@ KEPT_MESSAGES, KEPT_BYTES = 10_000, 16 * 1024 * 1024
 logger = logging.getLogger(__name__)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a pong came after its ping was given up: that ends the reader of nats-py, which is noticed by asking it."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
+
+
+logging.getLogger(Client.__module__).addFilter(_is_news)
+
+
 class NatsAway(Exception):
     """The server cannot be reached, or did not acknowledge in time: what was published may have arrived or not."""
 

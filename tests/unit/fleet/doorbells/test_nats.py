@@ -1,6 +1,9 @@
 """What the server has acknowledged it has seen."""
 
 import asyncio
+import logging
+
+import pytest
 
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
 
@@ -34,3 +37,11 @@ async def test_the_last_ping_stands_behind_all_that_was_published() -> None:
     assert heard[-1] == "PING"
     await link.close()
     server.close()
+
+
+def test_a_pong_that_came_too_late_for_the_library_is_no_complaint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for error in (asyncio.InvalidStateError("invalid state"), ValueError("another")):
+        logging.getLogger("nats.aio.client").error("nats: encountered error", exc_info=error)
+    assert [str(each.exc_info and each.exc_info[1]) for each in caplog.records] == ["another"]
