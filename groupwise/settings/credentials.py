@@ -20,7 +20,7 @@ _SECRET = re.compile(
 _KEY_IN_TEXT = re.compile(r"(?<![\w-])([\w-]++)[\"']?\s*+[:=]")
 _IN_URL = re.compile(
     r"https?://(?![${<])[^\s/?#@]+@"  # the name alone may be a token
-    r"|(?<![a-z0-9+.-])[a-z][a-z0-9+.-]*+://[^\s/?#@:]*:(?![${<])[^\s/?#@]+@",
+    r"|[a-z][a-z0-9+.-]{0,30}://[^\s/?#@:]*:(?![${<])[^\s/?#@]+@",
     re.IGNORECASE,
 )
 _HEADER = re.compile(

@@ -13,7 +13,7 @@ from groupwise.settings.tree import tree_of
 
 SECRETS = (
     "https://user:passw0rd@host.org/rows", "https://hf_abcDEF123@host.org",
-    "postgres://me:pw@localhost:5432/db", "see https://host.org/v1?lang=en&api_key=abc",
+    "postgres://me:pw@localhost:5432/db", "${URL:-postgres://me:pw@host/db}", "see https://host.org/v1?lang=en&api_key=abc",
     "Bearer sk-0123456789", "bearer abcdefghijkl", "curl -H 'Authorization: Basic bWU6cHc='",
     "the header is Bearer abcdefghij0123456789", "sk-proj-0123456789abcdef",
     "use hf_AbCdEfGhIjKl, please",
