@@ -23,9 +23,9 @@ else:
 KEEP_ALIVE = 75
 """Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
 HEADER_SIZE = 64 * 1024
-"""Bytes that a client may send before its request is known, and between two pieces of its body."""
+"""Bytes that a client may send before its headers are complete, and between two pieces of its body."""
 HEADER_SECONDS = 60.0
-"""In which a request must be known, from the connection or from its first byte."""
+"""A client has so long to send the headers of a request, from when it connects or sends the first byte of the next one."""
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
@@ -68,56 +68,56 @@ def address(scheme: str, host: str, port: int) -> str:
 
 
 class BoundedProtocol(HTTPProtocol):
-    """Hangs up on a client whose request takes too many bytes or too long to be known, before any key is looked at.
+    """Hangs up on a client whose headers are too large or take too long, before any key is looked at.
 
     h11 counts the bytes by itself (`h11_max_incomplete_event_size`), httptools does not.
     """
 
-    _unknown = 0
-    """Bytes since the last that made anything known."""
+    _unparsed = 0
+    """Bytes since the last headers or piece of a body."""
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin to wait for a request."""
         super().connection_made(transport)
-        self._wait()
+        self._start_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
-        self._known()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless it is too much."""
         before = self.cycle
-        self._unknown += len(data)
+        self._unparsed += len(data)
         super().data_received(data)
         if self.cycle is not before:
-            self._known()
+            self._stop_waiting()
         elif not before or before.response_complete:
-            self._wait()
-        if self._unknown > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
+            self._start_waiting()
+        if self._unparsed > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
             self._hang_up("431 Request Header Fields Too Large")
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body is there."""
-        self._unknown = 0
+        self._unparsed = 0
         super().on_body(body)
 
-    def _wait(self) -> None:
+    def _start_waiting(self) -> None:
         if self._deadline is None:
             self._deadline = self.loop.call_later(
                 HEADER_SECONDS, self._hang_up, "408 Request Timeout"
             )
 
-    def _known(self) -> None:
-        self._unknown = 0
+    def _stop_waiting(self) -> None:
+        self._unparsed = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
     def _hang_up(self, why: str) -> None:
-        self._known()
+        self._stop_waiting()
         if not self.transport.is_closing():
             answer = f"HTTP/1.1 {why}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(answer.encode())

@@ -57,15 +57,15 @@ RULES_LEFT_OUT = frozenset(
     "BasicAuthDetector IPPublicDetector IbmCloudIamDetector IbmCosHmacDetector SoftlayerDetector CloudantDetector".split()
 )
 """Rules of detect-secrets that go by words around a value, and so find code; passwords in URLs are found by `holds_secret`."""
-MEANT = "pragma: allowlist secret"
-"""A line with this is known to hold nothing secret, as detect-secrets takes it too."""
+ALLOWLISTED = "pragma: allowlist secret"
+"""A line with this comment holds no secret; detect-secrets has the same comment."""
 PLACEHOLDER = re.compile(
     r"(?<=://)[^\s/?#@:]{0,100}:(?:pass(?:word|wd)?|pw|secret|token|key|x+|\*+|\.+|changeme|example)@",
     re.IGNORECASE,
 )
 """A password in a URL that is none."""
 PIECE, OVERLAP = 1000, 400
-"""Characters of a long line that the rules are given at a time, as some take the square of it; no token is longer than the overlap."""
+"""Long lines are searched in pieces of so many characters, because some rules take quadratic time; no token is longer than the overlap."""
 SEARCHED = 16 << 20
 """Bytes of a file in which credentials are looked for: what people write is shorter."""
 SHORTEST_SECRET = 8
@@ -298,8 +298,8 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
             "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
             + "".join(f"\n  {path}" for path in found[:SHOWN])
             + (f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
-            + f"\nTake the credentials out, name the files in .gitignore, write `{MEANT}` into lines that hold none, or let the files "
-            "travel as they are: --take PATH."
+            + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or let the "
+            "files travel as they are: --take PATH."
         )
 
 
@@ -309,7 +309,7 @@ def _looks_secret(file: Path) -> bool:
     if b"\0" in data:
         return False
     lines = data.decode(errors="replace").split("\n")
-    text = "\n".join(line for line in lines if MEANT not in line)
+    text = "\n".join(line for line in lines if ALLOWLISTED not in line)
     if PRIVATE_KEY.search(text.encode()) is not None or holds_secret(PLACEHOLDER.sub("", text)):
         return True
     of_short_lines = max(map(len, lines)) <= PIECE
@@ -324,12 +324,12 @@ def _rules() -> tuple[re.Pattern[str], ...]:
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.base import RegexBasedDetector
 
-    kinds = {
-        kind.__name__: kind
+    rules: list[Any] = [
+        rule
         for kind in get_mapping_from_secret_type_to_class().values()
         if issubclass(kind, RegexBasedDetector) and kind.__name__ not in RULES_LEFT_OUT
-    }
-    rules: list[Any] = [rule for kind in kinds.values() for rule in cast("Any", kind()).denylist]
+        for rule in cast("Any", kind()).denylist
+    ]
     return tuple(rules)
 
 

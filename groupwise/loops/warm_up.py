@@ -1,7 +1,8 @@
-"""The supervised run that a config of `groupwise rl` names in `warm_up`: reused if it was made before, resumed if unfinished, else made.
+"""The supervised run that a config of `groupwise rl` asks for in `warm_up`.
 
 The run is that of `groupwise sft` with the config that `warm_up` gives, a file or its sections, and with the model of the RL config. One
-that was made from the same config, task and data is used again, whatever it is called, so that many RL runs begin from one warm-up.
+that was made from the same config, task and data is used again, whatever it is called, so that many RL runs begin from one warm-up; an
+unfinished one is resumed.
 """
 
 from __future__ import annotations

@@ -95,11 +95,11 @@ def indexed(index: Path) -> list[str]:
 LOADS_CODE = frozenset(
     {"auto_map", "custom_code", "custom_pipelines", "kernel_config", "kernel_mapping"}
 )
-"""Keys of a model's description that name code."""
+"""Keys of a model's JSON files whose values name code to load."""
 READS_FILES = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "spm_file", "added_tokens_file"}
 )
-"""Keys of a tokenizer's description that name files."""
+"""Keys of a tokenizer's JSON files whose values are paths."""
 
 
 def check_sent(folder: Path) -> None:

@@ -99,7 +99,7 @@ class Plan:
     library: Mapping[str, str]
     """Names of common modules that they read without an import, and their module: those too are not meant to be the solution's."""
     own: frozenset[str]
-    """Those that they give a meaning themselves."""
+    """Names that the tests define or import themselves."""
     entry_point: str | None
 
     @property
@@ -313,6 +313,7 @@ def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool)
 
 
 def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+    """Names that are called with the result of another one of `names`, and those of `names` that are read without being called."""
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in called:
         inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
@@ -332,8 +333,8 @@ def _public_names(module: str) -> frozenset[str]:
 
 
 _JUDGES = frozenset("isclose fabs fsum inf nan Counter OrderedDict defaultdict deque".split())
-_OF_OTHERS = frozenset("np numpy pd pandas torch scipy sp pytest".split())
-"""What many call modules that are not here."""
+_THIRD_PARTY = frozenset("np numpy pd pandas torch scipy sp pytest".split())
+"""Usual names of modules outside the standard library."""
 _WITH_STARS = (*COMMON_MODULES, "typing")
 _COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
 
@@ -343,7 +344,7 @@ def _refuse_others_checks(
 ) -> None:
     """Raise BrokenTests where what judges would have to come from the solution."""
     checkers = {name for tree in trees for name in _checkers(tree, names)} & names
-    checkers |= names & _OF_OTHERS
+    checkers |= names & _THIRD_PARTY
     if entry_point is not None:
         checkers |= names - {WRAPPER}
     checkers.discard(entry_point or "")

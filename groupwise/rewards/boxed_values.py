@@ -333,7 +333,7 @@ class Ledger:
 
 
 def is_shared(module: str, name: str) -> bool:
-    """Whether a name is one of `SHARED`, or that of an exception of Python."""
+    """Whether the name stands in `SHARED` or is one of Python's exceptions."""
     if name in SHARED.get(module, ()):
         return True
     value = getattr(builtins, name, None) if module == "builtins" else None

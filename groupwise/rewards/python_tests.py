@@ -648,7 +648,7 @@ def _shown(result: Result) -> str:
 
 
 class _BrokeOff(Exception):
-    """The tests could not be run to their end, which may be their fault or the code's."""
+    """The tests stopped before their end. `_of_functions` finds out whether they or the code are to blame."""
 
     def __init__(self, why: str, so_far: Verdict) -> None:
         super().__init__(why)

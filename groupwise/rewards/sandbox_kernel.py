@@ -211,8 +211,8 @@ _CLONE, _X32 = 56, 0x40000000
 _A_THREAD = 0x10000
 """In the flags of `clone`."""
 
-_FIRST_OF_LATE = 424
-"""From here on programs have an older way if the kernel says that it does not know a call."""
+_FIRST_WITH_FALLBACK = 424
+"""From this number on ENOSYS is answered: programs then fall back to an older call."""
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -263,7 +263,9 @@ def _filter(numbers: Iterable[int], processes: bool) -> list[bytes]:
         _instruction(_ANY_BIT, 0xFFFFFFFF if processes else _A_THREAD, 1, 0),
         refused,
         allowed,
-        _instruction(_AT_LEAST, _FIRST_OF_LATE, 0, 1),  # `clone3` too, whose flags cannot be seen
+        _instruction(
+            _AT_LEAST, _FIRST_WITH_FALLBACK, 0, 1
+        ),  # `clone3` too, whose flags cannot be seen
         unknown,
         refused,
     ]
