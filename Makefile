@@ -12,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 # Its heap has room for torch and transformers: at node's default of 4 GB pyright evicts its cache about forty times and parses them again.
 PYRIGHT := NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu clean
+.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu sbom audit clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -46,5 +46,9 @@ soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with 
 	$(READY) && $(if $(filter docs fleet launch mutations,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter web,$(SUITE)),$(BIN)/python scripts/real_servers.py chromium &&) $(if $(filter docs tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter docs launch,$(SUITE)),$(BIN)/python scripts/real_environment.py ray &&) $(if $(filter unsloth,$(SUITE)),$(BIN)/python scripts/real_environment.py unsloth &&) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
 gpu: ## run the tests that need a GPU
 	$(READY) && $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here (TORCH=cuda sets up the build for one), so nothing was tested.")' && $(PYTEST) -m gpu $(ARGS) tests/gpu
+sbom: ## write sbom.json: every package in .venv with its release, licence and source, in CycloneDX's format
+	$(READY) && $(BIN)/uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-file sbom.json .venv
+audit: ## ask the list of known holes about every release in constraints.txt (needs the internet)
+	$(READY) && $(BIN)/uv tool run pip-audit==2.10.1 --requirement constraints.txt --require-hashes --disable-pip
 clean: ## remove what can be made again; runs/ stays
 	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist; find . -name __pycache__ -prune -exec rm -rf {} +

@@ -2,12 +2,13 @@
 """Make `.venv` ready: the first step of every `make` verb.
 
 The system's Python runs this file, and nothing else needs to be installed. Five steps: the environment itself; torch,
-before anything else can ask for it, in the build that suits this machine; the package with its dependencies as
-constraints.txt pins them; the bundled model; byte code of what every run imports. A stamp in `.venv` remembers what was done, so
+before anything else can ask for it, in the build that suits this machine; the dependencies as constraints.txt pins them, file by file, and
+the package over them; the bundled model; byte code of what every run imports. A stamp in `.venv` remembers what was done, so
 that a later call with nothing to do costs a tenth of a second. An interrupted call leaves no stamp, and the next one goes on from there.
 
     python3 scripts/bootstrap.py --profile train     what training needs
     python3 scripts/bootstrap.py --profile dev       the same, and what tests and checks need
+    python3 scripts/bootstrap.py --list train,server print what these extras need, for `pip install -r`, and do nothing
 
 TORCH=cpu|cuda|auto chooses the torch build. `auto`, the default, keeps the build that is installed; in a fresh environment it
 takes CUDA where `nvidia-smi` finds a GPU and the CPU build elsewhere. pip is configured as always: PIP_INDEX_URL,
@@ -87,7 +88,11 @@ class Torch(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Set up `.venv` if it is not as it should be; return the exit code."""
-    profile = parse(arguments)
+    options = parse(arguments)
+    if options.list is not None:
+        print("\n".join(requirements(options.list.split(","))))
+        return 0
+    profile = str(options.profile)
     try:
         require_python()
         wanted = torch_choice(os.environ.get("TORCH") or "auto")
@@ -105,13 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> str:
-    """The profile that the command line names."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--profile", choices=sorted(PROFILES), default="dev")
-    return str(parser.parse_args(arguments).profile)
+    parser.add_argument("--list", metavar="EXTRAS")
+    return parser.parse_args(arguments)
 
 
 def set_up(profile: str, wanted: str) -> None:
@@ -127,12 +133,13 @@ def set_up(profile: str, wanted: str) -> None:
     with step(2, f"torch {pins.torch} ({flavour})"):
         install_torch(pins.torch, flavour, wanted)
     with step(3, "groupwise and its dependencies"):
-        extras = ",".join(PROFILES[profile])
-        install("-c", str(CONSTRAINTS), "-e", f"{ROOT}[{extras}]")
+        install_pinned(*requirements(PROFILES[profile]))
+        # pip checks hashes of files, and a folder has none: by itself, with what builds it installed above
+        install("--no-deps", "--no-build-isolation", "-e", str(ROOT))
     with step(4, f"bundled model ({pins.bundled_model})"):
-        install("--no-deps", pins.bundled_model)
+        install_pinned("--no-deps", pins.bundled_model)
         if "dev" in PROFILES[profile]:
-            install("--no-deps", pins.loss_oracle)
+            install_pinned("--no-deps", pins.loss_oracle)
     with step(5, "byte code"):
         keep_byte_code()
     torch = installed_torch()
@@ -195,6 +202,22 @@ def read_pyproject() -> dict[str, Any]:
     return tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
 
 
+def requirements(extras: Sequence[str]) -> list[str]:
+    """What the package and its extras need, and what builds it."""
+    project = read_pyproject()
+    wanted = [*project["build-system"]["requires"], "editables", *project["project"]["dependencies"]]
+    offered = project["project"]["optional-dependencies"]
+    waiting = [name for name in extras if name]
+    for name in waiting:
+        for each in offered[name]:
+            of_ours = re.match(r"groupwise\[(.*)\]", each)
+            if of_ours:
+                waiting += [other for other in of_ours[1].split(",") if other not in waiting]
+            else:
+                wanted.append(each)
+    return sorted(set(wanted))
+
+
 # Python and the environment
 
 
@@ -231,8 +254,11 @@ def make_environment() -> None:
             "Name another one: make setup PYTHON=/path/to/python3."
         )
     if version < OLDEST_PIP:
-        with contextlib.suppress(SetupError):  # an older one does, only slower
-            install(*QUICK, "--upgrade", f"pip>={OLDEST_PIP},<{OLDEST_PIP + 1}")
+        # An older one cannot read hashes from a file of constraints, and needs the line itself.
+        line = re.search(r"^pip==.*$", CONSTRAINTS.read_text(), re.MULTILINE)
+        only_pip = VENV / "pip.txt"
+        only_pip.write_text(line[0] if line else "")
+        install(*QUICK, "--require-hashes", "-r", str(only_pip))
 
 
 def pip_version() -> int | None:
@@ -344,11 +370,12 @@ def torch_attempts(release: str, flavour: str, wanted: str, system: str) -> list
     """Where to look for torch.
 
     `==2.13.0` also matches `2.13.0+cpu`, which pip prefers; `===` matches the plain release only, which on PyPI is the
-    CUDA build for Linux. `--no-deps`, because torch's small dependencies come later, pinned.
+    CUDA build for Linux. `--no-deps`, because torch's small dependencies come later, pinned. Builds that are not on PyPI have no hash
+    in constraints.txt: they are as good as the index that they come from.
     """
     if flavour == "cuda":
         pinned = ("-c", str(CONSTRAINTS))
-        return [Attempt((*pinned, f"torch==={release}")), Attempt((*pinned, f"torch=={release}"))]
+        return [Attempt((*pinned, f"torch==={release}")), Attempt((f"torch=={release}",))]
     plain = f"torch=={release}"
     if system != "Linux":
         return [Attempt(("--no-deps", plain))]
@@ -425,6 +452,11 @@ def install(*arguments: str) -> None:
     pip("install", "--no-compile", *arguments)
 
 
+def install_pinned(*arguments: str) -> None:
+    """Install the releases of constraints.txt, and none of their files with another hash than it says."""
+    install("-c", str(CONSTRAINTS), "--build-constraint", str(CONSTRAINTS), *arguments)
+
+
 IMPORTED = "import torch, transformers.models.llama.modeling_llama, peft, numba, groupwise.build"
 
 
@@ -487,6 +519,11 @@ UNREACHABLE = re.compile(
 )
 
 ADVICE = (
+    (
+        re.compile("DO NOT MATCH THE HASHES"),
+        "a file is not the one that constraints.txt names: it was changed on its way, or the index serves a build of its own.\n"
+        "Compare the hashes below with those that https://pypi.org shows for this release; nothing of it was installed.",
+    ),
     (
         re.compile("No space left on device|Errno 28"),
         "the disk is full. Free some space (pip also unpacks into TMPDIR, now {tmp}), then run make again.",

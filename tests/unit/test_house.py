@@ -71,10 +71,10 @@ def test_every_dependency_says_why_it_is_there_has_a_lower_bound_and_is_pinned()
         assert distribution(requirement) in known, f"{requirement}: run scripts/lock.py"
 
 
-def test_constraints_hold_for_every_machine() -> None:
+def test_constraints_hold_for_every_machine_and_say_the_hash_of_each_file() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    words = ("nvidia", "cuda-", "triton", "://", "file:", "--", " @ ")
-    assert [each for each in lines if each[0] != "#" and any(w in each for w in words)] == []
+    release = re.compile(r"[a-z0-9-]+==[\w.]+( ; [^-].*?)?( --hash=sha256:[0-9a-f]{64})+")
+    assert [each for each in lines if each[0] != "#" and not release.fullmatch(each)] == []
 
 
 # Start-up
