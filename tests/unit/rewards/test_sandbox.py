@@ -155,6 +155,11 @@ async def test_memory_is_limited():
     assert "MemoryError" in (await running("x = bytearray(1 << 26)", small)).errors.decode()
 
 
+async def test_it_ends_first_where_memory_runs_out():
+    seen = "print(open('/proc/self/oom_score_adj').read())"
+    assert await printed(seen, without=["namespaces", "landlock", "user"], require=()) == "1000\n\n"
+
+
 async def test_files_are_limited():
     source = """
         for attempt in (lambda: os.write(os.open("f", os.O_CREAT | os.O_WRONLY), b"x" * 2000), fill):
