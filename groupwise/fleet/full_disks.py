@@ -13,11 +13,12 @@ from collections.abc import Generator
 from pathlib import Path
 
 from groupwise.display.quantities import byte_size
-from groupwise.errors import RunError
+from groupwise.errors import RunError, UsageError
 
 NEEDED = 1_000_000
 """Bytes without which no fleet begins: an empty database has half of that, and SQLite's files beside it some."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
 
 
 class DiskFull(RunError):
@@ -31,13 +32,18 @@ class DiskFull(RunError):
 
 @contextlib.contextmanager
 def told_in_words(folder: Path) -> Generator[None, None, None]:
-    """What fails within it because there is no room raises DiskFull."""
+    """What fails within it because there is no room raises DiskFull, and UsageError where nothing may be written there."""
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise DiskFull(folder) from error
+        if error.errno in NO_ROOM:
+            raise DiskFull(folder) from error
+        if error.errno in MAY_NOT and Path(str(error.filename)).is_relative_to(folder):
+            raise UsageError(
+                f"the fleet cannot write to {error.filename}: {error.strerror}. "
+                "Let this user write there, or name another folder with --fleet."
+            ) from error
+        raise
 
 
 def is_full(folder: Path) -> bool:

@@ -22,7 +22,9 @@ from typing import Any
 
 import pytest
 
+from groupwise.cli.main import main
 from groupwise.fleet.settings import DATABASE_FILE
+from tests.disks import read_only, small_disk
 from tests.integration.fleet.whole_fleet import call
 from tests.processes import TIMEOUT_S, wait_until
 
@@ -280,6 +282,18 @@ def test_a_fleet_that_was_restored_begins_nothing_beside_what_runs(tmp_path: Pat
         found = fleet.wait_for_status(other, "completed")
         assert [each["outcome"] for each in found["attempts"]] == ["succeeded"]
         assert fleet.end() == 0
+
+
+def test_a_folder_that_takes_nothing_is_told_in_words(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "umask", lambda mask: mask)
+    (tmp_path / "file").touch()
+    with small_disk(tmp_path / "disk", "1m") as disk, read_only(disk):
+        for folder in (disk, disk / "fleet", tmp_path / "file"):
+            assert main(["fleet", "up", "--fleet", str(folder)]) == 2
+            told = capfd.readouterr().err
+            assert (str(folder) in told, "Traceback" in told) == (True, False)
 
 
 SMALL_DISK = 'mount -t tmpfs -o size=1m none "$0" && head -c $((1048576 - $1)) /dev/zero > "$0/all" && shift && exec "$@"'
