@@ -205,7 +205,11 @@ def read_pyproject() -> dict[str, Any]:
 def requirements(extras: Sequence[str]) -> list[str]:
     """What the package and its extras need, and what builds it."""
     project = read_pyproject()
-    wanted = [*project["build-system"]["requires"], "editables", *project["project"]["dependencies"]]
+    wanted = [
+        *project["build-system"]["requires"],
+        "editables",
+        *project["project"]["dependencies"],
+    ]
     offered = project["project"]["optional-dependencies"]
     waiting = [name for name in extras if name]
     for name in waiting:

@@ -1,12 +1,15 @@
-"""Numbers beyond what a database or a clock can hold, in every field of the API that takes any: refused in words, never our own mistake."""
+"""Numbers beyond what a database or a clock can hold, and texts that are SQL, options, paths or no text, in every field of the API that takes any:
+stored as they are, or refused in words; never our own mistake, and never more than a value."""
 
 import copy
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -22,6 +25,8 @@ from groupwise.hosts.files import BlobStore
 from groupwise.wire.problems import MEDIA_TYPE
 
 NUMBERS = (-1, 2**31, 10**400)
+TEXTS = ("'; DELETE FROM jobs; --", "\0", "../../etc", "\ud800", "é" * 70_000)
+VALUES: Mapping[str, Sequence[Any]] = {"integer": NUMBERS, "number": NUMBERS, "string": TEXTS}
 NAMES = {
     "job_id": "job-1", "vm_id": "vm-1", "gpu": "0", "name": "default", "key_id": "none",
     "sha256": "0" * 64, "path": "model.bin",
@@ -56,7 +61,7 @@ def client_of(app: FastAPI) -> httpx2.AsyncClient:
 
 
 Asked = tuple[str, str, str, dict[str, Any]]
-"""The place of a number, and a request with one: method, address and the rest."""
+"""The place of a value, and a request with a hostile one: method, address and the rest."""
 
 
 def requests(document: Mapping[str, Any]) -> Iterator[Asked]:
@@ -65,26 +70,31 @@ def requests(document: Mapping[str, Any]) -> Iterator[Asked]:
             name, address = f"{method.upper()} {path}", path.format(**NAMES)
             query = {p["name"]: p for p in operation.get("parameters", ()) if p["in"] == "query"}
             size = {"size": "1"} if "size" in query else {}
-            for each, number in itertools.product(query, NUMBERS):
-                if list(numeric(document, query[each]["schema"])):
-                    yield f"{name} {each}", method, address, {"params": {**size, each: str(number)}}
+            for each, parameter in query.items():
+                for _, value in hostile(document, parameter["schema"]):
+                    if value not in TEXTS[-2:]:  # no client has these in an address
+                        yield f"{name} {each}", method, address, {"params": {**size, each: value}}
+            for part, value in itertools.product(re.findall(r"{(\w+)}", path), TEXTS[:2]):
+                elsewhere = path.format(**NAMES | {part: quote(value, safe="")})
+                yield f"{name} {part}", method, elsewhere, {"params": size}
             body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-            places = set(numeric(document, body["schema"])) if body else set()
-            for place, number in itertools.product(sorted(places), NUMBERS):
-                wrong = json.dumps(spoilt(BODIES.get(name, {}), place, number))
+            places = set(hostile(document, body["schema"])) if body else set[Any]()
+            for place, value in sorted(places, key=str):
+                wrong = json.dumps(spoilt(BODIES.get(name, {}), place, value))
                 yield f"{name} {'.'.join(place)}", method, address, {"content": wrong}
 
 
-def numeric(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Places of a schema where a number may stand."""
+def hostile(
+    document: Mapping[str, Any], schema: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Places of a schema where a number or a text may stand, each with what may do harm there."""
     while "$ref" in schema:
         schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
-    if schema.get("type") in ("integer", "number"):
-        yield ()
+    yield from (((), value) for value in VALUES.get(schema.get("type", ""), ()))
     for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        yield from numeric(document, other)
+        yield from hostile(document, other)
     for name, inner in inside(schema):
-        yield from ((name, *rest) for rest in numeric(document, inner))
+        yield from (((name, *rest), value) for rest, value in hostile(document, inner))
 
 
 def inside(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -96,19 +106,19 @@ def inside(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
     )
 
 
-def spoilt(good: Any, place: tuple[str, ...], number: float) -> Any:
-    """The body with that number in that place."""
+def spoilt(good: Any, place: tuple[str, ...], value: Any) -> Any:
+    """The body with that value in that place."""
     if not place:
-        return number
+        return value
     if place[0] == "[]":
         inside = good[0] if isinstance(good, list) and good else None
-        return [spoilt(inside, place[1:], number)]
+        return [spoilt(inside, place[1:], value)]
     body = copy.deepcopy(good) if isinstance(good, dict) else {}
-    body[place[0]] = spoilt(body.get(place[0]), place[1:], number)
+    body[place[0]] = spoilt(body.get(place[0]), place[1:], value)
     return body
 
 
-async def test_no_number_is_our_mistake(app: FastAPI) -> None:
+async def test_a_value_is_a_value(app: FastAPI, database: Database) -> None:
     places = Counter[str]()
     async with client_of(app) as client:
         for place, method, address, asked in requests(app.openapi()):
@@ -120,8 +130,15 @@ async def test_no_number_is_our_mistake(app: FastAPI) -> None:
             if answer.status_code >= 400:
                 assert answer.headers["content-type"] == MEDIA_TYPE, shown
     sure = {"GET /events after", "PUT /projects/{name} max_gpus", "POST /jobs resources.gpus"}
+    sure |= {
+        "GET /jobs status",
+        "POST /jobs arguments.[]",
+        "POST /jobs name",
+        "GET /jobs/{job_id} job_id",
+    }
     assert sure <= places.keys()
-    assert places.total() > 150
+    assert places.total() > 500
+    assert database.read(lambda session: session.get(Job, "job-1")) is not None
 
 
 async def test_no_gpu_has_such_an_index(app: FastAPI) -> None:
