@@ -16,6 +16,8 @@ from groupwise.hosts.spec import JOB_ID, SHA256, FileEntry, Manifest, path_probl
 
 Word = TypeVar("Word", bound=StrEnum)
 
+MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
+"""What columns of databases hold."""
 MOST_EPOCH = (1 << 62) - 1
 """As runners count; what is above was given out by nobody, and databases do not count much further."""
 
@@ -344,9 +346,9 @@ class Fields:
         """Must be there."""
         return cast("str", self._typed(name, str, required=True))
 
-    def number(self, name: str) -> int:
-        """A whole number that must be there."""
-        return cast("int", self._typed(name, int, required=True))
+    def number(self, name: str, most: int = MOST) -> int:
+        """A whole number that must be there, of at most that size."""
+        return self._counted(name, most, int, required=True) or 0
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """Must be there where there is no default."""
@@ -357,14 +359,15 @@ class Fields:
         """None: it is null or not there."""
         return cast("str | None", self._typed(name, str))
 
-    def number_or_none(self, name: str) -> int | None:
-        """A whole number; one that came as 3.0 is taken."""
-        found = self._typed(name, int, float)
-        return None if found is None else int(cast("float", found))
+    def number_or_none(self, name: str, most: int = MOST) -> int | None:
+        """A whole number of at most that size; one that came as 3.0 is taken."""
+        return self._counted(name, most, int, float)
 
     def real_or_none(self, name: str) -> float | None:
-        """Any number."""
+        """Any number that a database keeps."""
         found = self._typed(name, int, float)
+        if found is not None and not abs(cast("float", found)) <= MOST:  # NaN neither
+            raise self.wrong(name, "a number")
         return None if found is None else float(cast("float", found))
 
     def object_or_none(self, name: str) -> Fields | None:
@@ -399,6 +402,12 @@ class Fields:
         return BadAnswer(
             f"{self._where}.{name} is {self._document.get(name)!r}; {wanted} is expected"
         )
+
+    def _counted(self, name: str, most: int, *types: type, required: bool = False) -> int | None:
+        found = cast("float | None", self._typed(name, *types, required=required))
+        if found is not None and not abs(found) <= most:  # NaN neither
+            raise self.wrong(name, f"a number of at most {most}")
+        return None if found is None else int(found)
 
     def _typed(self, name: str, *types: type, required: bool = False) -> object:
         found: object = self._document.get(name)
@@ -455,7 +464,7 @@ def ran(document: object) -> Ran:
 
 def _exit_record(f: Fields) -> ExitRecord:
     return ExitRecord(
-        code=f.number_or_none("code"),
+        code=f.number_or_none("code", MOST_OF_SMALL),
         signal=f.number_or_none("signal"),
         reason=_one_of(ExitReason, f, "reason"),
         message=f.text_or_none("message") or "",
@@ -512,7 +521,7 @@ def observation(document: object) -> Observation:
     return Observation(
         boot_id=f.text("boot_id"),
         time=f.real_or_none("time"),
-        load=tuple(n for n in f.listed("load") if isinstance(n, float | int)),
+        load=tuple(n for n in f.listed("load") if isinstance(n, float | int) and abs(n) <= MOST),
         cpus=f.number_or_none("cpus"),
         ram_mb=f.number_or_none("ram_mb"),
         ram_free_mb=f.number_or_none("ram_free_mb"),
@@ -550,13 +559,13 @@ def _stray(f: Fields) -> Stray:
 
 def _gpu(f: Fields) -> SeenGPU:
     return SeenGPU(
-        index=f.number("index"),
+        index=f.number("index", MOST_OF_SMALL),
         uuid=f.text("uuid"),
         model=f.text_or_none("model"),
-        memory_mb=f.number_or_none("memory_mb"),
-        memory_used_mb=f.number_or_none("memory_used_mb"),
-        utilisation=f.number_or_none("utilisation"),
-        temperature=f.number_or_none("temperature"),
+        memory_mb=f.number_or_none("memory_mb", MOST_OF_SMALL),
+        memory_used_mb=f.number_or_none("memory_used_mb", MOST_OF_SMALL),
+        utilisation=f.number_or_none("utilisation", MOST_OF_SMALL),
+        temperature=f.number_or_none("temperature", MOST_OF_SMALL),
         mig=f.flag("mig", default=False),
         mig_devices=tuple(d.plain() for d in f.objects("mig_devices")),
         problems=f.texts("problems"),
@@ -586,7 +595,7 @@ def work_tree(document: object) -> WorkTree:
 
 def _counts(f: Fields, name: str) -> dict[str, int]:
     counts = f.mapping(name)
-    if not all(isinstance(count, int) and count >= 0 for count in counts.values()):
+    if not all(isinstance(count, int) and 0 <= count <= MOST for count in counts.values()):
         raise f.wrong(name, "a number for each kind")
     return cast("dict[str, int]", dict(counts))
 
@@ -602,7 +611,8 @@ def _checkpoint(f: Fields) -> CheckpointTree:
 
 def _countable(f: Fields) -> bool:
     """Runners of before let any number of steps pass."""
-    return 0 <= f.number("step") < 1 << 63
+    step = f.plain().get("step")
+    return not isinstance(step, int) or 0 <= step <= MOST
 
 
 def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
@@ -618,7 +628,7 @@ def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
 
 def _entry(f: Fields, name: str, entry: object) -> FileEntry:
     match entry:
-        case [str(sha256), int(mode), int(size)] if SHA256.fullmatch(sha256) and size >= 0:
+        case [str(sha256), int(mode), int(size)] if SHA256.fullmatch(sha256) and 0 <= size <= MOST:
             return FileEntry(sha256, mode & 0o777, size)
         case _:
             raise f.wrong(name, "[sha256, mode, size] for each path")

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Never, cast
 
 from groupwise.hosts.port import Answer, HostError, OutcomeUnknown, Request, RunnerRefused
 
@@ -137,13 +138,23 @@ class AnswerReader:
 
 def _object(document: bytes) -> Mapping[str, Any]:
     try:
-        body: object = json.loads(document)
+        body: object = json.loads(document, parse_constant=_refused, parse_float=_finite)
         body = _storable(body) if b"\\u" in document else body
     except (ValueError, RecursionError) as error:
         raise BadAnswer(f"the answer is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
     return cast("dict[str, Any]", body)
+
+
+def _refused(constant: str) -> Never:
+    raise ValueError(f"{constant} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        _refused(text)
+    return number
 
 
 def _storable(value: Any) -> Any:

@@ -84,7 +84,11 @@ def test_an_answer_that_was_changed_or_never_ends_is_none(why: str) -> None:
         read(NO_ANSWERS[why])
 
 
-@pytest.mark.parametrize("document", [b"[]", b"{", b"\xff\xfe", b'"ok"', b"[" * 2000], ids=len)
+@pytest.mark.parametrize(
+    "document",
+    [b"[]", b'{"a": NaN}', b'{"a": 1e400}', b"{", b"\xff\xfe", b'"ok"', b"[" * 2000],
+    ids=len,
+)
 def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
     with pytest.raises(BadAnswer):
         read(announced(document))

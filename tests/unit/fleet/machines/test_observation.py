@@ -1,5 +1,7 @@
 import asyncio
-from collections.abc import Sequence
+import copy
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts import answers, keys
 from groupwise.hosts.answers import Observation
+from groupwise.hosts.framing import BadAnswer
 from tests.unit.fleet.queue_helpers import (
     claim_some,
     claimed_ids,
@@ -170,6 +173,44 @@ def running(job: str, epoch: int, state: str = "running", **more: Any) -> dict[s
 
 
 EXIT = {"code": 1, "signal": None, "reason": "exited"}
+
+
+SAID: dict[str, Any] = {
+    "boot_id": "boot-1", "time": 1.0, "load": [0.5, 0.5, 0.5], "cpus": 8, "ram_mb": 64000, "ram_free_mb": 60000,
+    "disk_free_mb": 100000, "probe": {"status": "ok", "apps": "ok", "lines_not_read": ["x"], "exit": 0, "said": "x"},
+    "gpus": [gpu(0)], "apps": [{"uuid": "GPU-0", "pid": 1, "memory_mb": 10, "attempt": "stranger.5"}],
+    "attempts": [running("stranger", 5, "exited", exit=EXIT | {"seconds": 1.5}, pid=4, started_at=1.0, survivors=1, gpus=["GPU-0"])],
+    "quarantined": [{"what": "folder", "detail": "x", "pid": 5}], "unremoved": ["x"],
+}  # fmt: skip
+
+
+def leaves(document: Any) -> Iterator[tuple[Any, Any]]:
+    """Each place that holds a value: what it is in, and its key there."""
+    each = document.items() if isinstance(document, dict) else enumerate(document)
+    for key, value in list(each):
+        yield document, key
+        if isinstance(value, dict | list):
+            yield from leaves(value)
+
+
+def test_what_no_database_keeps_is_no_answer(fleet: Fleet):
+    """Everything that a machine says, in turn, as one that lies may say it: refused as no answer, or written down."""
+    odd = (2**31, 2**63, -(2**63), 10**400, 1e308, math.inf, math.nan, "x" * 100_000, None, [], {})
+    refused = tried = 0
+    for value in odd:
+        for number in range(len(list(leaves(SAID)))):
+            document = copy.deepcopy(SAID)
+            within, key = list(leaves(document))[number]
+            within[key] = value
+            tried += 1
+            try:
+                observed = answers.observation(document)
+            except BadAnswer:
+                refused += 1
+                continue
+            at = fleet.start + tried
+            assert fleet.database.run(lambda s: observation.apply(s, "vm", at, observed))
+    assert tried / 4 < refused < tried
 
 
 def strays(fleet: Fleet) -> list[tuple[str, int, float]]:
