@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import resource
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import asyncssh
 import pytest
 
 from groupwise.hosts.driver import Launch, Runner
-from groupwise.hosts.port import HostKeyError, HostUnreachable, OutcomeUnknown
+from groupwise.hosts.port import HostError, HostKeyError, HostUnreachable, OutcomeUnknown
 from groupwise.hosts.spec import JobSpec
 from groupwise.hosts.ssh import Patience, SshHost, read_host_key
 from tests import ssh_hosts
@@ -84,6 +85,31 @@ async def test_a_key_that_changed_is_found_at_the_next_connection(machine: Loopb
     machine.new_host_key()
     machine.restart()
     assert (await refusal(host)).seen == machine.host_key != before
+
+
+HEADER = f"GROUPWISE-ANSWER 1 {{}} {'a' * 64} 0"
+
+
+@pytest.mark.parametrize(("says", "told"), [
+    ("yes", "before any answer"), ("yes >&2", "within 1"), ("sleep 9", "within 1"),
+    (f"echo {HEADER.format('9' * 12)}; yes", "announces"), (f"echo {HEADER.format(1000)}; yes", "hash"),
+    (f"echo {HEADER.format(1000)}; echo x", "ended"), ("kill -9 $PPID", "ended"),
+])  # fmt: skip
+async def test_a_machine_that_lies_holds_nobody_and_fills_no_memory(
+    machine: LoopbackHost, says: str, told: str
+) -> None:
+    enter = machine.folder / "enter"
+    honest = enter.read_text()
+    enter.write_text(f"#!/bin/sh\n{says}\n")
+    host = host_of(machine)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        with pytest.raises(HostError, match=told):
+            await quick(host, "echo")
+    finally:
+        enter.write_text(honest)
+        await host.close()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "kilobytes"
 
 
 async def test_nothing_of_the_users_is_read(
