@@ -30,8 +30,8 @@ from groupwise.errors import GroupwiseError, UsageError
 from groupwise.runs.durable import write_json
 from groupwise.runs.folder import RECORD, read_config, read_state, read_summary
 from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.stages import warm_up_curve
 from groupwise.runs.store import Store
+from groupwise.runs.warm_up import warm_up_curve
 from groupwise.tasks.contract import load_task
 
 TASKS = (

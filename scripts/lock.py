@@ -1,9 +1,10 @@
-"""Remake constraints.txt: `.venv/bin/python scripts/lock.py`, after a change of pyproject.toml; with `--upgrade` every release becomes the newest
-that the bounds allow.
+"""Remake constraints.txt after a change of pyproject.toml: `.venv/bin/python scripts/lock.py`.
 
-uv resolves pyproject.toml with all extras but those in APART, and what builds this package, for every platform and Python at once, and writes
-the hash of every file that a release has. A second call adds what set-up installs without dependencies. torch stands at the release
-that `tool.groupwise.bootstrap` names. CUDA's packages are in the file: a constraint has nothing installed.
+With `--upgrade` every release becomes the newest that the bounds allow; without it, those that still fit stay.
+
+uv resolves pyproject.toml with all extras but those in APART, and what builds this package, for every platform and Python at once,
+and writes the hash of every file that a release has. A second call adds what set-up installs without dependencies. torch stands at the
+release that `tool.groupwise.bootstrap` names. CUDA's packages are in the file: a constraint has nothing installed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PYPROJECT = ROOT / "pyproject.toml"
 
 HEADER = """\
-# Made by `.venv/bin/python scripts/lock.py`: every release that the tests ran with, for all platforms, one a line, with the hashes of its files.
-# Do not edit. pip refuses a file that has none of them, and in the same breath packages that are not here.
+# Made by `.venv/bin/python scripts/lock.py`: every release that the tests ran with, for all platforms, with the hashes of its files.
+# Do not edit. pip refuses a file that has none of these hashes, and packages that are not here.
 """
 APART = {"unsloth"}
 """Extras that go with older releases than the others."""

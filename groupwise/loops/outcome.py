@@ -27,7 +27,7 @@ from groupwise.rewards.threads import DaemonThreads
 from groupwise.runs import durable, find
 from groupwise.runs.advice import advice_on
 from groupwise.runs.folder import FINAL_STEP
-from groupwise.runs.stages import warm_up_curve
+from groupwise.runs.warm_up import warm_up_curve
 
 logger = logging.getLogger(__name__)
 

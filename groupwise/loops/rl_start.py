@@ -70,7 +70,7 @@ from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord
-from groupwise.runs.stages import WARM_UP_SUMMARY
+from groupwise.runs.warm_up import WARM_UP_SUMMARY
 from groupwise.types import Policy, SamplingParams
 
 logger = logging.getLogger(__name__)

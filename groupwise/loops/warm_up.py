@@ -26,8 +26,8 @@ from groupwise.loops.start import TrainingResult, Ways
 from groupwise.ranks.launched import launched
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
-from groupwise.runs.stages import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.store import Store
+from groupwise.runs.warm_up import WARM_UP, WARM_UP_SUMMARY
 from groupwise.sft_config import LoadedSftConfig, SftConfig, config_of_warm_up
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,9 @@ def main(descriptor: int, parent: int) -> None:
     """Serve requests on the socket `descriptor` until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie_to_parent(parent, os.environ[MARK])
-    with suppress(OSError):  # where memory runs out, Linux ends this process before the one that trains
+    with suppress(
+        OSError
+    ):  # where memory runs out, Linux ends this process before the one that trains
         Path("/proc/self/oom_score_adj").write_text("500")
     connection = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

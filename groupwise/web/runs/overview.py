@@ -14,8 +14,8 @@ from groupwise.runs.advice import advice_on
 from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
 from groupwise.runs.lock import holder
-from groupwise.runs.stages import WARM_UP
 from groupwise.runs.store import Store
+from groupwise.runs.warm_up import WARM_UP
 from groupwise.web.index import Listed
 from groupwise.web.pages import Page, Visit, live_of, shown
 from groupwise.web.runs.archive import files_of

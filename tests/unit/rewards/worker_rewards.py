@@ -155,7 +155,8 @@ def tells_environment(completions, log_extra, names, **kwargs):
     log_extra("found", [{name: os.environ.get(name) for name in names[0]}] * len(completions))
     log_extra("collects", [gc.isenabled() and gc.get_freeze_count() > 0] * len(completions))
     log_extra("torch", ["torch" in sys.modules] * len(completions))
-    log_extra("ends_first", [int(Path("/proc/self/oom_score_adj").read_text())] * len(completions))
+    scores = [int(Path(f"/proc/{of}/oom_score_adj").read_text()) for of in (os.getppid(), "self")]
+    log_extra("ends_first", [scores[0] < scores[1]] * len(completions))
     return [1.0] * len(completions)
 
 

@@ -1,5 +1,7 @@
-"""Numbers beyond what a database or a clock can hold, and texts that are SQL, options, paths or no text, in every field of the API that takes any:
-stored as they are, or refused in words; never our own mistake, and never more than a value."""
+"""Numbers beyond what a database or a clock can hold, and texts that are SQL, paths or no text, in every field of the API that takes any.
+
+They are stored as they are, or refused in words: never our own mistake, and never more than a value.
+"""
 
 import copy
 import itertools

@@ -2,6 +2,7 @@ import asyncio
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,7 +210,8 @@ def test_what_no_database_keeps_is_no_answer(fleet: Fleet):
                 refused += 1
                 continue
             at = fleet.start + tried
-            assert fleet.database.run(lambda s: observation.apply(s, "vm", at, observed))
+            apply = partial(observation.apply, vm_id="vm", asked_at=at, seen=observed)
+            assert fleet.database.run(apply)
     assert tried / 4 < refused < tried
 
 

@@ -1,4 +1,4 @@
-"""The curve of a run's warm-up, to be drawn before the run's own: its steps count down to 0, where the run's begin."""
+"""What a run's record keeps of its warm-up, and the curve of that: its steps count down to 0, where the run's begin."""
 
 from __future__ import annotations
 
