@@ -19,12 +19,14 @@ from pathlib import Path, PurePosixPath
 
 from groupwise.clouds.port import Busy, CloudError
 from groupwise.hosts.files import hash_of, sync_folder
-from groupwise.hosts.spec import FileEntry, Manifest
+from groupwise.hosts.spec import FileEntry, Manifest, path_problems
 
 INCOMING = ".incoming"
-"""The folder of files that are not whole yet, in the one that they are fetched to."""
+"""What the folder needs for itself."""
 NOTE = "brought.json"
-"""The file in it that says whose results these are, and what each file was as it came."""
+"""The file in that which says whose results these are, and what each file was as it came."""
+NOT_WHOLE = "files"
+"""The folder beside it in which files grow: a machine chooses their names, and may choose that of the note."""
 EARLIER = "earlier"
 MANIFEST = "manifest.json"
 
@@ -50,7 +52,7 @@ class ResultsFolder:
     @property
     def incoming(self) -> Path:
         """Where files grow until they are whole."""
-        return self.folder / INCOMING
+        return self.folder / INCOMING / NOT_WHOLE
 
     def lacking(self, files: Manifest) -> Manifest:
         """Those that are not here, or are others here."""
@@ -60,7 +62,7 @@ class ResultsFolder:
         """Put in place what came of an attempt; `there` are all files that it offers, and has at all if it has `ended`."""
         offered = set(there)
         self._set_aside(came, offered, attempt, ended=ended)
-        _put_in_place(self.folder, came)
+        self._put_in_place(came)
         for path, entry in there.items():
             if self._has(path):
                 self.brought[path] = Brought(attempt, entry.sha256)
@@ -76,7 +78,7 @@ class ResultsFolder:
             new.write_bytes(data)
             entries[path] = FileEntry(hashlib.sha256(data).hexdigest(), 0o644, len(data))
         self._set_aside(entries, set(entries), attempt, ended=False)
-        _put_in_place(self.folder, entries)
+        self._put_in_place(entries)
         for path, entry in entries.items():
             self.brought[path] = Brought(attempt, entry.sha256)
         self._write_note()
@@ -149,11 +151,26 @@ class ResultsFolder:
                 folder.rmdir()
 
     def _write_note(self) -> None:
-        note = self.incoming / NOTE
+        note = self.folder / INCOMING / NOTE
         new = note.with_suffix(".new")
         files = {path: [each.attempt, each.sha256] for path, each in self.brought.items()}
         new.write_text(json.dumps({"of": self.of, "files": files}, sort_keys=True), "utf-8")
         new.replace(note)
+
+    def _put_in_place(self, files: Iterable[str]) -> None:
+        """Each appears whole, under its name; the list of a checkpoint's files after these."""
+        ordered = sorted(files, key=lambda path: PurePosixPath(path).name == MANIFEST)
+        for path in ordered:
+            place = self.folder / path
+            place.parent.mkdir(parents=True, exist_ok=True)
+            (self.incoming / path).replace(place)
+        for parent in {(self.folder / path).parent for path in ordered}:
+            sync_folder(parent)
+
+
+def may_come(path: str) -> bool:
+    """Whether it is a file inside of the folder, and none of what the folder needs for itself."""
+    return not path_problems("file", path) and path.split("/")[0].lower() not in (INCOMING, EARLIER)
 
 
 @contextmanager
@@ -226,21 +243,10 @@ def _take(lock: int, folder: Path) -> None:
 def _read_note(note: Path) -> tuple[str | None, dict[str, Brought]]:
     try:
         said = json.loads(note.read_bytes())
-        files = {path: Brought(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
-        return str(said["of"]), files
+        found = {path: Brought(int(n), str(sha)) for path, (n, sha) in said["files"].items()}
+        return str(said["of"]), {path: each for path, each in found.items() if may_come(path)}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None, {}
-
-
-def _put_in_place(folder: Path, files: Iterable[str]) -> None:
-    """Each appears whole, under its name; the list of a checkpoint's files after these."""
-    ordered = sorted(files, key=lambda path: PurePosixPath(path).name == MANIFEST)
-    for path in ordered:
-        place = folder / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        (folder / INCOMING / path).replace(place)
-    for parent in {(folder / path).parent for path in ordered}:
-        sync_folder(parent)
 
 
 def _step(checkpoint: Path) -> int | None:

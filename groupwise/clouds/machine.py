@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from groupwise.clouds.folder import ResultsFolder, results_folder
+from groupwise.clouds.folder import ResultsFolder, may_come, results_folder
 from groupwise.clouds.port import (
     Busy,
     Capabilities,
@@ -429,7 +429,8 @@ class MachineBackend:
         what, changed = "artefacts" if ended else "checkpoints", ""
         for _ in range(TRIES):
             tree = await self._runner.manifest(name, attempt, what)
-            files = {path: each for path, each in _offered(tree).items() if path != ORDER}
+            offered = _offered(tree)
+            files = {path: e for path, e in offered.items() if path != ORDER and may_come(path)}
             wanted = await asyncio.to_thread(results.lacking, files)
             try:
                 await fetching.files(wanted)
@@ -440,6 +441,11 @@ class MachineBackend:
             left_out = {
                 **dict(tree.refused),
                 **{why: f"{n} more" for why, n in tree.refused_more.items()},
+                **{
+                    path: "the folder of results has that name itself"
+                    for path in offered
+                    if not may_come(path)
+                },
             }
             received = sum(each.size for each in wanted.values())
             return Fetched(results.folder, tuple(sorted(files)), received, left_out)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.clouds.folder import EARLIER, INCOMING, ResultsFolder, results_folder, set_aside
+from groupwise.clouds.folder import (
+    EARLIER,
+    INCOMING,
+    ResultsFolder,
+    may_come,
+    results_folder,
+    set_aside,
+)
 from groupwise.clouds.port import Busy, CloudError
 from groupwise.hosts.spec import FileEntry
 
@@ -152,10 +159,34 @@ def test_what_somebody_else_has_put_there_stays(results: ResultsFolder) -> None:
 def test_a_note_that_cannot_be_read_loses_nothing(tmp_path: Path) -> None:
     with results_folder(tmp_path, JOB) as results:
         come(results, {"a": b"1"}, ended=True)
-        (results.incoming / "brought.json").write_text("[")
+        (results.folder / INCOMING / "brought.json").write_text("[")
     with results_folder(tmp_path, JOB) as results:
         come(results, {"a": b"2"}, attempt=2, ended=True)
     assert content(tmp_path) == {"a": b"2", f"{EARLIER}/changed/a": b"1"}
+
+
+def test_a_machine_names_no_file_that_the_folder_needs_nor_one_outside(tmp_path: Path) -> None:
+    """What it offers is not believed, nor a note that may have come from it."""
+    place, outside = tmp_path / "results", tmp_path / "thesis" / "manifest.json"
+    outside.parent.mkdir()
+    outside.write_text("mine")
+    names = (
+        f"{INCOMING}/brought.json",
+        f"{INCOMING.upper()}/x",
+        f"{EARLIER}/x",
+        "../thesis/x",
+        "/x",
+    )
+    assert [name for name in names if may_come(name)] == []
+    said = {"of": JOB, "files": {"../thesis/manifest.json": [1, "0" * 64], "a": [1, "0" * 64]}}
+    with results_folder(place, JOB) as results:
+        come(results, {"brought.json": json.dumps(said).encode()})
+    assert (place / "brought.json").exists()
+    (place / INCOMING / "brought.json").write_text(json.dumps(said))
+    with results_folder(place, JOB) as results:
+        assert set(results.brought) == {"a"}
+        come(results, checkpoints(2), ended=True)
+    assert outside.read_text() == "mine"
 
 
 def test_before_another_job_of_that_name_all_that_was_brought_is_set_aside(tmp_path: Path) -> None:
