@@ -19,6 +19,8 @@ DEEPEST = 64
 
 MOST_LISTS, MOST_TEXTS = 200_000, 1_000_000
 """Lists and objects of a body together, and its texts; numbers stand in long lists and may be as many as there is room for."""
+MOST_KEYS = 20_000
+"""Of one object: each that is unknown is told of."""
 LARGE = 256 * 1024
 """Bytes that are read beside everything else."""
 
@@ -96,6 +98,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MOST_KEYS:
+        raise NotStrict(f"an object has more than {MOST_KEYS:,} keys")
     found = dict(pairs)
     if len(found) != len(pairs):
         raise NotStrict("a key stands twice in an object")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import UsageError
+from groupwise.wire.bodies import FailFast
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 """Of a machine: commands, messages and addresses have it."""
@@ -76,7 +77,7 @@ class LogPart:
     """The job has ended, and there is no more."""
 
 
-class FleetBody(BaseModel):
+class FleetBody(FailFast, BaseModel):
     """What a client sends; unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

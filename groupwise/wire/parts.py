@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Policy, PolicyRole, Row
+from groupwise.wire.bodies import FailFast
 
 PartsKind = Literal["training", "supervised", "serving"]
 """Sampler and learner; the learner alone; the sampler alone."""
@@ -43,7 +44,7 @@ HEARTBEAT = 10.0
 FilePath = Annotated[str, Field(pattern=PATH_PATTERN, max_length=MAX_PATH)]
 
 
-class _Body(BaseModel):
+class _Body(FailFast, BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
 

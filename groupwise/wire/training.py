@@ -29,6 +29,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from groupwise.wire.bodies import FailFast
+
 MAX_PROMPTS = 256
 """Prompts of one request for completions, and groups of one request with rewards."""
 MAX_COMPLETIONS = 1024
@@ -84,7 +86,7 @@ ELSEWHERE: Mapping[str, str] = {
 """The same keys as fields of POST /start, where those have other names."""
 
 
-class Body(BaseModel):
+class Body(FailFast, BaseModel):
     """What a client sends."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

@@ -23,6 +23,7 @@ from groupwise.fleet.queue.resources import MOST_MB, Resources
 from groupwise.fleet.queue.resources import problems as resource_problems
 from groupwise.hosts.failures import FailureClass
 from groupwise.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry, path_problems
+from groupwise.wire.bodies import FailFast
 from groupwise.wire.problems import field_errors
 
 COMMAND = "COMMAND"
@@ -47,7 +48,7 @@ _WEBHOOK = re.compile(r"https?://[^\s/@]+(/\S*)?")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
-class _Strict(BaseModel):
+class _Strict(FailFast, BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 

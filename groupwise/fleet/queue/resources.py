@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from groupwise.errors import UsageError
+from groupwise.wire.bodies import FailFast
 from groupwise.wire.fleet import MOST_GPUS
 from groupwise.wire.problems import field_errors
 
@@ -33,7 +34,7 @@ _COUNT = re.compile(r"\d+")
 _UUID = re.compile(r"(GPU|MIG)-.+", re.IGNORECASE)
 
 
-class Resources(BaseModel):
+class Resources(FailFast, BaseModel):
     """What one job needs. Numbers count for each of its machines."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -24,6 +24,7 @@ class Files:
         self._changing = threading.Lock()
         """Requests write in threads, also while the parts are ended."""
         self._removed = False
+        self._sealed: set[str] = set()
 
     @staticmethod
     def check(path: str) -> None:
@@ -75,12 +76,32 @@ class Files:
             file.seek(min(offset, os.fstat(file.fileno()).st_size))
             return file.read(PIECE)
 
+    def seal(self, *paths: str | None) -> set[str]:
+        """Take no more files in these folders: what was checked there is being loaded, and may be loaded again. Those that are sealed now."""
+        for path in filter(None, paths):
+            self.check(path)
+        with self._changing:
+            new = {path for path in paths if path is not None} - self._sealed
+            self._sealed |= new
+        return new
+
+    def unseal(self, paths: set[str]) -> None:
+        """They were not loaded."""
+        self._sealed -= paths
+
     def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
         """A piece of a file, at `offset`, which must not be beyond what is there; what was behind it is cut off. The file's size."""
         place = self.place(path)
         with self._changing:
             if self._removed:
                 raise _not_there(path)
+            if {path, *map(str, Path(path).parents)} & self._sealed:
+                problem = "is in a folder that was loaded, which stays as it is; send it to another"
+                raise Refusal(
+                    "invalid_request",
+                    f"{path} {problem}.",
+                    errors=[FieldError(field="path", message=problem)],
+                )
             return self._written(place, path, offset, content)
 
     def _written(self, place: Path, path: str, offset: int, content: bytes) -> FolderAnswer:

@@ -394,14 +394,17 @@ class PartsService:
 
     async def _by_engine(self, parts: _Parts, do: AnyVerb) -> Any:
         call = parts.engine.call
-        if isinstance(do, wire.Open):
-            opened: PartsOpened = await call("parts.open", self._order(parts, do))
-            parts.ready = True
-            return asdict(opened)
-        if isinstance(do, wire.Load):
-            Files.check(do.policy.path)
-        arguments = [getattr(do, name) for name in type(do).model_fields if name != "verb"]
-        return await call(f"parts.{do.verb}", *arguments)
+        sealed = await asyncio.to_thread(parts.files.seal, *_loaded_by(do))
+        try:
+            if isinstance(do, wire.Open):
+                opened: PartsOpened = await call("parts.open", self._order(parts, do))
+                parts.ready = True
+                return asdict(opened)
+            arguments = [getattr(do, name) for name in type(do).model_fields if name != "verb"]
+            return await call(f"parts.{do.verb}", *arguments)
+        except GroupwiseError:
+            parts.files.unseal(sealed)
+            raise
 
     def _order(self, parts: _Parts, do: wire.Open) -> OpenParts:
         model, adapter, weights = (
@@ -441,6 +444,15 @@ class PartsService:
         model |= {"adapter": adapter, "adapter_revision": None, "chat_template": None}
         run = {key: of_run[key] for key in OF_RUN if key in of_run}
         return {**config, "model": model, "run": run}
+
+
+def _loaded_by(do: AnyVerb) -> tuple[str | None, ...]:
+    """The folders of the client that it reads."""
+    if isinstance(do, wire.Open):
+        return do.model, do.adapter, do.weights
+    if isinstance(do, wire.Load):
+        return (do.policy.path,)
+    return (do.folder,) if isinstance(do, wire.LoadState) else ()
 
 
 async def _begun(engine: Awaitable[Engine]) -> Called:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from groupwise.wire.bodies import FailFast
+
 MOST_CALLS = 2**53
 """Numbers of calls are smaller: so many are whole in every reader of JSON."""
 WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
@@ -19,7 +21,7 @@ ID = Annotated[str, Field(min_length=1, max_length=400)]
 METADATA = dict[str, Any] | None
 
 
-class Body(BaseModel):
+class Body(FailFast, BaseModel):
     """What all have in common."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())

@@ -424,7 +424,7 @@ def _sent(answer: BaseModel, status: int = 200, headers: dict[str, str] | None =
 def _told(kind: type[requests.Body], error: ValidationError) -> str:
     lines = [
         f"{'.'.join(map(str, each['loc'])) or 'the body'}: {each['msg']} (given: {_short(each['input'])})"
-        for each in error.errors()[:10]
+        for each in error.errors(include_url=False, include_context=False)[:10]
     ]
     return f"{kind.__name__} is not what this server takes. " + "; ".join(lines)
 

@@ -69,6 +69,16 @@ def test_what_is_not_there_and_what_comes_after_the_end(files: Files) -> None:
     assert not files.root.exists()
 
 
+def test_what_is_loaded_stays_as_it_was_checked(files: Files) -> None:
+    files.write("sent/model/a", 0, b"x")
+    files.seal("sent/model", None)
+    files.delete("sent/model")
+    for path in ("sent/model", "sent/model/a", "sent/model/b/c"):
+        with pytest.raises(Refusal, match="stays as it is"):
+            files.write(path, 0, b"y")
+    files.write("sent/models/a", 0, b"x")
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(errno.ENOSPC, "disk_full"), (errno.EISDIR, "invalid_request")]
 )

@@ -232,6 +232,8 @@ async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> Non
         assert (sent["adapter"], sent["name"]) == (place, place)
         escape = await ask.call(4, {**OPEN, "weights": "../../models"})
         assert (escape.status_code, code(escape)) == (422, "invalid_request")
+        late = await ask.http.put(f"/parts/{ID}/files/sent/more", content=b"{}")
+        assert code(late) == "invalid_request", "what was loaded stays as it was checked"
         policy = {"run": "r", "version": 0, "fingerprint": "f", "kind": "adapter", "path": "/etc"}
         assert code(await ask.call(5, {"verb": "load", "policy": policy})) == "invalid_request"
 
