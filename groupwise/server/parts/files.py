@@ -77,7 +77,7 @@ class Files:
             return file.read(PIECE)
 
     def seal(self, *paths: str | None) -> set[str]:
-        """Take no more files in these folders: what was checked there is being loaded, and may be loaded again. Those that are sealed now."""
+        """Take no more files in these folders: what was checked there is loaded, maybe several times. Returns those that are new."""
         for path in filter(None, paths):
             self.check(path)
         with self._changing:

@@ -438,6 +438,11 @@ class PartsService:
             )
         if sent is not None:
             model |= {"name": sent, "revision": None}
+        elif model.get("revision") is not None:
+            raise UsageError(
+                "model.revision: anybody may put files on a hub under a revision, so the server loads models as its list names them. "
+                "Leave it out, or keep that revision in a folder of the server's models."
+            )
         elif isinstance(model.get("name"), str):
             model["name"] = allowed_model("model.name", model["name"], self._allowed)
         # Prompts come as tokens, and adapters as files.

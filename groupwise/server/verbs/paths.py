@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from groupwise.errors import UsageError
+from groupwise.server.verbs import requests
 from groupwise.server.verbs.port import Stored, StoredKind
 
 SCHEME = "tinker://"
+MODEL, SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.-]*"), re.compile(requests.NAME_PATTERN)
+"""Both name folders."""
 
 
 def path_of(stored: Stored) -> str:
@@ -19,7 +23,8 @@ def stored_at(path: str) -> Stored:
     """The inverse of `path_of`. UsageError for another path."""
     kinds: Mapping[str, StoredKind] = {"weights": "weights", "sampler_weights": "sampler_weights"}
     parts = path.removeprefix(SCHEME).split("/")
-    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in kinds or not all(parts):
+    well_formed = len(parts) == 3 and MODEL.fullmatch(parts[0]) and SAVED.fullmatch(parts[2])
+    if not path.startswith(SCHEME) or not well_formed or parts[1] not in kinds:
         raise UsageError(
             f"{path!r} is no path of saved weights. They look like tinker://<model>/weights/<name> or "
             "tinker://<model>/sampler_weights/<name>."

@@ -15,7 +15,8 @@ MOST_CALLS = 2**53
 """Numbers of calls are smaller: so many are whole in every reader of JSON."""
 WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
 FINITE = Annotated[float, Field(allow_inf_nan=False)]
-NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+NAME = Annotated[str, Field(pattern=NAME_PATTERN)]
 """Of what is saved: it names a folder."""
 ID = Annotated[str, Field(min_length=1, max_length=400)]
 METADATA = dict[str, Any] | None

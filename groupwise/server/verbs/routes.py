@@ -7,6 +7,7 @@ says everything of each route in one place; the OpenAPI document shows it. Every
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -120,9 +121,12 @@ class _Handlers:
         return _sent(answers.Capabilities.model_validate(found))
 
     async def create_session(self, request: Request) -> Response:
-        """Open a session; the same one for the same X-Idempotency-Key."""
-        await self._read(request, requests.CreateSession)
-        key = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
+        """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
+        body = await self._read(request, requests.CreateSession)
+        given = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
+        caller = request.scope[SCOPE].caller if SCOPE in request.scope else None
+        asked = [given, caller.id if caller else "", body.model_dump_json()]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest() if given else None
         session = await self._service.opened.create_session(key)
         return _sent(answers.SessionMade(session_id=session))
 

@@ -346,6 +346,7 @@ async def test_models_that_may_not_be_loaded(tmp_path: Path) -> None:
                 ("may not be loaded", {"name": "/etc"}),
                 ("may not be loaded", {"name": "../models"}),
                 ("would run code", {"name": "tiny", "trust_remote_code": True}),
+                ("revision", {"name": "tiny", "revision": "refs/pr/1"}),
             ),
             1,
         ):

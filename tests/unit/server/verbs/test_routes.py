@@ -154,6 +154,9 @@ async def test_sessions_and_models_are_made_once(asking: Asking) -> None:
     ]
     session = await asking.session()
     assert (again, len({first, other, session, await asking.session()})) == (first, 4)
+    body, key = {"sdk_version": "2", "tags": []}, {"X-Idempotency-Key": "k"}
+    answer = await asking.http.post("create_session", json=body, headers=key)
+    assert answer.json()["session_id"] not in (first, other), "of another body"
     promises = [await asking.create(session) for _ in range(3)]
     model = f"{session}:train:0"
     assert promises[0] == promises[1] == promises[2]
@@ -266,8 +269,9 @@ async def test_weights_of_the_last_few_samplers_are_kept(asking: Asking) -> None
     assert dropped == ["_sampler-0", "_sampler-1"]
     failed = await asking.result(await asking.post("asample", **_sample(samplers[0])))
     assert failed["category"] == "user"
-    found = await asking.post("weights_info", 400, tinker_path=f"tinker://{model}/weights/_")
-    assert found["code"] == "usage"
+    for named in (f"{model}/weights/_", f"{model}/weights/..", "../weights/x", "a\0b/weights/x"):
+        found = await asking.post("weights_info", 400, tinker_path=f"tinker://{named}")
+        assert found["code"] == "usage"
 
 
 @with_(limits=Limits(waiting=1))
