@@ -12,12 +12,16 @@ from enum import StrEnum
 from typing import Any, TypeVar, cast
 
 from groupwise.hosts.framing import BadAnswer
-from groupwise.hosts.spec import JOB_ID, SHA256, FileEntry, Manifest, path_problems
+from groupwise.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry, Manifest, path_problems
 
 Word = TypeVar("Word", bound=StrEnum)
 
 MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
 """What columns of databases hold."""
+LONGEST, LONGEST_NAME, LONGEST_TAIL, LONGEST_OUTPUT = 4096, 300, 1 << 16, 8 << 20
+"""Characters that are kept of a text, of a name, of the end of a log, and of what a program printed."""
+MOST_LISTED, MOST_GPUS, SHOWN = 10_000, 256, 1_000
+"""Entries of a list, GPUs of a machine, and what is kept of lists that are for people."""
 MOST_EPOCH = (1 << 62) - 1
 """As runners count; what is above was given out by nobody, and databases do not count much further."""
 
@@ -342,9 +346,9 @@ class Fields:
         self._document = cast("dict[str, Any]", document)
         self._where = where
 
-    def text(self, name: str) -> str:
-        """Must be there."""
-        return cast("str", self._typed(name, str, required=True))
+    def text(self, name: str, most: int = LONGEST) -> str:
+        """Must be there; cut to so many characters."""
+        return cast("str", self._typed(name, str, required=True))[:most]
 
     def number(self, name: str, most: int = MOST) -> int:
         """A whole number that must be there, of at most that size."""
@@ -355,9 +359,10 @@ class Fields:
         found = self._typed(name, bool, required=default is None)
         return bool(default) if found is None else cast("bool", found)
 
-    def text_or_none(self, name: str) -> str | None:
-        """None: it is null or not there."""
-        return cast("str | None", self._typed(name, str))
+    def text_or_none(self, name: str, most: int = LONGEST) -> str | None:
+        """None: it is null or not there. Cut to so many characters."""
+        found = cast("str | None", self._typed(name, str))
+        return None if found is None else found[:most]
 
     def number_or_none(self, name: str, most: int = MOST) -> int | None:
         """A whole number of at most that size; one that came as 3.0 is taken."""
@@ -375,19 +380,21 @@ class Fields:
         found = self._typed(name, dict)
         return None if found is None else Fields(found, f"{self._where}.{name}")
 
-    def objects(self, name: str) -> list[Fields]:
-        """A list of objects; missing is empty."""
-        return [
-            Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in enumerate(self.listed(name))
-        ]
+    def objects(self, name: str, most: int = MOST_LISTED) -> list[Fields]:
+        """A list of at most so many objects; missing is empty."""
+        found = enumerate(self.listed(name, most))
+        return [Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in found]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list; what is no text in it is shown as text."""
-        return tuple(str(entry) for entry in self.listed(name))
+        """A list, cut to SHOWN; what is no text in it is shown as text."""
+        return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:SHOWN])
 
-    def listed(self, name: str) -> Sequence[object]:
-        """A list; missing is empty."""
-        return cast("list[object]", self._typed(name, list) or [])
+    def listed(self, name: str, most: int = MOST_LISTED) -> Sequence[object]:
+        """A list of at most so many; missing is empty."""
+        found = cast("list[object]", self._typed(name, list) or [])
+        if len(found) > most:
+            raise BadAnswer(f"{self._where}.{name} has {len(found)} entries; {most} is the most")
+        return found
 
     def mapping(self, name: str) -> Mapping[str, object]:
         """An object with names that are not known before; missing is empty."""
@@ -400,7 +407,7 @@ class Fields:
     def wrong(self, name: str, wanted: str) -> BadAnswer:
         """The error to raise for a field that says something impossible."""
         return BadAnswer(
-            f"{self._where}.{name} is {self._document.get(name)!r}; {wanted} is expected"
+            f"{self._where}.{name} is {repr(self._document.get(name))[:200]}; {wanted} is expected"
         )
 
     def _counted(self, name: str, most: int, *types: type, required: bool = False) -> int | None:
@@ -459,7 +466,9 @@ def member_state(document: object) -> MemberState:
 def ran(document: object) -> Ran:
     """The answer to `run`."""
     f = Fields(document, "the answer to run")
-    return Ran(f.number_or_none("code"), f.text("out"), f.text("err"))
+    return Ran(
+        f.number_or_none("code"), f.text("out", LONGEST_OUTPUT), f.text("err", LONGEST_OUTPUT)
+    )
 
 
 def _exit_record(f: Fields) -> ExitRecord:
@@ -471,7 +480,7 @@ def _exit_record(f: Fields) -> ExitRecord:
         oom_kill=f.number_or_none("oom_kill") or 0,
         seconds=f.real_or_none("seconds"),
         finished_at=f.real_or_none("finished_at"),
-        tail=f.text_or_none("tail") or "",
+        tail=(f.text_or_none("tail", LONGEST_OUTPUT) or "")[-LONGEST_TAIL:],
         gpus=f.number_or_none("gpus"),
         age=f.real_or_none("age"),
         leftovers=f.number_or_none("leftovers") or 0,
@@ -519,7 +528,7 @@ def observation(document: object) -> Observation:
         raise f.wrong("probe", "an object")
     attempts, strange = _attempts(f)
     return Observation(
-        boot_id=f.text("boot_id"),
+        boot_id=f.text("boot_id", LONGEST_NAME),
         time=f.real_or_none("time"),
         load=tuple(n for n in f.listed("load") if isinstance(n, float | int) and abs(n) <= MOST),
         cpus=f.number_or_none("cpus"),
@@ -533,10 +542,10 @@ def observation(document: object) -> Observation:
             exit=probe.number_or_none("exit"),
             said=probe.text_or_none("said") or "",
         ),
-        gpus=tuple(_gpu(g) for g in f.objects("gpus")),
+        gpus=tuple(_gpu(g) for g in f.objects("gpus", MOST_GPUS)),
         apps=tuple(_app(a) for a in f.objects("apps")),
         attempts=attempts,
-        quarantined=(*(_stray(q) for q in f.objects("quarantined")), *strange),
+        quarantined=(*(_stray(q) for q in f.objects("quarantined")), *strange)[:SHOWN],
         unremoved=f.texts("unremoved"),
     )
 
@@ -554,14 +563,15 @@ def _is_believable(state: MemberState) -> bool:
 
 
 def _stray(f: Fields) -> Stray:
-    return Stray(f.text("what"), f.text_or_none("detail") or "", f.number_or_none("pid"))
+    detail = f.text_or_none("detail", LONGEST_NAME) or ""
+    return Stray(f.text("what", LONGEST_NAME), detail, f.number_or_none("pid"))
 
 
 def _gpu(f: Fields) -> SeenGPU:
     return SeenGPU(
         index=f.number("index", MOST_OF_SMALL),
-        uuid=f.text("uuid"),
-        model=f.text_or_none("model"),
+        uuid=f.text("uuid", LONGEST_NAME),
+        model=f.text_or_none("model", LONGEST_NAME),
         memory_mb=f.number_or_none("memory_mb", MOST_OF_SMALL),
         memory_used_mb=f.number_or_none("memory_used_mb", MOST_OF_SMALL),
         utilisation=f.number_or_none("utilisation", MOST_OF_SMALL),
@@ -584,7 +594,7 @@ def _app(f: Fields) -> SeenApp:
 def work_tree(document: object) -> WorkTree:
     """The answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: the machine is not trusted with our disk."""
     f = Fields(document, "the manifest")
-    refused = [_pair(entry) for entry in f.listed("refused")]
+    refused = [_pair(entry) for entry in f.listed("refused", MOST_ARTEFACTS)]
     return WorkTree(
         files=_manifest(f, "files", refused),
         refused=tuple(refused),

@@ -37,8 +37,8 @@ SLOW = 300.0
 """Seconds for one that reads or writes much on the machine's disk."""
 LONGEST = 86_400.0
 """Seconds for one that reads as much as a job has made, SLOW of them without a sign that its runner gets on."""
-LARGEST_MANIFEST = 256 << 20
-"""Bytes: of a million files."""
+LARGEST_MANIFEST, LARGEST_OF_CHECKPOINTS = 256 << 20, 32 << 20
+"""Bytes: of a million files, and of a hundred thousand."""
 BATCH = 8 << 20
 """Bytes of blobs in one call; smaller ones travel together, a larger one in parts."""
 PIECE = 4 << 20
@@ -284,9 +284,8 @@ class Runner:
     ) -> WorkTree:
         """What lies in its work folder. `what`: artefacts, checkpoints or all."""
         body = {**_named(job, epoch), "what": what}
-        answer = await self._ask(
-            "manifest", body, timeout=timeout, longest=LONGEST, most_body=LARGEST_MANIFEST
-        )
+        most = LARGEST_OF_CHECKPOINTS if what == "checkpoints" else LARGEST_MANIFEST
+        answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST, most_body=most)
         # of a million files it takes seconds, in which nothing else would be heard
         return await asyncio.to_thread(answers.work_tree, answer.body)
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any, Never, cast
 
 from groupwise.hosts.port import Answer, HostError, OutcomeUnknown, Request, RunnerRefused
+from groupwise.http.strict_json import check_number
 
 PROTOCOL = 1
 """What this side writes."""
@@ -132,13 +133,19 @@ class AnswerReader:
                 "the answer's hash does not agree with its text: it was changed on the way"
             )
         end = self._body_length + self._payload_length
-        self.answer = Answer(_object(document), bytes(self._buffer[self._body_length : end]))
+        self.answer = Answer(
+            _object(document, self._request.most_body), bytes(self._buffer[self._body_length : end])
+        )
         return True
 
 
-def _object(document: bytes) -> Mapping[str, Any]:
+def _object(document: bytes, most_body: int) -> Mapping[str, Any]:
     try:
-        body: object = json.loads(document, parse_constant=_refused, parse_float=_finite)
+        check_number(document, lists=most_body // 64, texts=most_body // 16)
+        text = document.decode(
+            "utf-8"
+        )  # of which json would guess UTF-16 and let half characters pass
+        body: object = json.loads(text, parse_constant=_refused, parse_float=_finite)
         body = _storable(body) if b"\\u" in document else body
     except (ValueError, RecursionError) as error:
         raise BadAnswer(f"the answer is no JSON: {error}") from None

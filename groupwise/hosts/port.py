@@ -43,7 +43,8 @@ class RunnerRefused(HostError):
         self.message = message
 
 
-USUAL_BODY = 32 << 20
+USUAL_BODY = 8 << 20
+"""Bytes. It is read where all machines are heard: of so many that takes a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)

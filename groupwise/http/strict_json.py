@@ -38,7 +38,7 @@ class NotStrict(json.JSONDecodeError):
 
 def parse(text: bytes) -> Any:
     """The value. Raises NotStrict, which repeats nothing of the text."""
-    _check_number(text)
+    check_number(text, MOST_LISTS, MOST_TEXTS)
     _check_depth(text)
     try:
         value = json.loads(
@@ -65,14 +65,15 @@ async def parse_aside(text: bytes) -> Any:
     return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
 
 
-def _check_number(text: bytes) -> None:
-    beyond = islice(_TEXT.finditer(text), MOST_TEXTS, None)
-    if text.count(b'"') > 2 * MOST_TEXTS and next(beyond, None) is not None:
-        raise NotStrict(f"there are more than {MOST_TEXTS:,} texts in it")
-    if text.count(b"[") + text.count(b"{") > MOST_LISTS:
+def check_number(text: bytes, lists: int, texts: int) -> None:
+    """Raises NotStrict for JSON with more lists and objects, or more texts, before any of them is made."""
+    beyond = islice(_TEXT.finditer(text), texts, None)
+    if text.count(b'"') > 2 * texts and next(beyond, None) is not None:
+        raise NotStrict(f"there are more than {texts:,} texts in it")
+    if text.count(b"[") + text.count(b"{") > lists:
         bare = _TEXT.sub(b"", text)
-        if bare.count(b"[") + bare.count(b"{") > MOST_LISTS:
-            raise NotStrict(f"there are more than {MOST_LISTS:,} lists and objects in it")
+        if bare.count(b"[") + bare.count(b"{") > lists:
+            raise NotStrict(f"there are more than {lists:,} lists and objects in it")
 
 
 def _check_depth(text: bytes) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -146,9 +147,17 @@ class Watch:
         if not known:
             await self.changed.wait()
             return
-        for state in await self._until_changed(known) or ():
-            if listener := self.listeners.get((state.job, state.epoch)):
+        asked, news = time.monotonic(), False
+        states = await self._until_changed(known)
+        for state in states or ():
+            name = (state.job, state.epoch)
+            news |= name in known and _differs(state, known[name])
+            if listener := self.listeners.get(name):
                 listener.heard(state)
+        if states is not None:
+            # a machine that answers at once, whatever is asked, is not asked at once again
+            pause = self.pauses.first / (10 if news else 1)
+            await self._rest(max(0.0, asked + pause - time.monotonic()))
 
     async def _until_changed(
         self, known: dict[tuple[str, int], Known]
@@ -162,6 +171,11 @@ class Watch:
             for task in (waiting, changed):
                 task.cancel()
             await asyncio.gather(waiting, changed, return_exceptions=True)
+
+
+def _differs(state: MemberState, known: Known) -> bool:
+    found = (state.state, state.log_size, state.checkpoints, state.step)
+    return found != (known.state, known.log_size, known.checkpoints, known.step)
 
 
 class Watches:

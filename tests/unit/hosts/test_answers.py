@@ -83,6 +83,30 @@ def test_what_cannot_be_an_attempt_is_a_folder_and_hides_none(
     assert [each.detail for each in seen.quarantined] == ["attempts/x", name]
 
 
+def test_so_much_is_kept_and_no_more() -> None:
+    long = "x" * 5_000_000
+    said = answers.observation(
+        OBSERVATION
+        | {"boot_id": long, "unremoved": [long] * 2_000}
+        | {"quarantined": [{"what": long, "detail": long}] * 9_999}
+    )
+    assert len(said.boot_id) + sum(map(len, said.unremoved)) < 5_000_000
+    assert sum(len(each.what) + len(each.detail) for each in said.quarantined) < 1_000_000
+    ended = answers.member_state({**STATE, "exit": {**EXIT, "tail": long + "end", "message": long}})
+    assert ended.exit is not None
+    assert (ended.exit.tail[-3:], len(ended.exit.tail), len(ended.exit.message)) == (
+        "end",
+        65536,
+        4096,
+    )
+    for many in ({"gpus": OBSERVATION["gpus"] * 200}, {"apps": OBSERVATION["apps"] * 20_000}):
+        with pytest.raises(BadAnswer, match="is the most"):
+            answers.observation(OBSERVATION | many)
+    with pytest.raises(BadAnswer) as told:
+        answers.member_state({**STATE, "state": long})
+    assert len(str(told.value)) < 1_000
+
+
 def test_paths_that_leave_the_folder_are_refused_whatever_the_machine_says() -> None:
     entry = [SHA, 0o644, 3]
     bad = ["../x", "/etc/passwd", "a//b", "a/../b", "", "a\0"]

@@ -94,7 +94,16 @@ def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
         read(announced(document))
 
 
+def test_small_things_without_number_are_none() -> None:
+    for many in (b"[],", b'"",'):
+        with pytest.raises(BadAnswer, match="more than"):
+            read(announced(b'{"x": [' + many * 900 + b"0]}"))
+
+
 def test_what_no_database_takes_does_not_come_through() -> None:
+    for document in ('{"a": "\\u0000"}'.encode("utf-16"), b'{"a": "\xed\xa0\x80"}'):
+        with pytest.raises(BadAnswer):
+            read(announced(document))
     told = {"tail": "loss\0\0 \ud800 and \U0001f600", "of": [{"a\0": "plain \\\\u0000"}]}
     assert read(answer_bytes(told)).body == {
         "tail": "loss\ufffd\ufffd ? and \U0001f600",

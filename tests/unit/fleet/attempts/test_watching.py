@@ -83,6 +83,27 @@ async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: 
     await running
 
 
+@pytest.mark.parametrize("news", [False, True])
+async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
+    watch: Watch, news: bool
+) -> None:
+    asked = 0
+
+    async def at_once(*_: object, **__: object) -> tuple[MemberState, ...]:
+        nonlocal asked
+        asked += 1
+        return (MemberState("job-1", 1, RunnerState.RUNNING, log_size=asked * news),)
+
+    watch.runner.wait = at_once  # type: ignore[method-assign]
+    watch.pauses = Pauses(first=1000.0)
+    watch.add(Ear("job-1", 1))
+    running = asyncio.create_task(watch.run())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert asked == 1
+    running.cancel()
+
+
 async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet(
     rack: FakeHosts, watch: Watch
 ) -> None:
