@@ -1,5 +1,7 @@
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +188,21 @@ class Hasty(WorkFolder):
             self.checkpoints.clear()
             raise RunnerRefused("not_found", f"{body['path']} is not there")
         return super()._read(body)
+
+
+async def test_one_for_which_there_is_no_room_is_not_begun(
+    database: Database, store: BlobStore, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, weights=b"w" * 100)
+    host.asked.clear()
+    for free, come in ((150, []), (152, [10])):
+        usage = SimpleNamespace(total=1000, free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        await CheckpointMirror(store, Gateway(database)).mirror(part)
+        assert steps(database) == come
+        assert bool(host.read_bytes()) == bool(come)
+    assert "5% of the control machine's disk" in told(database)[0]
 
 
 async def test_those_that_are_gone_before_they_have_come_are_told_when_none_comes(
