@@ -16,6 +16,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from typing import Any, BinaryIO, Protocol
 
 from groupwise.display.text import one_line
 from groupwise.errors import RunError, UsageError
+from groupwise.hosts.fetching import set_mode
 from groupwise.hosts.files import PIECE, hash_of
-from groupwise.hosts.spec import FileEntry, path_problems
+from groupwise.hosts.spec import SHA256, FileEntry, path_problems
 from groupwise.wire.problems import Refusal
 
 Document = dict[str, Any]
@@ -33,6 +35,8 @@ Tell = Callable[[int, int, str], None]
 """Is told how many bytes are here, of how many, and the path of the file that is on its way; or what else is done with it."""
 SHOWN = 5
 """Paths in a message."""
+PART = re.compile(rf"\.{SHA256.pattern}\.part")
+"""What a file is called until it is whole."""
 OF_ONE_FILE = frozenset({"unknown_file", "not_found", "internal"})
 """Refusals that others may be spared: it is gone, or has a name or a place on the fleet's disk with which somebody on the way cannot do."""
 OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
@@ -160,10 +164,20 @@ def _of_checkpoints(found: Sequence[Document], job_id: str, wanted: Wanted) -> d
 
 
 def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
-    for path in files:
+    found: dict[str, FileEntry] = {}
+    for path, entry in files.items():
         if wrong := path_problems("file", path):
             raise DownloadError(f"the fleet offers what is not fetched: {wrong[0]}")
-    return {path: FileEntry(*entry) for path, entry in files.items()}
+        match entry:
+            case [str(sha256), int(mode), int(size)] if SHA256.fullmatch(sha256) and size >= 0:
+                found[path.encode(errors="replace").decode()] = FileEntry(
+                    sha256, mode & 0o777, size
+                )
+            case _:
+                raise DownloadError(
+                    f"the fleet says no hash, mode and size of {one_line(path)}: it is of another release, or not what it seems."
+                )
+    return found
 
 
 def chosen(
@@ -292,6 +306,8 @@ def _one(
     tell: Callable[[int], None],
 ) -> None:
     """Whole and verified, or not there. What an earlier try left may be torn: then once more, from the beginning."""
+    if PART.fullmatch(place.name):
+        raise _NotAsSaid("files that are not whole yet have such names here")
     place.parent.mkdir(parents=True, exist_ok=True)
     part = place.with_name(f".{entry.sha256}.part")
     with _taken(part) as file:
@@ -314,7 +330,7 @@ def _one(
             raise _NotAsSaid(
                 "other bytes came than the fleet says that it has: it was damaged on its way, or there. Fetch it again."
             )
-        os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
+        set_mode(file.fileno(), entry)
         os.fsync(file.fileno())
         part.replace(place)
 

@@ -177,6 +177,14 @@ def _finish(place: Path, entry: FileEntry) -> bool:
         place.unlink()
         return False
     with place.open("rb") as file:
-        os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
+        set_mode(file.fileno(), entry)
         os.fsync(file.fileno())
     return True
+
+
+def set_mode(descriptor: int, entry: FileEntry) -> None:
+    """Whoever may read a new file here may execute it if it could be there, and nobody may more than there."""
+    mode = os.fstat(descriptor).st_mode
+    if entry.mode & 0o100:
+        mode |= (mode & 0o444) >> 2
+    os.fchmod(descriptor, mode & (entry.mode | 0o600) & 0o755)

@@ -56,8 +56,12 @@ def test_files_come_with_their_bits(tmp_path: Path) -> None:
     told: list[tuple[int, int, str]] = []
     assert left.bring(tmp_path, tell=lambda *said: told.append(said)) == frozenset()
     assert {path: (tmp_path / path).read_bytes() for path in left.bytes} == left.bytes
-    assert (tmp_path / "sub/run").stat().st_mode & 0o7777 == 0o755
-    assert (tmp_path / "a").stat().st_mode & 0o7777 == 0o644
+    (tmp_path / "new").touch()  # as this user's umask has it
+    mode = (tmp_path / "new").stat().st_mode & 0o7777
+    (tmp_path / "new").unlink()
+    executable = mode & 0o755 | (mode & 0o444) >> 2
+    assert (tmp_path / "sub/run").stat().st_mode & 0o7777 == executable
+    assert (tmp_path / "a").stat().st_mode & 0o7777 == mode & 0o644
     assert not parts(tmp_path)
     assert told[-1][:2] == (35, 35)
     assert [here for here, _, _ in told] == sorted(here for here, _, _ in told)
@@ -212,3 +216,24 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     with pytest.raises(DownloadError, match="not fetched"):
         fetch(Fleet(left), "job-1", tmp_path / "here", Wanted())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sha256", ["../../y", "a/b", "0" * 63, 7])
+def test_a_hash_that_is_none_is_told(tmp_path: Path, sha256: Any) -> None:
+    left = Left()
+    left.entries["a"] = FileEntry(sha256, 0o644, 1)
+    with pytest.raises(DownloadError, match="no hash"):
+        fetch(Fleet(left), "job-1", tmp_path, Wanted())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_called_as_what_is_not_whole_takes_no_others_place(tmp_path: Path) -> None:
+    left = Left(a=b"1")
+    name = f".{left.entries['a'].sha256}.part"
+    left.bytes[name], left.entries[name] = (
+        b"2",
+        FileEntry(hashlib.sha256(b"2").hexdigest(), 0o644, 1),
+    )
+    with pytest.raises(DownloadError, match="not whole yet"):
+        left.bring(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["a"]
