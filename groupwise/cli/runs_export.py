@@ -35,13 +35,27 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", help="Replace the output folder if it is not empty.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Let the base model run code of its author, as the run's config has it.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's weights, or what it recorded, to a folder for other programs."""
     from groupwise.review.export import export as write
 
     made = write(
-        run, to, output, runs_dir=dir, dtype=dtype, converter=converter, force=force
+        run,
+        to,
+        output,
+        runs_dir=dir,
+        dtype=dtype,
+        converter=converter,
+        force=force,
+        trust_remote_code=trust_remote_code,
     ).summary
     if as_json:
         print_json(made)

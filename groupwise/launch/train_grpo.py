@@ -190,7 +190,7 @@ def put_whole_model(run: Path, into: Path) -> None:
         tempfile.TemporaryDirectory(dir=into, prefix=durable.BUILDING) as building,
     ):
         made = Path(building) / into.resolve().name
-        files = export(str(run), "merged", made, keep_change=True).files
+        files = export(str(run), "merged", made, keep_change=True, trust_remote_code=True).files
         config = MODEL[0]
         durable.remove_file(into / config)
         for pattern in (*MODEL, *TOKENIZER, CARD):

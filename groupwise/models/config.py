@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from groupwise.errors import ModelError
 from groupwise.settings.schema import Conflict, Strict, setting
 
 Dtype = Literal["float32", "bfloat16"]
@@ -119,3 +120,16 @@ class LoraConfig(Strict):
         "Names of the layers that get an adapter; all-linear is every linear layer but the output "
         "head.",
     )
+
+
+def recorded_base(recorded: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelConfig:
+    """The model that a run's record says it was trained on, without its adapter.
+
+    Raises ModelError where it would run code and nobody here has said that it may: whoever wrote the folder wrote the record.
+    """
+    if recorded.get("trust_remote_code") and not trust_remote_code:
+        raise ModelError(
+            f"the run's config has model.trust_remote_code, so that {recorded.get('name')} would run code of its author. If you trust both "
+            "that and where the folder comes from, say --trust-remote-code to `groupwise runs export`; elsewhere, give the merged model."
+        )
+    return ModelConfig.model_validate({**recorded, "adapter": None, "adapter_revision": None})

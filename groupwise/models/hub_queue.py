@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -35,11 +35,9 @@ class Waiting:
     folder: Path
     target: Target
 
-    def push(self, *, overwrite: bool = False) -> Pushed:
-        """Upload it, and let it go. Raises what `groupwise.models.hub_push.push` raises, and then it stays."""
-        target = Target(
-            **{**self.target.as_dict(), "overwrite": overwrite or self.target.overwrite}
-        )
+    def push(self, *, overwrite: bool | None = None) -> Pushed:
+        """Upload it, and let it go; `overwrite` decides instead of what it says. Raises as `hub_push.push`, and then it stays."""
+        target = self.target if overwrite is None else replace(self.target, overwrite=overwrite)
         run = self.folder.parents[2]
         pushed = push(self.folder / FILES, target, f"{run.name}@{self.step}", run)
         self.drop()

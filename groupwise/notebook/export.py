@@ -41,7 +41,14 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
             "interrupted, and at the end of train_grpo(config, session)."
         )
     adapter = newest.path / HF_LORA
-    export(f"{run}@{newest.step}", "adapter", adapter, runs_dir=run.parent, force=True)
+    export(
+        f"{run}@{newest.step}",
+        "adapter",
+        adapter,
+        runs_dir=run.parent,
+        force=True,
+        trust_remote_code=True,
+    )
     rows = [
         ("checkpoint", f"{newest.path}, after {newest.step} steps"),
         ("adapter", str(adapter)),

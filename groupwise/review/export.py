@@ -25,7 +25,7 @@ from groupwise.errors import ModelError, RunError, UsageError
 from groupwise.evaluation.policies import find_policy
 from groupwise.models.artefact import CARD, TOKENIZER, is_adapter, write_artefact
 from groupwise.models.card import Place, model_card, results_of
-from groupwise.models.config import ModelConfig
+from groupwise.models.config import ModelConfig, recorded_base
 from groupwise.runs import durable
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, read_config, read_summary
@@ -74,10 +74,12 @@ def export(
     converter: Path | None = None,
     force: bool = False,
     keep_change: bool = False,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write a run (`RUN`, `RUN@STEP`) to a folder in a format. Raises UsageError for what was given wrongly, before any work.
 
     `keep_change`: a merged model is in float32 where rounding would lose what the adapter has learnt, instead of a warning.
+    `trust_remote_code`: what the run's config says of it may take effect.
     """
     if dtype != "auto" and to not in ("merged", "gguf"):
         raise UsageError(f"--dtype has no effect on {to}; it is that of a merged model.")
@@ -91,7 +93,7 @@ def export(
             steps = min(steps_of(store), sys.maxsize if step is None else step)
             made = _made(output, force, lambda folder: write_record(store, to, folder, steps))
         return Exported(path.name, steps, to, output, made)
-    weights = _weights(run, runs_dir)
+    weights = _weights(run, runs_dir, trust_remote_code)
     _check_kind(weights, to)
     program = _converter(converter) if to == "gguf" else None
     keeping = ENOUGH if keep_change else 0.0
@@ -147,19 +149,22 @@ class _Weights:
     run: Path
     folder: Path
     step: int
+    trusted: bool = False
+    """Code of the base model may run."""
 
     @property
     def final(self) -> bool:
         return self.folder.name == "final"
 
 
-def _weights(run: str, runs_dir: Path) -> _Weights:
+def _weights(run: str, runs_dir: Path, trusted: bool) -> _Weights:
     found = find_policy(run, runs_dir)
     if found.run is None or found.folder is None:
         raise UsageError(
             f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
         )
-    return _Weights(found.run, found.folder, int(found.label.rpartition("@")[2]))
+    step = int(found.label.rpartition("@")[2])
+    return _Weights(found.run, found.folder, step, trusted)
 
 
 def _check_kind(weights: _Weights, to: Format) -> None:
@@ -228,8 +233,8 @@ def _results(weights: _Weights) -> dict[str, Any]:
 
 def _model(weights: _Weights) -> ModelConfig:
     """The base that the run trained on."""
-    given = read_config(weights.run)["model"]
-    return ModelConfig.model_validate({**given, "adapter": None, "adapter_revision": None})
+    recorded = read_config(weights.run)["model"]
+    return recorded_base(recorded, trust_remote_code=weights.trusted)
 
 
 def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:

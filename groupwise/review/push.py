@@ -29,8 +29,8 @@ def push(
 ) -> list[str]:
     """Upload the checkpoints that wait, then the final weights where the config has `run.hub`; returns where they are.
 
-    `revision`: another branch for the final weights. Raises UsageError where there is nothing to upload, EndpointError where the hub
-    fails.
+    `overwrite` decides alone, whatever the folder says: it may come from elsewhere, and name a branch of yours. `revision`: another branch
+    for the final weights. Raises UsageError where there is nothing to upload, EndpointError where the hub fails.
     """
     path = resolve(run, runs_dir).path
     if is_held(path):
@@ -57,7 +57,7 @@ def push(
     places = [entry.push(overwrite=overwrite).url for entry in entries]
     if hub.repo_id is not None and final.is_dir():
         branch = revision or hub.revision
-        target = Target(hub.repo_id, branch, hub.private, overwrite or hub.overwrite)
+        target = Target(hub.repo_id, branch, hub.private, overwrite)
         with nullcontext(final) if revision is None else _for_another(path, final, target) as made:
             places.append(upload(made, target, label_of(path, final), path).url)
     return places

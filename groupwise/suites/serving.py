@@ -23,7 +23,7 @@ from groupwise.endpoints.client import Client, Endpoint
 from groupwise.endpoints.ports import free_port
 from groupwise.errors import EndpointError, RunError, UsageError
 from groupwise.models.artefact import TOKENIZER, is_adapter
-from groupwise.models.config import ModelConfig
+from groupwise.models.config import ModelConfig, recorded_base
 from groupwise.runs.folder import CONFIG, RECORD, read_config
 from groupwise.suites.family import Family
 
@@ -63,8 +63,7 @@ class Weights:
                 f"{self.folder} belongs to no run, so it is not known which model it was trained on: {{base}}, and of an adapter "
                 "{merged} and {gpus}, cannot be filled in. Write them out, or give a run."
             )
-        given = read_config(self.run)["model"]
-        return ModelConfig.model_validate({**given, "adapter": None, "adapter_revision": None})
+        return recorded_base(read_config(self.run)["model"])
 
     def whole(self) -> ModelConfig:
         """The model as it is without a trained adapter: that of the run, or the weights themselves."""

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise
-from groupwise.errors import RunError, RunNotFoundError, UsageError
+from groupwise.errors import ModelError, RunError, RunNotFoundError, UsageError
+from groupwise.models.config import recorded_base
 from groupwise.review.export import CONVERTER_VARIABLE, export
 from groupwise.runs.record_files import KINDS
 from tests.integration.toy_run import TOY, config
@@ -111,6 +112,14 @@ def test_a_failure_leaves_what_was_there(runs, tmp_path):
     with pytest.raises(RunError):
         export("toy", "gguf", output, runs_dir=runs, converter=program, force=True)
     assert names(output) == before
+
+
+def test_code_of_a_recorded_base_runs_for_nobody_who_has_not_said_so(runs):
+    recorded = {"name": "tiny", "trust_remote_code": True, "adapter": "somewhere"}
+    with pytest.raises(ModelError, match="--trust-remote-code"):
+        recorded_base(recorded)
+    found = recorded_base(recorded, trust_remote_code=True)
+    assert (found.trust_remote_code, found.adapter) == (True, None)
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
