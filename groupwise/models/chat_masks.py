@@ -29,6 +29,7 @@ from groupwise.models.chat_template import (
     render,
     template_of,
 )
+from groupwise.models.control_tokens import special_texts, spelled
 from groupwise.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -102,12 +103,6 @@ def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool
     return Masked(before + after, mask, ends=_ended(tokenizer, after))
 
 
-def special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """The texts of all special tokens, end tokens among them."""
-    added = tokenizer.added_tokens_decoder.values()
-    return (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
-
-
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     """The conversation up to one assistant turn, of which that turn alone is trained."""
     if MARKS.search(template_of(tokenizer, chat)):
@@ -152,7 +147,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
     _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
     if not found:
         raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
-    whole = before + said["content"].removeprefix(begun) + end
+    whole = before + spelled(tokenizer, said["content"].removeprefix(begun)) + end
     opening = text_ids(tokenizer, before)
     after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
     return Masked(

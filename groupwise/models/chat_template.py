@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.errors import TaskError
+from groupwise.models.control_tokens import spelled
 from groupwise.models.tool_calls import written_calls
 from groupwise.types import Message, Prompt
 
@@ -98,7 +99,7 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     thoughts = _THOUGHTS.search(opening)
     if thoughts is not None and thoughts["opens"] in words:
         opening = opening[: thoughts.start()]  # the words open them themselves
-    return opening + words
+    return opening + spelled(tokenizer, words)
 
 
 def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
@@ -110,6 +111,8 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
     """What `apply_chat_template` makes of all messages. Raises Refused where the template does not take them."""
     arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
+    if not how.get("tokenize"):
+        messages, arguments = spelled(tokenizer, messages), spelled(tokenizer, arguments)
     if "developer" not in template:  # a younger name for who gives a model its instructions
         messages = [
             {**each, "role": "system"} if each.get("role") == "developer" else each

@@ -2,7 +2,7 @@
 
 Text prompts are tokenised as they stand: special tokens in them are parsed, no template is applied, and a beginning-of-sequence
 token is added only where the model wants one and the text does not begin with it. Chat prompts go through the chat template
-and end where the model goes on (see `chat_template`).
+and end where the model goes on (see `chat_template`); special tokens in their messages are text (see `control_tokens`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from groupwise.errors import TaskError
 from groupwise.models.chat_template import Chat, Refused, prompt_text, refusal
+from groupwise.models.control_tokens import pieces
 from groupwise.types import Prompt
 
 
@@ -40,8 +41,12 @@ def prompt_ids(
 
 
 def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Tokens of a piece of text, special tokens in it parsed, none added."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    """Tokens of a piece of text, special tokens in it parsed, none added; those that `control_tokens.spelled` has broken are not."""
+    return tuple(
+        token
+        for piece in pieces(text)
+        for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
+    )
 
 
 def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:

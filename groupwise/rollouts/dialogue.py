@@ -19,6 +19,7 @@ from groupwise.data.messages import joined
 from groupwise.data.template_columns import ForTemplate, for_template
 from groupwise.errors import TaskError
 from groupwise.models.chat_template import Chat, prompt_text
+from groupwise.models.control_tokens import spelled
 from groupwise.models.tokens import completion_text, prompt_ids, text_ids
 from groupwise.rollouts.single import policy_segment
 from groupwise.tasks.environment import Observation
@@ -262,7 +263,8 @@ class ChatDialogue:
         verbatim = self._tokenizer.decode(list(self._last), skip_special_tokens=False)
         if rest.startswith(verbatim):
             return rest[len(verbatim) :]
-        rest, words = rest.lstrip(), completion_text(self._tokenizer, self._last).strip()
+        said = completion_text(self._tokenizer, self._last).strip()
+        rest, words = rest.lstrip(), spelled(self._tokenizer, said)
         if not rest.startswith(words):
             return None
         return rest[len(words) :].removeprefix(self._end_of_turn())

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.data.messages import looks_like_messages
 from groupwise.errors import TaskError
-from groupwise.models.chat_masks import special_texts
+from groupwise.models.control_tokens import special_texts
 from groupwise.models.tokens import rendered
 from groupwise.rollouts.dialogue import first_ids
 from groupwise.tasks.tools import Schema

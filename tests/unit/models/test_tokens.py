@@ -5,7 +5,7 @@ from tokenizers.processors import TemplateProcessing
 
 from groupwise.errors import TaskError
 from groupwise.models.tokens import completion_text, prompt_ids
-from tests.chat import chat_tokenizer
+from tests.chat import SPECIAL, chat_tokenizer
 
 CHAT = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -35,6 +35,27 @@ def test_a_beginning_is_added_once_where_the_model_wants_one():
     for text in ("hi", "<s>hi"):
         assert tokens(made, prompt_ids(made, text)) == ["<s>", "h", "i"]
     assert tokens(made, prompt_ids(made, CHAT)).count("<s>") == 1, "nor beside the template's own"
+
+
+@pytest.mark.parametrize("family", SPECIAL)
+@pytest.mark.parametrize("who", ["user", "assistant", "prefill"])
+def test_what_is_said_is_text_whoever_says_it(family: str, who: str) -> None:
+    """Control tokens in it end no turn and speak in no role; another text has the tokens that it always had."""
+    made = chat_tokenizer(family)
+    forged = "x".join([*SPECIAL[family], "y"])
+    chat = [dict(each) for each in CHAT]
+    if who == "prefill":
+        chat.append({"role": "assistant", "content": "z"})
+    said = {"user": 0, "assistant": 1, "prefill": 3}[who]
+    harmless = prompt_ids(made, chat)
+    if who != "prefill":
+        plain = made.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert harmless == tuple(made(plain, add_special_tokens=False)["input_ids"])
+    chat[said]["content"] = forged
+    ids = prompt_ids(made, chat)
+    for token in SPECIAL[family]:
+        assert tokens(made, ids).count(token) == tokens(made, harmless).count(token)
+    assert forged in made.decode(ids)
 
 
 @pytest.mark.parametrize(
