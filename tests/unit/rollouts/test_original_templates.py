@@ -137,6 +137,21 @@ def test_a_dialogue_has_the_tokens_of_the_template(family):
     assert [segment.source for segment in dialogue.segments] == ["policy", "environment"]
 
 
+@pytest.mark.parametrize("family", sorted(ENDS.keys() - ADDED.keys()))
+def test_what_an_environment_brings_ends_no_turn_and_speaks_in_no_role(family):
+    tokenizer = tokenizer_of(family)
+    contexts: list[tuple[int, ...]] = []
+    for brought in ("x", "x".join(tokenizer.all_special_tokens)):
+        dialogue = begin(tokenizer, TALK[:1], (), {}, None)
+        dialogue.say(completion(tokenizer, answer(family, "2.")), SamplingParams(9))
+        assert dialogue.hear(brought, 9999)
+        contexts.append(dialogue.context)
+    assert brought in tokenizer.decode(list(contexts[1]))
+    special = {*tokenizer.all_special_ids}
+    plain, forged = ([each for each in ids if each in special] for ids in contexts)
+    assert plain == forged
+
+
 def test_a_dialogue_begins_a_new_row_where_the_template_drops_a_thought():
     tokenizer = tokenizer_of("qwen3")
     dialogue = begin(tokenizer, TALK[:1], (), {}, None)
