@@ -6,6 +6,7 @@ weights or of its model, where this machine has it; where there is none, the ids
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +31,8 @@ MOST_RATIO = 1.5
 middle of the scale, and the rounding of bfloat16, some hundredths, has none or the palest."""
 
 
+LONGEST = 1_000
+"""Characters of a token that are shown."""
 AFTER = 4
 """Tokens that are read behind a page: the rest of a letter."""
 
@@ -69,7 +72,7 @@ class ByFile:
             pieces.append(f"⟨{each}⟩" if unknown else piece)
         if pieces and pieces[-1] is None:
             pieces[-1] = "\ufffd"  # of a letter that was cut off
-        return [piece or "" for piece in pieces]
+        return [(piece or "")[:LONGEST] for piece in pieces]
 
 
 def tokenizer_of(run: Path) -> Reads:
@@ -92,8 +95,30 @@ def _read(file: str, _: int) -> Reads | None:
     except ImportError:
         return None
     with suppress(Exception):
-        return ByFile(library.Tokenizer.from_file(file), stream)
+        described = json.loads(Path(file).read_bytes())
+        if not _shortens(described.get("decoder")):
+            return None
+        # whatever a model's author has written for reading texts is not needed to show tokens, and may take any time
+        described |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+        return ByFile(library.Tokenizer.from_str(json.dumps(described)), stream)
     return None
+
+
+def _shortens(decoder: dict[str, Any] | None) -> bool:
+    """Whether a decoder makes no text longer: one of a few steps might double it each time, for whoever looks at a page."""
+    if decoder is None or decoder["type"] in (
+        "ByteLevel",
+        "ByteFallback",
+        "Fuse",
+        "Strip",
+        "Metaspace",
+        "WordPiece",
+        "BPEDecoder",
+    ):
+        return True
+    if decoder["type"] == "Replace":
+        return len(decoder["content"]) <= len(decoder["pattern"].get("String", ""))
+    return decoder["type"] == "Sequence" and all(map(_shortens, decoder["decoders"]))
 
 
 def _of_model(run: Path) -> Reads | None:

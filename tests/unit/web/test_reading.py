@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from groupwise.runs.records import RolloutFilter, StepRecord, WarningRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, Rollout, Segment
 from groupwise.web.runs import reading
+from groupwise.web.runs.tokens import tokenizer_of
 from tests.unit.web.dashboard_client import asking, json_of
 from tests.web_runs import write_run
 
@@ -111,6 +113,20 @@ async def test_tokens_come_in_pages_that_read_as_one_text(
     async with asking(tmp_path) as found:
         assert (await found.get("/runs/tokens/rollouts/1?page=7")).status_code == 404
         assert "Tokens 8 to 14 of 38." in (await found.get("/runs/tokens/rollouts/1?page=2")).text
+
+
+def test_a_tokenizer_that_makes_texts_longer_is_not_used(tmp_path: Path) -> None:
+    with_letters_and_bytes(tmp_path)
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    described = json.loads(file.read_bytes())
+    spaces = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    doubles = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 60
+    for steps, read in (([spaces], "a"), (doubles, "⟨0⟩")):
+        decoder = {"type": "Sequence", "decoders": [*steps, {"type": "Fuse"}]}
+        (tmp_path / read / "tokenizer").mkdir(parents=True)
+        written = json.dumps(described | {"decoder": decoder})
+        (tmp_path / read / "tokenizer" / "tokenizer.json").write_text(written)
+        assert tokenizer_of(tmp_path / read).pieces([0]) == [read]
 
 
 def with_letters_and_bytes(run: Path) -> None:
