@@ -117,6 +117,8 @@ def terminal_curve(
 
 # Scales
 
+LARGEST = 1e300
+
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
@@ -158,7 +160,8 @@ class _Frame:
 
 
 def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
-    return tuple((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
+    """Those that a curve can have: the difference of two is a number, too."""
+    return tuple((x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST)
 
 
 def _spread(values: Sequence[float], at_least: float) -> tuple[float, float]:

@@ -334,20 +334,26 @@ def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
     if not addresses:
         raise OSError(f"{host} has no address")
     if not allow_private and (inner := [a for a in addresses if not is_public(a)]):
+        logger.info(
+            "no webhook is told at %s, which is %s", host, inner[0]
+        )  # for the fleet's people alone
         raise Forbidden(
-            f"{host} is {inner[0]}, which is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"
+            f"{host} is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"
         )
     return addresses[0]
 
 
-_RELAYS = [ipaddress.ip_network(each) for each in ("2002::/16", "192.88.99.0/24")]
-"""Where 6to4 is in use they lead to whatever network begins there."""
+_INNER = [
+    ipaddress.ip_network(each)
+    for each in ("2002::/16", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
+]
+"""Relays of 6to4, which lead to whatever network begins there; what Azure's machines ask about themselves; addresses of documentation."""
 
 
 def is_public(address: str) -> bool:
     """Whether an address is of the public internet, also where one of IPv4 stands within it."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if any(ip in network for network in _RELAYS if network.version == ip.version):
+    if any(ip in network for network in _INNER if network.version == ip.version):
         return False
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.is_site_local:

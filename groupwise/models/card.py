@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
+from groupwise.display.text import one_line
 from groupwise.models.artefact import is_adapter
 from groupwise.models.bundled import BUNDLED, TINY
 from groupwise.models.hub import may_be_hub_id
@@ -69,7 +70,7 @@ def model_card(
     adapter = is_adapter(weights) and not merged
     paragraphs = [
         *_front(config, facts, base, adapter=adapter),
-        f"# {run.name}",
+        f"# {_words(run.name)}",
         _what_it_is(config, facts, base, steps, adapter=adapter),
         *_start(config, facts),
         *_results(results or {}),
@@ -150,13 +151,13 @@ def _what_it_is(
     kind = facts.get("kind", "rl")
     how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
     what = "A low-rank adapter for" if adapter else "A model made from"
-    return f"{what} `{base}`, trained by {how} on {_trained_on(facts)} for {steps} steps."
+    return f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps."
 
 
 def _trained_on(facts: Mapping[str, Any]) -> str:
     """The task, or the dataset where a run says that its task has no other name (`task_facts`)."""
     dataset = facts.get("dataset")
-    return f"`{_without_path(dataset)}`" if dataset else f"the task `{facts.get('task')}`"
+    return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
 
 
 def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
@@ -171,13 +172,13 @@ def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]
 
 def _ancestor(earlier: Mapping[str, Any]) -> str:
     trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if (kind := earlier.get("kind")) else ""
-    return f"`{earlier['policy']}`{trained}"
+    return f"{_code(earlier['policy'])}{trained}"
 
 
 def _results(results: Mapping[str, Any]) -> Iterator[str]:
     held_out = results.get("held_out")
     if held_out:
-        yield f"## Results on {held_out['prompts']} held-out prompts"
+        yield f"## Results on {int(held_out['prompts'])} held-out prompts"
         named = {"base": "the base model", "before": "before", "after": "after"}
         told = {title: held_out[key] for key, title in named.items() if key in held_out}
         rows = [
@@ -206,8 +207,18 @@ def _evaluations(found: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+    shown = [[_words(cell) for cell in cells] for cells in (head, *rows)]
+    lines = [shown[0], ["---"] * len(head), *shown[1:]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _words(text: str) -> str:
+    """A name as Markdown shows it, whatever it holds."""
+    return re.sub(r"[\\`*|<>!#\[\]]", r"\\\g<0>", one_line(text))
+
+
+def _code(text: Any) -> str:
+    return f"`{one_line(str(text)).replace('`', chr(39))}`"
 
 
 def _interval(value: Mapping[str, float]) -> str:
@@ -242,7 +253,7 @@ def _loading(config: Mapping[str, Any], base: str, place: Place, *, adapter: boo
     code = "```python\n" + "\n".join(lines) + "\n```"
     if adapter and not may_be_hub_id(base):
         whose = "made by Groupwise itself" if base == TINY else "on the machine that trained it"
-        code += f"\n\nThe base, `{base}`, is {whose}; give the path of its folder."
+        code += f"\n\nThe base, {_code(base)}, is {whose}; give the path of its folder."
     return code
 
 
@@ -251,14 +262,16 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]
     sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
-    named = ", ".join(f"`{_without_path(source)}`" for source in sources if source)
+    named = ", ".join(_code(_without_path(source)) for source in sources if source)
     return f"Data: {examples}{f', from {named}' if named else ''}{_rewarded(facts)}. The config:"
 
 
 def _rewarded(facts: Mapping[str, Any]) -> str:
     """By which rewards, and how much each counts, where the run has noted that."""
     weights: Mapping[str, float] = facts.get("rewards") or {}
-    named = [f"`{name}` (weight {_number(weight)})" for name, weight in weights.items() if weight]
+    named = [
+        f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
+    ]
     return f", rewarded by {', '.join(named)}" if named else ""
 
 

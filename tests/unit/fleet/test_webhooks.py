@@ -154,6 +154,7 @@ async def _away(_: Any) -> Any:
                 *(["127.0.0.1"], ["93.184.215.14", "10.0.0.1"], ["169.254.169.254"], ["::1"]),
                 *(["fd00::1"], ["fe80::1%eth0"], ["::ffff:127.0.0.1"], ["64:ff9b::7f00:1"]),
                 *(["2002:5db8:d70e::"], ["0.0.0.0"], ["224.0.0.1"], ["fec0::1"], ["192.88.99.1"]),
+                *(["168.63.129.16"], ["3fff::1"]),
             ],
         ),
         (
@@ -181,6 +182,7 @@ async def test_nothing_is_sent_to_addresses_that_are_not_public(
         assert await outlet.tell([ended(address, n)]) == {n}
         assert world.asked == [], (address, name)
     assert {kind for kind, _ in told(database)} == {"webhook.given_up"}
+    assert not [said for _, said in told(database) if "10.0.0.1" in str(said)], "nor where it is"
     assert is_public("2606:2800:21f:cb07:6820:80da:af6b:8b2c")
 
 

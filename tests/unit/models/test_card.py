@@ -68,6 +68,23 @@ def test_what_the_hub_reads(tmp_path, weights):
     assert told["library_name"] == "transformers"
 
 
+def test_names_in_it_are_names_whatever_they_hold(tmp_path, weights):
+    name = "r |\n\n![x](http://tracker/p.png)\n# owned <b>"
+    run = run_folder(tmp_path / "runs", {"task": f"`{name}"})
+    interval = {"value": 0.5}
+    held_out = {
+        "prompts": 3,
+        "before": {name: interval},
+        "after": {name: interval},
+        "change": interval,
+    }
+    card = model_card(run, weights, 8, results={"held_out": held_out})
+    prose = re.sub("`[^`\\n]*`", "", card.split("```")[0])
+    assert re.findall(r"(?m)^# .*|(?<!\\)!\[x\]|(?<!\\)<b>", prose) == ["# my-run"]
+    row = next(line for line in card.splitlines() if "owned" in line and line.startswith("|"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == 4
+
+
 def test_it_names_no_path_and_no_secret(tmp_path, weights):
     run = run_folder(
         tmp_path / "runs",
