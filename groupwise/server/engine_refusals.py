@@ -9,6 +9,7 @@ from typing import TypeVar
 from groupwise.errors import GroupwiseError, RunError, UsageError
 from groupwise.server.conductor import Conductor
 from groupwise.server.engine.port import EngineLost, OrderField, WrongOrder
+from groupwise.server.keeper import FULL_SECONDS, is_full
 from groupwise.wire.problems import KINDS, FieldError, Refusal
 
 T = TypeVar("T")
@@ -34,6 +35,8 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
     """What the package says is wrong, as a problem of the table: under its own code where that is one."""
     if isinstance(error, Refusal):
         return error
+    if is_full(error):
+        return Refusal("disk_full", str(error), retry_after=retry_after or FULL_SECONDS)
     code = error.code if error.code in KINDS else otherwise
     return Refusal(code, str(error), retry_after=retry_after)
 

@@ -119,6 +119,10 @@ class Keeper:
             await self._clock.sleep(LOOK_AT_DISK)
 
 
+FULL_SECONDS = 10.0
+"""When somebody who was refused for want of disk may ask again."""
+
+
 def is_full(error: BaseException) -> bool:
     """Whether an error came from a disk without room. Those of an engine have crossed a socket and are their message alone."""
     if isinstance(error, OSError):

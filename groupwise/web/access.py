@@ -26,6 +26,8 @@ LASTS = 7 * 86_400
 """Seconds for which a cookie is good."""
 TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
 """Keys that may be tried from one address."""
+MOST_LEFT = 10_000
+"""Cookies of which it is remembered that they were signed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Door:
         self._keys, self._clock, self._acts = keys, clock, acts
         self._own = secrets.token_hex(32)
         self._tries = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
-        self._left: dict[str, int] = {}
+        self._left: dict[str, None] = {}
 
     @property
     def is_open(self) -> bool:
@@ -83,9 +85,9 @@ class Door:
         """Whoever has this cookie has signed out: it is good no longer, as long as this dashboard runs."""
         if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
             return
-        now = self._clock()
-        self._left = {each: until for each, until in self._left.items() if until > now}
-        self._left[cookie] = int(now) + LASTS
+        self._left[cookie] = None
+        while len(self._left) > MOST_LEFT:  # oldest first: a clock that is set back makes none good again
+            del self._left[next(iter(self._left))]
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
         """Whether they are shown what changes something, which takes a key of this role."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
 import threading
 from pathlib import Path
 
+from groupwise.server.keeper import FULL_SECONDS, is_full
 from groupwise.wire.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
 from groupwise.wire.problems import FieldError, Refusal
 
@@ -133,8 +133,8 @@ class Files:
 
 
 def _refused(path: str, error: OSError) -> Refusal:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Refusal("disk_full", retry_after=10.0)
+    if is_full(error):
+        return Refusal("disk_full", retry_after=FULL_SECONDS)
     problem = f"{path} cannot be written: {os.strerror(error.errno or 0)}"
     return Refusal(
         "invalid_request", f"{problem}.", errors=[FieldError(field="path", message=problem)]

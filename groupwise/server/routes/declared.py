@@ -21,6 +21,7 @@ from groupwise.http.declared import Facts, Limits, Shared, facts_of
 from groupwise.server.activity import known_clients
 from groupwise.server.downloads import OpenVersion
 from groupwise.server.idempotent import UnderWay
+from groupwise.server.keeper import FULL_SECONDS
 from groupwise.server.ledger.answers import Answer
 from groupwise.server.ledger.file import DiskFull
 from groupwise.server.settings import ServerConfig
@@ -49,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 REPLAYED = "Idempotency-Replayed"
 """Header of an answer that was given before."""
-FULL_SECONDS = 10.0
-"""When somebody who was refused for want of disk may ask again."""
 
 
 class ServiceLike(Protocol):

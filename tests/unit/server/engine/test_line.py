@@ -2,6 +2,8 @@
 
 from groupwise.errors import ConfigError, EndpointError, OutOfMemoryError, RunError, StoreError
 from groupwise.server.engine.line import packed, packed_error, unpacked, unpacked_error
+from groupwise.server.engine_refusals import refusal_of
+from groupwise.server.keeper import FULL_SECONDS
 
 
 def crossed(error):
@@ -22,3 +24,9 @@ def test_values_and_errors_of_ours_come_back_as_they_are_and_others_are_explaine
     ):
         assert type(crossed(error)) is kind
         assert kind is OutOfMemoryError or "by zero" in str(crossed(error))
+
+
+def test_a_disk_that_was_full_there_is_said_to_be_here():
+    refusal = refusal_of(crossed(OSError(28, "No space left on device")), "engine_failed")
+    assert (refusal.code, refusal.retry_after) == ("disk_full", FULL_SECONDS)
+    assert refusal_of(crossed(OSError(13, "no")), "engine_failed").code == "engine_failed"
