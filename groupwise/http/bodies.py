@@ -7,7 +7,9 @@ it up.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import Mapping
+from contextlib import suppress
 
 from starlette.types import Receive
 
@@ -17,6 +19,10 @@ BODY_SECONDS = 120.0
 """In which a body must be here; a connection that sends a byte a minute is left."""
 SHUTTING_DOWN_RETRY = 5.0
 """Seconds after which another server, or the same one again, may answer."""
+
+
+LARGE = 4 << 20
+"""Bytes of a body after which the memory that reading it took is given back to the system."""
 
 
 class ClientGone(Exception):
@@ -84,6 +90,12 @@ class Bodies:
             "too_large",
             f"The body has more than {self._most} bytes, which is max_body_bytes of the server. Send less at once.",
         )
+
+
+def give_memory_back() -> None:
+    """What is free again goes to the system, with glibc; else it stays with this process for the next large body."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _shutting_down() -> Refusal:

@@ -24,7 +24,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.http.addresses import is_loopback
-from groupwise.http.bodies import SHUTTING_DOWN_RETRY, ClientGone
+from groupwise.http.bodies import LARGE, SHUTTING_DOWN_RETRY, ClientGone, give_memory_back
 from groupwise.http.caller import Caller
 from groupwise.http.declared import SCOPE, Facts, Route, Shared, facts_of
 from groupwise.http.logs import log_request
@@ -303,7 +303,11 @@ class BodyRead:
             body = await self._bodies.read(Headers(scope=scope), receive)
         if body and not (route is not None and route.takes_bytes):
             _check_media_type(Headers(scope=scope).get("content-type", ""))
-        await _while_listening(self._app, scope, body, receive, send)
+        try:
+            await _while_listening(self._app, scope, body, receive, send)
+        finally:
+            if len(body) > LARGE:  # once nobody holds it any more
+                asyncio.get_running_loop().call_later(1.0, give_memory_back)
 
 
 def _check_media_type(given: str) -> None:

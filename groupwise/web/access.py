@@ -86,7 +86,9 @@ class Door:
         if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
             return
         self._left[cookie] = None
-        while len(self._left) > MOST_LEFT:  # oldest first: a clock that is set back makes none good again
+        while (
+            len(self._left) > MOST_LEFT
+        ):  # oldest first: a clock that is set back makes none good again
             del self._left[next(iter(self._left))]
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:

@@ -6,10 +6,13 @@ up meanwhile.
 
 from __future__ import annotations
 
-from typing import Any, cast
+import copy
+from typing import TYPE_CHECKING, cast
 
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic_core import SchemaValidator
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 MANY = ("list", "tuple", "set", "frozenset", "dict")
 
@@ -18,12 +21,12 @@ class FailFast:
     """Beside BaseModel, for what a client sends."""
 
     @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler, /
-    ) -> CoreSchema:
-        schema = handler(source)
+    def __pydantic_on_complete__(cls) -> None:
+        """Validate by a schema that differs in this alone, in all that stands in it."""
+        model = cast("type[BaseModel]", cls)
+        schema = copy.deepcopy(model.__pydantic_core_schema__)
         _fail_fast(schema)
-        return schema
+        model.__pydantic_validator__ = SchemaValidator(schema, _use_prebuilt=False)
 
 
 def _fail_fast(schema: object) -> None:
