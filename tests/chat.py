@@ -11,14 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 TEMPLATES = Path(__file__).with_name("fixtures") / "chat_templates"
 SPECIAL = {
-    "chatml": ("<|im_start|>", "<|im_end|>"),
-    "marked": ("<|im_start|>", "<|im_end|>"),
-    "qwen3": ("<|im_start|>", "<|im_end|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"), "marked": ("<|im_start|>", "<|im_end|>"), "qwen3": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"),
-    "mistral": ("<s>", "</s>"),
+    "gemma": ("<bos>", "<start_of_turn>", "<end_of_turn>"), "mistral": ("<s>", "</s>"),
     "deepseek_r1": ("<s>", "<|User|>", "<|Assistant|>", "</s>"),
-}
+}  # fmt: skip
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "mistral": "<s>", "deepseek_r1": "<s>"}
 
 

@@ -61,15 +61,10 @@ class FakeAws:
     def environment(self) -> dict[str, str]:
         """For programs that are to find it."""
         return {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ENDPOINT_URL_PRICING": self.beside,
-            "AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.beside,
-            "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
-            "AWS_SECRET_ACCESS_KEY": "example",
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        }
+            "AWS_ENDPOINT_URL": self.url, "AWS_ENDPOINT_URL_PRICING": self.beside, "AWS_ENDPOINT_URL_SERVICE_QUOTAS": self.beside,
+            "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE", "AWS_SECRET_ACCESS_KEY": "example", "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }  # fmt: skip
 
     def sudo(self) -> list[list[str]]:
         """What was done as root on what stands in for machines; none of it afterwards."""
@@ -116,12 +111,9 @@ class FakeAws:
 
     def access(self, **fields: Any) -> Access:
         known = {
-            "key_name": KEY_NAME,
-            "key_path": str(self.host.key_path),
-            "security_group": self.group,
-            "user": self.host.user,
+            "key_name": KEY_NAME, "key_path": str(self.host.key_path), "security_group": self.group, "user": self.host.user,
             "port": self.host.port,
-        }
+        }  # fmt: skip
         return Access(**{**known, **fields})
 
     def backend(

@@ -162,15 +162,12 @@ class Hub:
         return JSONResponse(
             [
                 {
-                    "id": commit,
-                    "authors": [{"user": self._user}],
-                    "date": "2026-01-01T00:00:00.000Z",
-                    "title": repository.messages[commit],
-                    "message": "",
+                    "id": commit, "authors": [{"user": self._user}], "date": "2026-01-01T00:00:00.000Z",
+                    "title": repository.messages[commit], "message": "",
                 }
                 for commit in reversed(repository.branches[self._revision(request)])
             ]
-        )
+        )  # fmt: skip
 
     async def _tree(self, request: Request) -> Response:
         repository, revision = self._of(request), self._revision(request)

@@ -21,13 +21,9 @@ from typing import Any
 from urllib.error import HTTPError
 
 METRICS = {
-    "math_500": ["pass@k:k=1&n=1"],
-    "aime24": ["pass@k:k=1", "avg@n:n=1"],
-    "aime25": ["pass@k:k=1&n=1", "avg@n:n=1"],
-    "gpqa:diamond": ["gpqa_pass@k:k=1"],
-    "lcb:codegeneration": ["codegen_pass@1:16"],
-    "lcb:codegeneration_v4": ["codegen_pass@1:16"],
-}
+    "math_500": ["pass@k:k=1&n=1"], "aime24": ["pass@k:k=1", "avg@n:n=1"], "aime25": ["pass@k:k=1&n=1", "avg@n:n=1"],
+    "gpqa:diamond": ["gpqa_pass@k:k=1"], "lcb:codegeneration": ["codegen_pass@1:16"], "lcb:codegeneration_v4": ["codegen_pass@1:16"],
+}  # fmt: skip
 QUESTIONS = 4
 STAMP = "2026-01-02T03-04-05.678901"
 
@@ -126,12 +122,9 @@ def write(folder: Path, model: str, task: str, rows: list[Any], does: str | None
     key = f"{task}|0"
     config = {"name": task, "hf_repo": f"someone/{task}", "version": 2, "effective_num_docs": -1}
     content: dict[str, Any] = {
-        "config_general": {"lighteval_sha": "?", "model_name": model},
-        "results": {key: found, "all": found},
-        "versions": {},
-        "config_tasks": {key: config},
-        "summary_tasks": {key: {}},
-    }
+        "config_general": {"lighteval_sha": "?", "model_name": model}, "results": {key: found, "all": found}, "versions": {},
+        "config_tasks": {key: config}, "summary_tasks": {key: {}},
+    }  # fmt: skip
     results = folder / "results" / model / f"results_{STAMP}.json"
     results.parent.mkdir(parents=True)
     if does == "other":

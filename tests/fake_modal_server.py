@@ -144,15 +144,12 @@ class Server:
 
 
 ALWAYS = {
-    "ClientHello": api_pb2.ClientHelloResponse(),
-    "AuthTokenGet": api_pb2.AuthTokenGetResponse(token=""),
-    "AppGetByDeploymentName": api_pb2.AppGetByDeploymentNameResponse(),
-    "AppHeartbeat": Empty(),
-    "AppClientDisconnect": Empty(),
+    "ClientHello": api_pb2.ClientHelloResponse(), "AuthTokenGet": api_pb2.AuthTokenGetResponse(token=""),
+    "AppGetByDeploymentName": api_pb2.AppGetByDeploymentNameResponse(), "AppHeartbeat": Empty(), "AppClientDisconnect": Empty(),
     "AppPublish": api_pb2.AppPublishResponse(url="http://127.0.0.1/app"),
     "MountBatchedCheckExistence": api_pb2.MountBatchedCheckExistenceResponse(),
     "MountPutFile": api_pb2.MountPutFileResponse(exists=True),
-}
+}  # fmt: skip
 """What is answered whatever was asked."""
 
 

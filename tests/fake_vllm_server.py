@@ -281,12 +281,8 @@ class VllmServer:
         }  # fmt: skip
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
         return {
-            "id": "cmpl-0",
-            "object": "text_completion",
-            "model": body["model"],
-            "choices": [choice],
-            "usage": usage,
-        }
+            "id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": [choice], "usage": usage,
+        }  # fmt: skip
 
     async def _drawn(self, serving: Serving, body: Body) -> tuple[list[int], list[float]]:
         temperature = body.get("temperature", 1.0)

@@ -262,12 +262,9 @@ def ssh(_: Path) -> Iterator[BackendSpec]:
     with ssh_hosts.loopback_hosts() as [host]:
         row = host.vm_row()
         login = {
-            "host": row["ip_address"],
-            "user": row["user"],
-            "port": row["port"],
-            "key_path": row["ssh_key_path"],
+            "host": row["ip_address"], "user": row["user"], "port": row["port"], "key_path": row["ssh_key_path"],
             "host_key": row["host_key"],
-        }
+        }  # fmt: skip
         yield BackendSpec("ssh", str(host.home), login)
 
 

@@ -124,17 +124,11 @@ def fake_gpus(
     uuids = [f"GPU-{name}-{n}" for n in range(count)]
     cards = [
         {
-            "uuid": uuid,
-            "model": "NVIDIA H100 80GB HBM3",
-            "memory_mb": 81559,
-            "used_mb": 4,
-            "utilisation": 0,
-            "temperature": 31,
-            "mig": None,
-            "cells": {},
+            "uuid": uuid, "model": "NVIDIA H100 80GB HBM3", "memory_mb": 81559, "used_mb": 4, "utilisation": 0, "temperature": 31,
+            "mig": None, "cells": {},
         }
         for uuid in uuids
-    ]
+    ]  # fmt: skip
     said = {"mode": mode, "gpus": cards, "apps": [], "marker_apps": {}, **state}
     program = folder / "nvidia-smi"
     answers = program.with_suffix(".json")

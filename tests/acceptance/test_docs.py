@@ -120,11 +120,8 @@ IN_PROCESS = ("configs/quickstart.yaml", "my.yaml")
 ROWS = 32
 """For training, of a task that comes with the package: each is written, asked for and masked before a run begins."""
 SMALL_SFT = {
-    "training.max_steps": STEPS,
-    "training.examples_per_step": 2,
-    "eval.max_examples": 4,
-    "run.threads": 1,
-}
+    "training.max_steps": STEPS, "training.examples_per_step": 2, "eval.max_examples": 4, "run.threads": 1,
+}  # fmt: skip
 
 
 def name(path: Path) -> str:
@@ -911,14 +908,10 @@ def server_metrics() -> set[str]:
     """All that GET /metrics has."""
     full = StatusAnswer.model_validate(
         {
-            "phase": "running",
-            "model_version": ("run", 1),
-            "step": 1,
-            "max_steps": 2,
-            "throughput": {"seconds_per_step": 1.0},
+            "phase": "running", "model_version": ("run", 1), "step": 1, "max_steps": 2, "throughput": {"seconds_per_step": 1.0},
             "memory": {"engine_bytes": 1},
         }
-    )
+    )  # fmt: skip
     return set(re.findall(r"^# TYPE (\w+)", render(Requests(), full), re.MULTILINE))
 
 
@@ -973,12 +966,9 @@ def test_states_alarms_events_and_metrics_of_the_fleet_are_explained() -> None:
         if key.isupper() and isinstance(value, str) and re.fullmatch(r"[a-z]+\.[a-z_]+", value)
     }
     full: dict[str, Any] = {
-        "jobs": {"queued": 1},
-        "machines": {"total": 1, "ready": 1, "gpus": 1, "gpus_available": 1},
-        "oldest_waiting_seconds": 1.0,
-        "alarms": [{"kind": "leaking"}],
-        "processes": [{"role": "poller", "owner": "o", "silent_seconds": 1.0, "alive": True}],
-    }
+        "jobs": {"queued": 1}, "machines": {"total": 1, "ready": 1, "gpus": 1, "gpus_available": 1}, "oldest_waiting_seconds": 1.0,
+        "alarms": [{"kind": "leaking"}], "processes": [{"role": "poller", "owner": "o", "silent_seconds": 1.0, "alive": True}],
+    }  # fmt: skip
     lines = (*fleet_metrics.render(full), *Requests().lines())
     metrics = {word for line in lines for word in re.findall(r"^# TYPE (\w+)", line)}
     assert (len(alarms) >= 8, len(events) > 30) == (True, True)

@@ -174,18 +174,13 @@ def _refusals(fleet: RealFleet) -> list[Record]:
     def look(session: Session) -> list[Record]:
         return [
             {
-                "at": attempt.created_at - fleet.clock_offset,
-                "what": "refused",
-                "job": attempt.job_id,
-                "epoch": attempt.epoch,
-                "rank": member["rank"],
-                "vm": member["vm"],
-                "because": member.get("refusal"),
+                "at": attempt.created_at - fleet.clock_offset, "what": "refused", "job": attempt.job_id, "epoch": attempt.epoch,
+                "rank": member["rank"], "vm": member["vm"], "because": member.get("refusal"),
             }
             for attempt in session.scalars(select(Attempt))
             for member in attempt.evidence.get("members") or ()
             if member.get("refusal") or member.get("reading") in ("refused", "voided")
-        ]
+        ]  # fmt: skip
 
     return fleet.look(look)
 

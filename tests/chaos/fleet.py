@@ -54,18 +54,11 @@ ROOT = HERE.parent.parent
 TRAINER = HERE / "trainer.py"
 CONTROL = HERE / "control.py"
 ROLES = {
-    "dispatcher-1": "dispatcher",
-    "dispatcher-2": "dispatcher",
-    "poller": "poller",
-    "requeue": "requeue",
-    "tracker": "tracker",
-}
+    "dispatcher-1": "dispatcher", "dispatcher-2": "dispatcher", "poller": "poller", "requeue": "requeue", "tracker": "tracker",
+}  # fmt: skip
 QUICK = {
-    "POLL_SECONDS": "1",
-    "SWEEP_SECONDS": "0.5",
-    "REQUEUE_SECONDS": "3",
-    "LEASE_SECONDS": "4",
-}
+    "POLL_SECONDS": "1", "SWEEP_SECONDS": "0.5", "REQUEUE_SECONDS": "3", "LEASE_SECONDS": "4",
+}  # fmt: skip
 BEGINS = "--- begins"
 LEASE = float(QUICK["LEASE_SECONDS"])
 OPERATOR = Actor("user:test")

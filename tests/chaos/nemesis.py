@@ -166,14 +166,10 @@ class Nemesis:
     def _play(self) -> dict[str, Any]:
         choice = self.chance.choice
         return {
-            "steps": choice([0, 1, 5, 20, 60]),
-            "pause": choice([0.05, 0.1]),
-            "term": choice(["exit", "exit", "graceful", "ignore"]),
-            "save": choice([0, 0, 3]),
-            "child": choice([None, None, None, None, "dies", "stays"]),
-            "log": choice(["text", "binary"]),
+            "steps": choice([0, 1, 5, 20, 60]), "pause": choice([0.05, 0.1]), "term": choice(["exit", "exit", "graceful", "ignore"]),
+            "save": choice([0, 0, 3]), "child": choice([None, None, None, None, "dies", "stays"]), "log": choice(["text", "binary"]),
             "chunk": choice([0, 80, 80, 5_000, 300_000]),
-        }
+        }  # fmt: skip
 
     def _request(self) -> dict[str, Any]:
         chance = self.chance

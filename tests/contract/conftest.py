@@ -201,13 +201,10 @@ def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
 
     config = load_config(
         {
-            "model": {"name": "tiny", "dtype": "float32"},
-            "lora": lora,
-            "algorithm": {"beta": 0.1},
-            "sampler": {"slots": 8, "max_completion_length": 40},
-            "training": {"seed": 1},
+            "model": {"name": "tiny", "dtype": "float32"}, "lora": lora, "algorithm": {"beta": 0.1},
+            "sampler": {"slots": 8, "max_completion_length": 40}, "training": {"seed": 1},
         }
-    ).config
+    ).config  # fmt: skip
     layout = machine_layout.choose_layout(config, 24)
     assert layout.key_length == 64
     wanted = Wanted(
@@ -310,21 +307,12 @@ OF_OTHERS = {
         },
     },
     "test_sampler_contract.py": {
-        "torch-full": {
-            "test_results_do_not_depend_on_what_else_is_asked",
-            "test_a_published_change_reaches_the_sampler",
-        },
-        "torch-added": {
-            "test_cancelling_disturbs_nobody",
-            "test_a_published_change_reaches_the_sampler",
-        },
-        "ranks-added": {
-            "test_results_do_not_depend_on_what_else_is_asked",
-            "test_a_published_change_reaches_the_sampler",
-        },
+        "torch-full": {"test_results_do_not_depend_on_what_else_is_asked", "test_a_published_change_reaches_the_sampler"},
+        "torch-added": {"test_cancelling_disturbs_nobody", "test_a_published_change_reaches_the_sampler"},
+        "ranks-added": {"test_results_do_not_depend_on_what_else_is_asked", "test_a_published_change_reaches_the_sampler"},
         "remote-full": {"test_a_published_change_reaches_the_sampler"},
     },
-}
+}  # fmt: skip
 """Makers whose learner or sampler is of a class that another one's is of, too: the tests that ask for what is theirs alone.
 
 With the other tests they are soak tests."""

@@ -40,32 +40,18 @@ LaunchClient: TypeAlias = launch_backends.LaunchClient[Backend]
 ROOT = Path(__file__).parents[2]
 ODD = (
     *(
-        "",
-        " ",
-        "-v",
-        "--",
-        "a b",
-        "it's",
-        'say "hi"',
-        "$(touch x)",
-        "`id`",
-        "two\nlines\n",
-        "tab\t",
+        "", " ", "-v", "--", "a b", "it's", 'say "hi"', "$(touch x)", "`id`", "two\nlines\n", "tab\t",
     ),
     *("\\", "é→", "*", "~", "#no", "!h"),
-)
+)  # fmt: skip
 EVERYWHERE = {"gang", "ssh", "slurm", "ray", "aws", "modal"}
 """Beside this machine, where all tests run always."""
 ALSO_AT: dict[str, set[str]] = {
-    "test_all_that_was_asked_arrives_exactly": EVERYWHERE,
-    "test_one_name_is_one_job_and_runs_once": EVERYWHERE,
-    "test_cancelled_it_has_time_to_save": EVERYWHERE,
-    "test_a_crashed_job_resumes_from_its_newest_checkpoint": EVERYWHERE,
-    "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE,
-    "test_whoever_submitted_may_be_gone": {"ssh", "modal"},
-    "test_results_come_whole_and_again_only_where_they_differ": {"ssh", "modal"},
-    "test_removed_its_name_is_free": {"aws"},
-}
+    "test_all_that_was_asked_arrives_exactly": EVERYWHERE, "test_one_name_is_one_job_and_runs_once": EVERYWHERE,
+    "test_cancelled_it_has_time_to_save": EVERYWHERE, "test_a_crashed_job_resumes_from_its_newest_checkpoint": EVERYWHERE,
+    "test_secrets_arrive_and_are_kept_nowhere": EVERYWHERE, "test_whoever_submitted_may_be_gone": {"ssh", "modal"},
+    "test_results_come_whole_and_again_only_where_they_differ": {"ssh", "modal"}, "test_removed_its_name_is_free": {"aws"},
+}  # fmt: skip
 """Where else a test runs always; at all other places it is one of the suite `launch` of the long tests."""
 
 

@@ -35,16 +35,13 @@ def settings(runs: Path, **sections: Any) -> dict[str, Any]:
         "lora": {"r": 16},
         "sampler": {"engine": "vllm", "url": URL, "max_completion_length": 32},
         "training": {
-            "max_steps": 3,
-            "prompts_per_step": 4,
-            "num_generations": 8,
-            "learning_rate": 1e-3,
+            "max_steps": 3, "prompts_per_step": 4, "num_generations": 8, "learning_rate": 1e-3,
         },
         "data": {"max_prompt_length": 128},
         "eval": {"before_and_after": False},
         "run": {"name": "live", "dir": str(runs)},
         **sections,
-    }
+    }  # fmt: skip
 
 
 async def test_it_draws_what_it_is_asked_for(tmp_path):

@@ -41,14 +41,11 @@ pytestmark = pytest.mark.parametrize(
         *(
             pytest.param(*each, marks=SOAK)
             for each in (
-                ("llama-biases", BF16),
-                ("qwen2-tied", F32),
-                ("qwen2-tied", BF16),
-                ("qwen3", F32),
+                ("llama-biases", BF16), ("qwen2-tied", F32), ("qwen2-tied", BF16), ("qwen3", F32),
             )
         ),
     ],
-)
+)  # fmt: skip
 RANK = 4
 
 

@@ -278,12 +278,8 @@ def test_callbacks_of_transformers_run(unobserved, tmp_path, capsys):
     groupwise.rl(config(tmp_path), task_with(Own(), PrinterCallback, ProgressCallback()))
     folder = str(tmp_path / "toy")
     assert told[:5] == [
-        ("evaluated", True, False),
-        (1, STEPS, folder, 0.0),
-        "saved",
-        ("evaluated", True, False),
-        (2, STEPS, folder, 0.0),
-    ]
+        ("evaluated", True, False), (1, STEPS, folder, 0.0), "saved", ("evaluated", True, False), (2, STEPS, folder, 0.0),
+    ]  # fmt: skip
     log = (tmp_path / "toy" / "log.txt").read_text()
     assert "Own: on_epoch_end" in log
     assert "ProgressCallback: on_predict, on_prediction_step" in log

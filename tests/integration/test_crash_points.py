@@ -31,11 +31,8 @@ from tests.rotation import turn
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 WAYS: dict[str, dict[str, Any]] = {
-    "lag 0": {"lag": 0},
-    "lag 1": {"lag": 1},
-    "lag 2": {"lag": 2},
-    "free": {"schedule": "free", "lag": 2, "max_steps": 6},
-}
+    "lag 0": {"lag": 0}, "lag 1": {"lag": 1}, "lag 2": {"lag": 2}, "free": {"schedule": "free", "lag": 2, "max_steps": 6},
+}  # fmt: skip
 
 
 def undisturbed(runs: Path, way: str) -> tuple[Path, list[str]]:

@@ -52,11 +52,8 @@ def test_sft(work: Path) -> None:
 
 def test_eval(work: Path) -> None:
     hyperparams = {
-        "eval.max_prompts": 3,
-        "run.threads": 1,
-        "rewards.in_process": True,
-        "sampler": {"max_completion_length": 6},
-    }
+        "eval.max_prompts": 3, "run.threads": 1, "rewards.in_process": True, "sampler": {"max_completion_length": 6},
+    }  # fmt: skip
     spec = EVAL.expand(without_training(hyperparams=hyperparams, output_dir="found/here"))
     assert run(spec.arguments) == 0
     result = json.loads((work / "found/here/evaluation.json").read_text())

@@ -84,11 +84,8 @@ def test_what_is_written_passes_a_dry_run_and_trains(task):
 
 def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):
     words = [
-        "algorithm.preset=dapo_paper",
-        "training.num_train_epochs=3",
-        "model.name=tiny",
-        "eval.samples_per_prompt=2",
-    ]
+        "algorithm.preset=dapo_paper", "training.num_train_epochs=3", "model.name=tiny", "eval.samples_per_prompt=2",
+    ]  # fmt: skip
     report = init(TOY, "smollm2-135m-instruct", overrides=words, out=Path("o.yaml"), measure=False)
     assert report.exit_code == 0
     config = load_config("o.yaml").config

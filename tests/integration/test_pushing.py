@@ -256,12 +256,9 @@ def test_a_branch_that_others_fill_meanwhile_is_kept_and_another_one_can_be_name
 def test_supervised_runs_upload_too(tmp_path, hub, caplog):
     caplog.set_level(logging.INFO, "groupwise")
     given = {
-        "model": {"name": "tiny"},
-        "lora": {"r": 4},
-        "training": {"max_steps": 2, "examples_per_step": 2},
-        "run": {"dir": str(tmp_path), "threads": 1, "save_steps": 1, "hub": {"repo_id": REPO}},
-        "callbacks": ["push_to_hub_revision"],
-    }
+        "model": {"name": "tiny"}, "lora": {"r": 4}, "training": {"max_steps": 2, "examples_per_step": 2},
+        "run": {"dir": str(tmp_path), "threads": 1, "save_steps": 1, "hub": {"repo_id": REPO}}, "callbacks": ["push_to_hub_revision"],
+    }  # fmt: skip
     result = groupwise.sft(given, str(Path(__file__).with_name("sft_task.py")))
     assert result.exit_code == 0
     assert set(hub.repositories[REPO].branches) == {"main", *BRANCHES[:2]}

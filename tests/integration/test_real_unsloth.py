@@ -23,12 +23,9 @@ WORDS = ("--config", str(ROOT / "configs/quickstart.yaml"), "--task-module", TAS
          "training.prompts_per_step=4", "eval.max_prompts=8", "run.processes=1")  # fmt: skip
 
 pytestmark = [
-    pytest.mark.soak(suite="unsloth"),
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        not PYTHON.exists(), reason="scripts/real_environment.py makes its environment"
-    ),
-]
+    pytest.mark.soak(suite="unsloth"), pytest.mark.timeout(1800),
+    pytest.mark.skipif(not PYTHON.exists(), reason="scripts/real_environment.py makes its environment" ),
+]  # fmt: skip
 
 
 def told(folder: Path, verb: str, *words: str) -> dict[str, Any]:

@@ -98,10 +98,7 @@ WAYS = {
     "several updates": {"training": {"num_iterations": 2, "minibatches": 2}},
     "adaptive kl, entropy bonus, warned of": {
         "algorithm": {
-            "type": "grpo",
-            "adaptive_kl": True,
-            "kl_target": 0.001,
-            "entropy_coef": 0.01,
+            "type": "grpo", "adaptive_kl": True, "kl_target": 0.001, "entropy_coef": 0.01,
         },
         "signals": {"start_steps": 2, "memory": 0.5, "noise": 0.01, "truncation_rise": 0.01},
     },
@@ -146,7 +143,7 @@ WAYS = {
             "curriculum": {"success_threshold": 0.2},
         },
     },
-}
+}  # fmt: skip
 USUAL = (
     "adaptive kl, entropy bonus, warned of",
     "an environment ahead",
@@ -154,13 +151,10 @@ USUAL = (
 )
 """Between them they have all state that a checkpoint holds of a run; `make soak SUITE=kills` goes the others."""
 SEEN_IN = {
-    "rollouts/rejected_groups": "dynamic sampling",
-    "data/easy_share": ("easy", "all at once"),
-    "data/replay_share": ("again", "all at once"),
-    "curriculum/success": ("curriculum", "all at once"),
-    "sampling/temperature": ("temperature", "all at once"),
-    "signals/active": "warned",
-}
+    "rollouts/rejected_groups": "dynamic sampling", "data/easy_share": ("easy", "all at once"),
+    "data/replay_share": ("again", "all at once"), "curriculum/success": ("curriculum", "all at once"),
+    "sampling/temperature": ("temperature", "all at once"), "signals/active": "warned",
+}  # fmt: skip
 """The metrics that show that a way was gone, by a word of its name."""
 STEPPED = str(Path(__file__).with_name("stepped_task.py"))
 GAME = str(Path(__file__).parents[2] / "examples" / "03_guessing_game" / "task.py")

@@ -149,16 +149,13 @@ AGAIN = {"mode": "completions"}
 WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"data": {"replay": {"at_temperature_floor": True}}}, "sampler.temperature_schedule"),
     ({"data": {"replay": AGAIN}, "run": {"keep_tokens": False}}, "run.keep_tokens is false"),
-    (
-        {"data": {"replay": AGAIN}, "algorithm": {"importance_sampling_correction": "none"}},
-        "earlier policy",
-    ),
+    ({"data": {"replay": AGAIN}, "algorithm": {"importance_sampling_correction": "none"}}, "earlier policy"),
     ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500.* capacity is 100"),
     ({"data": {"replay": {}}}, r"warmup_entries is 500.* prompts is \d+"),
     ({"data": {"replay": {"max_share": 0.4}}}, "max_share is 0.4"),
     ({"sampler": {"temperature": 0.7, "temperature_schedule": {}}}, "temperature_schedule"),
     ({"sampler": {"temperature_schedule": {"hot_every": None, "hot": 1.5}}}, "hot_every is null"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sections", "said"), WITHOUT_EFFECT)

@@ -23,12 +23,8 @@ BY_ARITHMETIC += ("mpmath", "groupwise.tunix.environment")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (
-    "torch",
-    "transformers.modeling_utils",
-    "transformers.models.llama",
-    "peft",
-    "accelerate",
-)
+    "torch", "transformers.modeling_utils", "transformers.models.llama", "peft", "accelerate",
+)  # fmt: skip
 
 
 class Begun(Exception):

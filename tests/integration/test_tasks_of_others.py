@@ -30,13 +30,9 @@ GOOD: dict[str, Any] = {
     "tunix_gemma": "<reasoning>1 + 1</reasoning><answer>2</answer>",
 }
 PARTS = {
-    "unsloth_gsm8k": [0.5, 0.5, 2.0],
-    "r1_countdown": [1.0, 1.0],
-    "open_r1": [1.0, 1.0, pytest.approx(0.99, abs=0.02), 0.0, 1.0],
-    "wordle_plugin": [1.0, pytest.approx(0.4), 2.0],
-    "trl_tools": [1.0, 0.1],
-    "tunix_gemma": [3.0, 2.0, 3.0, 1.5],
-}
+    "unsloth_gsm8k": [0.5, 0.5, 2.0], "r1_countdown": [1.0, 1.0], "open_r1": [1.0, 1.0, pytest.approx(0.99, abs=0.02), 0.0, 1.0],
+    "wordle_plugin": [1.0, pytest.approx(0.4), 2.0], "trl_tools": [1.0, 0.1], "tunix_gemma": [3.0, 2.0, 3.0, 1.5],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -229,26 +229,21 @@ def test_another_command_goes_on_elsewhere_with_the_weights_that_it_began_with(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"words": []}, ["--model", "--dataset", "--reward_function"]),
-        ({"words": ["--batchsize=3"]}, ["--batch_size"]),
-        ({"words": ["--max-steps=3"]}, ["--max_steps"]),
-        ({"max_steps": "many"}, ["'--max_steps'"]),
-        ({"max_steps": 0}, ["--max_steps is 0"]),
-        ({"learning_rate": "nan"}, ["--learning_rate is nan"]),
-        ({"model": "tinny"}, ["tinny"]),
-        ({"model": ""}, ["--model"]),
+        ({"words": []}, ["--model", "--dataset", "--reward_function"]), ({"words": ["--batchsize=3"]}, ["--batch_size"]),
+        ({"words": ["--max-steps=3"]}, ["--max_steps"]), ({"max_steps": "many"}, ["'--max_steps'"]),
+        ({"max_steps": 0}, ["--max_steps is 0"]), ({"learning_rate": "nan"}, ["--learning_rate is nan"]),
+        ({"model": "tinny"}, ["tinny"]), ({"model": ""}, ["--model"]),
         ({"dataset": "leters.jsonl"}, ["'leters.jsonl'", "letters.jsonl"]),
         ({"reward_function": "correctnes"}, ["correctnes", "correctness"]),
         ({"reward_function": "letter_rewards.py:shar"}, ["`shar`", "`share`"]),
         ({"preprocessing_pipeline": "generc"}, ["`generc`", "`generic`"]),
         ({"words": [*WORDS, "--use_unsloth"]}, ["Unsloth", "pip install"]),
         ({"words": [*WORDS, "training.max_steps=3"]}, ["training.max_steps is --max_steps"]),
-        ({"words": [*WORDS, "training={seed: 3}"]}, ["training"]),
-        ({"words": [*WORDS, "--resume"]}, ["'grpo'"]),
+        ({"words": [*WORDS, "training={seed: 3}"]}, ["training"]), ({"words": [*WORDS, "--resume"]}, ["'grpo'"]),
         ({"words": [*WORDS, "--resume_from=gone/step-3"]}, ["'gone/step-3'"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_in_words(
     given: dict[str, Any], told: list[str], work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,31 +42,23 @@ def config(**data: Any) -> dict[str, Any]:
         "lora": {"r": 4, "alpha": 8},
         "sampler": {"max_completion_length": 6, "slots": 8},
         "training": {
-            "max_steps": 4,
-            "prompts_per_step": 3,
-            "num_generations": 2,
-            "learning_rate": 0.01,
+            "max_steps": 4, "prompts_per_step": 3, "num_generations": 2, "learning_rate": 0.01,
         },
         "data": {"prompt_column": "question", "prompt_format": "chat", **data},
         "eval": {"max_prompts": 6},
         "run": {"name": "toy", "save_steps": 2, "threads": 1},
-    }
+    }  # fmt: skip
 
 
 def three_tasks() -> dict[str, Any]:
     """Two sources with rewards of their own, and a whole task."""
     given = config(
         dataset_mixture=[
-            {"source": "one.jsonl", "label": "one"},
-            {"source": "two.jsonl", "label": "two"},
-            {
-                "task": "sort_words",
-                "label": "sorting",
-                "config": {"train_size": 4, "eval_size": 4},
-            },
+            {"source": "one.jsonl", "label": "one"}, {"source": "two.jsonl", "label": "two"},
+            {"task": "sort_words", "label": "sorting", "config": {"train_size": 4, "eval_size": 4}},
         ],
         test_split_size=0.25,
-    )
+    )  # fmt: skip
     router = {"one": ["own_rewards.py:letters"], "two": ["own_rewards.py:short"]}
     return {**given, "rewards": {"router": router}}
 
@@ -141,16 +133,10 @@ def test_supervised_run_needs_no_task_either() -> None:
     result = groupwise.sft(
         {
             "model": {"name": "tiny"},
-            "data": {
-                "dataset_name": "pairs.jsonl",
-                "prompt_column": "q",
-                "answer_column": "a",
-                "test_split_size": 0.25,
-            },
-            "training": {"max_steps": 2, "examples_per_step": 2},
-            "run": {"name": "taught", "threads": 1},
+            "data": {"dataset_name": "pairs.jsonl", "prompt_column": "q", "answer_column": "a", "test_split_size": 0.25},
+            "training": {"max_steps": 2, "examples_per_step": 2}, "run": {"name": "taught", "threads": 1},
         }
-    )
+    )  # fmt: skip
     assert result.exit_code == 0
     with Store.open(result.folder / "run.db", readonly=True) as store:
         assert store.get_meta()["examples"] == 6

@@ -15,12 +15,9 @@ FIELDS = {
     "power_off": "vm", "lost": "vm", "passes": "",
 }  # fmt: skip
 FURTHER: dict[str, dict[str, Any]] = {
-    "stop": {"code": 0},
-    "status": {"generation": 0},
-    "made": {"path": "result"},
-    "kept": {"path": "result"},
+    "stop": {"code": 0}, "status": {"generation": 0}, "made": {"path": "result"}, "kept": {"path": "result"},
     "attempt": {"vms": ["vm-1"], "failure": None, "charged": False, "generation": 0},
-}
+}  # fmt: skip
 """What a sentence need not say."""
 
 

@@ -318,14 +318,9 @@ def test_settings_of_every_connection(postgres: Postgres, ready_url: str) -> Non
     for default in ("synchronous_commit = off", "default_transaction_isolation = 'serializable'"):
         postgres.execute(f"ALTER DATABASE {name} SET {default}")
     wanted = {
-        "synchronous_commit": "on",
-        "transaction_isolation": "read committed",
-        "statement_timeout": "30s",
-        "lock_timeout": "10s",
-        "idle_in_transaction_session_timeout": "15s",
-        "TimeZone": "UTC",
-        "application_name": "groupwise",
-    }
+        "synchronous_commit": "on", "transaction_isolation": "read committed", "statement_timeout": "30s", "lock_timeout": "10s",
+        "idle_in_transaction_session_timeout": "15s", "TimeZone": "UTC", "application_name": "groupwise",
+    }  # fmt: skip
     with closing(connect(ready_url)) as database:
         found = database.run(lambda s: {n: s.scalar(text(f"SHOW {n}")) for n in wanted})
     assert found == wanted

@@ -38,12 +38,9 @@ class Fleet:
         self.process: subprocess.Popen[str] | None = None
         kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "TMPDIR")
         self.environment = {name: os.environ[name] for name in kept if name in os.environ} | {
-            "GROUPWISE_FLEET": str(folder),
-            "GROUPWISE_FLEET_LEASE_SECONDS": "2.0",
-            "GROUPWISE_FLEET_SWEEP_SECONDS": "0.5",
-            "GROUPWISE_FLEET_POLL_SECONDS": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+            "GROUPWISE_FLEET": str(folder), "GROUPWISE_FLEET_LEASE_SECONDS": "2.0", "GROUPWISE_FLEET_SWEEP_SECONDS": "0.5",
+            "GROUPWISE_FLEET_POLL_SECONDS": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:
         return call(self.environment, *words)

@@ -31,11 +31,8 @@ def machine() -> Iterator[LoopbackHost]:
 
 def way_to(host: LoopbackHost, *trust: str) -> list[str]:
     found = {
-        "--host": host.address,
-        "--user": host.user,
-        "--port": str(host.port),
-        "--key": str(host.key_path),
-    }
+        "--host": host.address, "--user": host.user, "--port": str(host.port), "--key": str(host.key_path),
+    }  # fmt: skip
     return ["ssh", *(word for option in found.items() for word in option), *trust]
 
 

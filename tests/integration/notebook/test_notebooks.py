@@ -23,14 +23,10 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHORTER = {
-    "num_batches=60": "num_batches=3",
-    "num_batches=6,": 'num_batches=3, model="tiny",',
-    "batch_size=8": "batch_size=2",
-    "num_generations=8": "num_generations=4",
-    "total_generation_steps=48": "total_generation_steps=16",
-    'max_prompts": 64': 'max_prompts": 4',
-    'max_prompts": 16': 'max_prompts": 4',
-}
+    "num_batches=60": "num_batches=3", "num_batches=6,": 'num_batches=3, model="tiny",', "batch_size=8": "batch_size=2",
+    "num_generations=8": "num_generations=4", "total_generation_steps=48": "total_generation_steps=16",
+    'max_prompts": 64': 'max_prompts": 4', 'max_prompts": 16': 'max_prompts": 4',
+}  # fmt: skip
 """What the usual tests change: learning takes minutes."""
 
 

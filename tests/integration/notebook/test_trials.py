@@ -198,23 +198,16 @@ def test_values_that_were_tried_are_not_trained_again_and_all_of_them_are_the_en
 
 def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_path):
     wrong: tuple[tuple[Any, str], ...] = (
-        ({}, "no mapping, or empty"),
-        ([1], "no mapping"),
-        ({"learning_rat": [0.1]}, "learning_rat"),
-        ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"),
-        ({"learning_rate": Between(0.1, 0.1)}, "not below"),
+        ({}, "no mapping, or empty"), ([1], "no mapping"), ({"learning_rat": [0.1]}, "learning_rat"),
+        ({"learning_rate": Between(-1.0, 0.1)}, "learning_rate is -1.0"), ({"learning_rate": Between(0.1, 0.1)}, "not below"),
         ({"learning_rate": Between(0.0, 0.1, log=True)}, "0.0 has no logarithm"),
-        ({"learning_rate": between("a", 0.1)}, "learning_rate: .* not 'a'"),
-        ({"beta": Between(0, True)}, "beta: .* not True"),
+        ({"learning_rate": between("a", 0.1)}, "learning_rate: .* not 'a'"), ({"beta": Between(0, True)}, "beta: .* not True"),
         ({"num_iterations": Between(0.5, 4)}, "num_iterations takes whole"),
         ({"dataset_max": Between(4, 9.5)}, "dataset_max takes whole"),
-        ({"training.lag": Between(0.5, 4)}, "training.lag takes whole"),
-        ({"topic": Between(0, 1)}, "topic is not a key"),
-        ({"num_generations": [2, 1]}, "num_generations is 1"),
-        ({"num_generations": "24"}, "num_generations"),
-        ({"lora_rank": 8}, "lora_rank: expected Between"),
-        ({"hf_token": ["a"]}, "nothing that a search can vary"),
-    )
+        ({"training.lag": Between(0.5, 4)}, "training.lag takes whole"), ({"topic": Between(0, 1)}, "topic is not a key"),
+        ({"num_generations": [2, 1]}, "num_generations is 1"), ({"num_generations": "24"}, "num_generations"),
+        ({"lora_rank": 8}, "lora_rank: expected Between"), ({"hf_token": ["a"]}, "nothing that a search can vary"),
+    )  # fmt: skip
     for space, said in wrong:
         with pytest.raises(ConfigError, match=said):
             search(config, cast("Any", space), trials=1)

@@ -41,20 +41,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training by `groupwise rl`, laid out as this machine suggests, as the server does."""
     config = {
-        "model": {"name": "tiny"},
-        "lora": {"r": 4, "alpha": 8},
-        "sampler": {"max_completion_length": 6, "slots": 8},
-        "training": {
-            "max_steps": STEPS,
-            "prompts_per_step": SIZE,
-            "num_generations": 4,
-            "learning_rate": 0.01,
-            "seed": 3,
-        },
-        "rewards": {"in_process": True},
-        "eval": {"before_and_after": False},
+        "model": {"name": "tiny"}, "lora": {"r": 4, "alpha": 8}, "sampler": {"max_completion_length": 6, "slots": 8},
+        "training": {"max_steps": STEPS, "prompts_per_step": SIZE, "num_generations": 4, "learning_rate": 0.01, "seed": 3},
+        "rewards": {"in_process": True}, "eval": {"before_and_after": False},
         "run": {"name": "alone", "dir": str(tmp_path_factory.mktemp("alone"))},
-    }
+    }  # fmt: skip
     return groupwise.rl(config, str(TOY)).folder
 
 

@@ -58,21 +58,14 @@ def test_log_probabilities(both: tuple[Parts, Parts]) -> None:
 
 
 LOSSES = {
-    "grpo": make("grpo", {"beta": 0.1}),
-    "grpo, clipped": make("grpo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.5}),
+    "grpo": make("grpo", {"beta": 0.1}), "grpo, clipped": make("grpo", {"epsilon": 0.05, "epsilon_high": 0.1, "delta": 1.5}),
     "dr_grpo, entropy": make("dr_grpo", {"entropy_coef": 0.01}),
-    "dapo, as published": make("dapo", {"beta": 0.2, "kl_gradient": "estimator"}),
-    "gspo": make("gspo", {}),
+    "dapo, as published": make("dapo", {"beta": 0.2, "kl_gradient": "estimator"}), "gspo": make("gspo", {}),
     "cispo, k2": make("cispo", {"beta": 0.2, "kl_estimator": "k2"}),
-    "reinforce_pp, k2 as published": make(
-        "reinforce_pp", {"beta": 0.2, "kl_estimator": "k2", "kl_gradient": "estimator"}
-    ),
-    "k1, corrected": make(
-        "rloo",
-        {"beta": 0.2, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"},
-    ),
+    "reinforce_pp, k2 as published": make("reinforce_pp", {"beta": 0.2, "kl_estimator": "k2", "kl_gradient": "estimator"} ),
+    "k1, corrected": make("rloo", {"beta": 0.2, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"}),
     "corrected by rollout": make("grpo", {"importance_sampling_correction": "sequence_mask"}),
-}
+}  # fmt: skip
 
 
 def test_every_algorithm_and_penalty_is_among_them() -> None:

@@ -36,11 +36,8 @@ from tests.web_runs import write_run
 
 pytestmark = needs_chromium
 SMALL: dict[str, Any] = {
-    "model_id": "tiny",
-    "num_completions_per_prompt": 2,
-    "max_completion_length": 8,
-    "groups_per_step": 1,
-}
+    "model_id": "tiny", "num_completions_per_prompt": 2, "max_completion_length": 8, "groups_per_step": 1,
+}  # fmt: skip
 """A run of a training server."""
 Visit = Callable[..., Visitor]
 

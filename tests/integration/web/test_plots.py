@@ -220,14 +220,11 @@ def plots(bench: Plots) -> Plots:
 def test_a_part_of_a_stack_says_its_own_value_and_a_spread_is_of_its_own_step(plots: Plots) -> None:
     steps = [
         {
-            "rollouts/failed": 2.0,
-            "rollouts/timed_out": 0.0,
-            "time/sampling": 10.0 + n,
-            "reward": 1.0,
+            "rollouts/failed": 2.0, "rollouts/timed_out": 0.0, "time/sampling": 10.0 + n, "reward": 1.0,
         }
         | ({"time/publishing": 100.0 + n, "reward_std": n / 10} if n > 1 else {})
         for n in range(4)
-    ]
+    ]  # fmt: skip
     plots.run("parts", steps)
     plots.draw("Rollouts without a score", "parts")
     assert plots.one(1.0) == {"step": "3", "failed": "2", "timed out": "0"}

@@ -33,18 +33,14 @@ KL: dict[str, Any] = {"beta": 0.1, "kl_gradient": "estimator"}
 @pytest.mark.parametrize(
     ("algorithm", "advantage", "scales", "denominators"),
     [
-        (Grpo(), A, (1 / 2, 1 / 4), {"policy": 3.0}),
-        (Grpo(**KL), A, (1 / 2, 1 / 4), {"policy": 3.0, "kl": 3.0}),
-        (DrGrpo(), 0.5, (1.0, 1.0), {"policy": 24.0}),
-        (DrGrpo(**KL), 0.5, (1.0, 1.0), {"policy": 24.0, "kl": 24.0}),
-        (Dapo(), A, (1.0, 1.0), {"policy": 9.0}),
-        (Gspo(), A, (1 / 2, 1 / 4), {"policy": 3.0}),
-        (Cispo(), A, (1.0, 1.0), {"policy": 9.0}),
-        (Rloo(beta=0.1), 1.0, (1.0, 1.0), {"policy": 3.0, "kl": 3.0}),
+        (Grpo(), A, (1 / 2, 1 / 4), {"policy": 3.0}), (Grpo(**KL), A, (1 / 2, 1 / 4), {"policy": 3.0, "kl": 3.0}),
+        (DrGrpo(), 0.5, (1.0, 1.0), {"policy": 24.0}), (DrGrpo(**KL), 0.5, (1.0, 1.0), {"policy": 24.0, "kl": 24.0}),
+        (Dapo(), A, (1.0, 1.0), {"policy": 9.0}), (Gspo(), A, (1 / 2, 1 / 4), {"policy": 3.0}),
+        (Cispo(), A, (1.0, 1.0), {"policy": 9.0}), (Rloo(beta=0.1), 1.0, (1.0, 1.0), {"policy": 3.0, "kl": 3.0}),
         (ReinforcePp(), A, (1.0, 1.0), {"policy": 9.0}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_weights_and_denominators(
     pair, group, algorithm: Algorithm, advantage: float, scales, denominators
 ) -> None:
@@ -72,16 +68,12 @@ def _of_each(good: float, bad: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("algorithm", "loss", "good", "bad"),
     [
-        (Grpo(), 0.0, A / 4, A / 8),
-        (DrGrpo(), -(2 * 0.5 - 4 * 0.5) / 16, 0.5 / 16, 0.5 / 16),
-        (Dapo(), -(2 * A - 4 * A) / 6, A / 6, A / 6),
-        (Gspo(), 0.0, A / 4, A / 8),
-        (Cispo(), -(-2 * A + 4 * A) / 6, A / 6, A / 6),
-        (Rloo(), 0.0, 0.5, 0.5),
-        (ReinforcePp(), -(2 * A - 4 * A) / 6, A / 6, A / 6),
+        (Grpo(), 0.0, A / 4, A / 8), (DrGrpo(), -(2 * 0.5 - 4 * 0.5) / 16, 0.5 / 16, 0.5 / 16),
+        (Dapo(), -(2 * A - 4 * A) / 6, A / 6, A / 6), (Gspo(), 0.0, A / 4, A / 8), (Cispo(), -(-2 * A + 4 * A) / 6, A / 6, A / 6),
+        (Rloo(), 0.0, 0.5, 0.5), (ReinforcePp(), -(2 * A - 4 * A) / 6, A / 6, A / 6),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_on_policy_loss_and_gradient(
     pair, weighted, total, algorithm: Algorithm, loss: float, good: float, bad: float
 ) -> None:

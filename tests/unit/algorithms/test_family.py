@@ -27,15 +27,11 @@ from groupwise.types import Weight
 
 KNOBS: list[dict[str, Any]] = [
     {"importance_sampling_correction": "none"},
-    {
-        "beta": 0.1,
-        "importance_sampling_correction": "sequence_mask",
-        "importance_sampling_cap": 1.1,
-    },
+    {"beta": 0.1, "importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 1.1},
     {"beta": 0.3, "kl_gradient": "estimator", "importance_sampling_correction": "token_mask"},
     {"entropy_coef": 0.2, "importance_sampling_correction": "sequence_truncate"},
     {"beta": 0.1, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"},
-]
+]  # fmt: skip
 PER_TOKEN = [field.name for field in fields(TokenBatch) if field.name.endswith("logprobs_BT")]
 PER_TOKEN.append("entropies_BT")
 

@@ -66,9 +66,5 @@ def test_the_defaults_of_trl_are_those_of_the_installed_release() -> None:
     ours = {name: value for name, value in preset.knobs.items() if name in fields}
     assert {name: fields[name] for name in ours} == ours
     assert ours.keys() == {
-        "beta",
-        "epsilon",
-        "epsilon_high",
-        "scale_rewards",
-        "mask_truncated_completions",
-    }
+        "beta", "epsilon", "epsilon_high", "scale_rewards", "mask_truncated_completions",
+    }  # fmt: skip

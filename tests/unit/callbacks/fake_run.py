@@ -11,16 +11,10 @@ from typing import Any
 from groupwise.types import Policy
 
 CONFIG = {
-    "training": {
-        "learning_rate": 0.1,
-        "prompts_per_step": 2,
-        "num_generations": 4,
-        "num_train_epochs": None,
-    },
-    "algorithm": {"type": "grpo", "beta": 0.5},
-    "eval": {"eval_steps": 2, "before_and_after": True},
+    "training": {"learning_rate": 0.1, "prompts_per_step": 2, "num_generations": 4, "num_train_epochs": None},
+    "algorithm": {"type": "grpo", "beta": 0.5}, "eval": {"eval_steps": 2, "before_and_after": True},
     "run": {"name": "toy", "dir": "runs", "save_steps": 2, "logging_steps": 1},
-}
+}  # fmt: skip
 
 
 @dataclass

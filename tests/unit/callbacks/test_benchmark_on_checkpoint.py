@@ -27,11 +27,8 @@ PYTHON = (sys.executable,)
 SERVE = (*PYTHON, str(ROOT / "tests/suite_server.py"), "{policy}", "{port}")
 LIGHTEVAL = (*PYTHON, str(ROOT / "tests/fake_lighteval.py"))
 CONFIG_OF_RUN = {
-    "model": {"name": "tiny", "revision": None},
-    "algorithm": {"type": "grpo"},
-    "data": {},
-    "run": {},
-}
+    "model": {"name": "tiny", "revision": None}, "algorithm": {"type": "grpo"}, "data": {}, "run": {},
+}  # fmt: skip
 
 
 def command(code: str) -> tuple[str, ...]:

@@ -22,12 +22,9 @@ from groupwise.callbacks.sinks import Finding, Line, Reported
 from groupwise.settings.view import View
 
 CONFIG = {
-    "run": {"mlflow_experiment": None},
-    "training": {"learning_rate": 1e-5, "max_steps": 3},
-    "task": None,
-    "rewards": {"reward_funcs": ["a", "b"]},
-    "data": {"columns": {}},
-}
+    "run": {"mlflow_experiment": None}, "training": {"learning_rate": 1e-5, "max_steps": 3}, "task": None,
+    "rewards": {"reward_funcs": ["a", "b"]}, "data": {"columns": {}},
+}  # fmt: skip
 RUN = Reported("toy", "1a2b3c4d", Path("runs/toy"), View(CONFIG), 0, 100.5)
 
 

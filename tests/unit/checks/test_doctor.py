@@ -17,12 +17,9 @@ from groupwise.checks.findings import Report
 from groupwise.errors import ConfigError, ModelError, RunError, TaskError
 
 SMALL: dict[str, Any] = {
-    "model": {"name": "tiny"},
-    "lora": {"r": 4},
-    "sampler": {"max_completion_length": 8, "slots": 8},
-    "training": {"max_steps": 3, "prompts_per_step": 2, "num_generations": 2},
-    "run": {"threads": 1},
-}
+    "model": {"name": "tiny"}, "lora": {"r": 4}, "sampler": {"max_completion_length": 8, "slots": 8},
+    "training": {"max_steps": 3, "prompts_per_step": 2, "num_generations": 2}, "run": {"threads": 1},
+}  # fmt: skip
 
 
 def examined(folder: Path, task: Any = None, **changes: Any) -> Report:

@@ -217,14 +217,10 @@ def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_p
 def test_a_submission_that_cannot_be(still: Command) -> None:
     length = ("--max_completion_length", "64")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
-        ((), "there is nothing to run"),
-        (("--model", "m"), "add --kind GRPO"),
-        (("--model", "m", "--", "true"), "Leave one of the two out"),
-        (("--max-steps", "3"), "--max_steps"),
-        (("--gpu-memori", "3GB", "true"), "--gpu-memory"),
-        (("--time-limit", "soon", "true"), "2h, 1h30m"),
-        (("--env", "A", "true"), "KEY=VALUE"),
-        (("--label", "a=1", "--label", "a=2", "true"), "given twice"),
+        ((), "there is nothing to run"), (("--model", "m"), "add --kind GRPO"),
+        (("--model", "m", "--", "true"), "Leave one of the two out"), (("--max-steps", "3"), "--max_steps"),
+        (("--gpu-memori", "3GB", "true"), "--gpu-memory"), (("--time-limit", "soon", "true"), "2h, 1h30m"),
+        (("--env", "A", "true"), "KEY=VALUE"), (("--label", "a=1", "--label", "a=2", "true"), "given twice"),
         (("--secret", "T=hunter2", "true"), "a secret is named, never given"),
         (("--file", "not-there.txt", "true"), "there is no file or folder"),
         (("--file", "pyproject.toml:/etc/x", "true"), "without `..`"),
@@ -232,12 +228,11 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
         (("--wait", "--hold", "true"), "contradict each other"),
         (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
         (("--retries", "many", "true"), "a whole number, 0 to 100"),
-        ((*length, "--kind", "EVAL"), "sampler.max_completion_length=64"),
-        ((*length, "true"), "Leave one of the two out"),
+        ((*length, "--kind", "EVAL"), "sampler.max_completion_length=64"), ((*length, "true"), "Leave one of the two out"),
         (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0"),
         ((*TRAINING, "--machines", "2", "--dry-run"), "each machine would do the same"),
         ((*TRAINING, "--gpus", "vm-1:0,1"), "GRPO computes on one"),
-    )
+    )  # fmt: skip
     for words, told in refused:
         code, out, err = still("submit", *words)
         assert (code, out, told in err) == (2, "", True), (words, err)

@@ -113,12 +113,8 @@ def jobs_of(fleet: DirectFleet) -> dict[str, str]:
     fleet.cancel(cancelled, "wrong data")
     waits, held = submitted("waits"), submitted("held", hold=True)
     return {
-        "done": done,
-        "cancelled": cancelled,
-        "waits": waits,
-        "held": held,
-        "epoch": str(claimed.epoch),
-    }
+        "done": done, "cancelled": cancelled, "waits": waits, "held": held, "epoch": str(claimed.epoch),
+    }  # fmt: skip
 
 
 def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
@@ -136,24 +132,12 @@ def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
 
 LOOKS = (
     *(
-        "jobs",
-        "jobs --status held,cancelled --label is=held",
-        "jobs --kind COMMAND --project default --limit 2",
-        "jobs --name nobody",
-        "show {done}",
-        "show {waits}",
-        "show {held}",
-        "show {cancelled}",
-        "vm list",
-        "vm show vm-1",
-        "project list",
-        "key list",
-        "hold --label is=held",
-        "retry --name nobody",
-        "prune --older-than 0s --dry-run",
+        "jobs", "jobs --status held,cancelled --label is=held", "jobs --kind COMMAND --project default --limit 2",
+        "jobs --name nobody", "show {done}", "show {waits}", "show {held}", "show {cancelled}", "vm list", "vm show vm-1",
+        "project list", "key list", "hold --label is=held", "retry --name nobody", "prune --older-than 0s --dry-run",
         "prune --older-than 1d --status cancelled --dry-run",
     ),
-)
+)  # fmt: skip
 
 
 def test_looking(ways: BothWays, jobs: dict[str, str]) -> None:

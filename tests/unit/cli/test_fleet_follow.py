@@ -30,12 +30,8 @@ class Fleet:
 
     def progress(self, job_id: str) -> dict[str, Any]:
         return {
-            "job_id": job_id,
-            "status": self.status,
-            "exit_code": None,
-            "failure_reason": None,
-            "epochs": self.epochs,
-        }
+            "job_id": job_id, "status": self.status, "exit_code": None, "failure_reason": None, "epochs": self.epochs,
+        }  # fmt: skip
 
     def show(self, job_id: str) -> dict[str, Any]:
         return {"waiting": self.waiting}

@@ -61,11 +61,8 @@ def test_variables_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     first.write_text("# a comment\nA=1\nexport B='two words'\nC=\"${HOME_OF_MINE}\"\nEMPTY=\n")
     second.write_text("A=later\n")
     assert environment_of([first, second]) == {
-        "A": "later",
-        "B": "two words",
-        "C": "${HOME_OF_MINE}",
-        "EMPTY": "",
-    }
+        "A": "later", "B": "two words", "C": "${HOME_OF_MINE}", "EMPTY": "",
+    }  # fmt: skip
     assert environment_of([]) == {}
 
 

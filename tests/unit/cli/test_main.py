@@ -98,11 +98,8 @@ def test_a_result_is_printed_for_people_and_its_exit_code_is_handed_on(
     assert main(["rl", "-c", "c", "-t", "t"]) == code
     shown = capsys.readouterr()
     assert shown.out.splitlines()[:4] == [
-        "run            runs/x",
-        "reward.before  0.123457",
-        "reward.after   -",
-        "n              3",
-    ]
+        "run            runs/x", "reward.before  0.123457", "reward.after   -", "n              3",
+    ]  # fmt: skip
     assert shown.err == ""
 
 

@@ -268,13 +268,9 @@ def test_a_post_that_was_lost_is_sent_again_with_its_key(ask: Ask) -> None:
 
 def test_what_will_not_pass_is_raised_at_once(ask: Ask) -> None:
     kinds: dict[str, type[ClientError]] = {
-        "not_started": NotStarted,
-        "already_rewarded": AlreadyRewarded,
-        "lease_expired": GroupGone,
-        "unauthorised": NotAuthorised,
-        "engine_failed": Unavailable,
-        "model_not_allowed": InvalidRequest,
-    }
+        "not_started": NotStarted, "already_rewarded": AlreadyRewarded, "lease_expired": GroupGone, "unauthorised": NotAuthorised,
+        "engine_failed": Unavailable, "model_not_allowed": InvalidRequest,
+    }  # fmt: skip
     assert {*BY_CODE} <= {*KINDS}
     for code, kind in kinds.items():
         server = Server(refusal(code, detail="because of this"))

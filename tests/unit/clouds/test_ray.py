@@ -17,11 +17,8 @@ def asked(gpus: int = 0, **asks: Any) -> dict[str, Any]:
 def test_all_that_was_asked_in_the_words_of_its_api() -> None:
     assert asked() == {"entrypoint_num_cpus": 1}, "what asks for nothing is counted as one core"
     assert asked(2, cpus=0.5, memory=1 << 30, resources={"a": 1}) == {
-        "entrypoint_num_cpus": 0.5,
-        "entrypoint_num_gpus": 2,
-        "entrypoint_memory": 1 << 30,
-        "entrypoint_resources": {"a": 1},
-    }
+        "entrypoint_num_cpus": 0.5, "entrypoint_num_gpus": 2, "entrypoint_memory": 1 << 30, "entrypoint_resources": {"a": 1},
+    }  # fmt: skip
     [of_each] = ray_options({"memory": 1 << 30, "resources": {"a": 1}}, 2, nodes=3)
     bundle = {"CPU": 1, "GPU": 2, "memory": 1 << 30, "a": 1}
     assert json.loads(of_each) == {"gang": {"nodes": 3, "bundle": bundle}}

@@ -51,11 +51,8 @@ def test_its_metrics_count_the_solved_and_the_hopeless():
     for example, successes in enumerate((0, 8, 8, 4)):
         curriculum.observe(example, successes, 8)
     assert curriculum.metrics() == {
-        "curriculum/success": 0.625,
-        "curriculum/solved": 0.5,
-        "curriculum/hopeless": 0.25,
-        "curriculum/seen": 4.0,
-    }
+        "curriculum/success": 0.625, "curriculum/solved": 0.5, "curriculum/hopeless": 0.25, "curriculum/seen": 4.0,
+    }  # fmt: skip
 
 
 def test_its_state_survives_json():

@@ -30,11 +30,8 @@ def test_strength_by_hand():
     lost, rise = 0.5 / math.sqrt(1 / 12), 0.6 / math.sqrt(0.02 / 3)
     assert found.strength == pytest.approx(min(lost / tolerance(2), rise / 1.96))
     assert found.values == {
-        "best reward": 0.75,
-        "last reward": 0.25,
-        "reward then": pytest.approx(0.2),
-        "reward now": pytest.approx(0.8),
-    }
+        "best reward": 0.75, "last reward": 0.25, "reward then": pytest.approx(0.2), "reward now": pytest.approx(0.8),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("last", "rewards", "given"), [

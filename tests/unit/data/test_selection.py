@@ -295,11 +295,8 @@ def test_the_easy_pool_in_numbers():
     easy = sum(group.origin == "easy" for group in groups)
     assert 0 < easy < 4
     assert course.chosen.metrics(groups, 3) == {
-        "data/easy_probability": 0.5,
-        "data/easy_share": easy / 4,
-        "reward/easy": 1.0,
-        "reward/fresh": 0.25,
-    }
+        "data/easy_probability": 0.5, "data/easy_share": easy / 4, "reward/easy": 1.0, "reward/fresh": 0.25,
+    }  # fmt: skip
 
 
 def test_the_replay_buffer_in_numbers():

@@ -238,12 +238,9 @@ def test_a_light_part_that_a_heavy_one_eats():
     (dominance, accuracy) = last(watch(), [start] * START + [eaten]).warnings
     assert (dominance.name, accuracy.name) == ("dominance", "accuracy")
     assert dominance.values == {
-        "share": pytest.approx(1.0),
-        "digits at the start": pytest.approx(0.1),
-        "digits now": pytest.approx(0.9),
-        "correct at the start": pytest.approx(0.2),
-        "correct now": 0.0,
-    }
+        "share": pytest.approx(1.0), "digits at the start": pytest.approx(0.1), "digits now": pytest.approx(0.9),
+        "correct at the start": pytest.approx(0.2), "correct now": 0.0,
+    }  # fmt: skip
     assert {name: accuracy.values[name] for name in dominance.values if "correct" in name} == {
         "correct at the start": pytest.approx(0.2),
         "correct now": 0.0,

@@ -276,12 +276,9 @@ def test_urls_and_keys_are_checked_without_showing_what_is_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     meant = {
-        "http://h:8000": "http://h:8000/v1",
-        "http://h:8000/": "http://h:8000/v1",
-        "https://h/v1/": "https://h/v1",
-        "https://h/openai/v2": "https://h/openai/v2",
-        "https://h/v1/chat/completions": "https://h/v1",
-    }
+        "http://h:8000": "http://h:8000/v1", "http://h:8000/": "http://h:8000/v1", "https://h/v1/": "https://h/v1",
+        "https://h/openai/v2": "https://h/openai/v2", "https://h/v1/chat/completions": "https://h/v1",
+    }  # fmt: skip
     assert {given: checked_url(given) for given in meant} == meant
     secret = ("http://u:pass-word@h/v1", "http://h/v1?k=pass-word")
     for given in ("", "host:8000", "ftp://h/v1", "http://", *secret):

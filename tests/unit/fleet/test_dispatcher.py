@@ -518,13 +518,8 @@ async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_i
 
 def _launch(job: str, epoch: int) -> dict[str, Any]:
     return {
-        "job": job,
-        "epoch": epoch,
-        "rank": 0,
-        "members": 1,
-        "spec": {"files": {}},
-        "gpus": [],
-    }
+        "job": job, "epoch": epoch, "rank": 0, "members": 1, "spec": {"files": {}}, "gpus": [],
+    }  # fmt: skip
 
 
 # dispatchers that come back from the dead

@@ -86,19 +86,10 @@ class RackHost:
 def observed(name: str) -> dict[str, Any]:
     gpu = {"index": 0, "uuid": f"GPU-{name}", "model": "A100", "memory_mb": 1, "mig": False}
     return {
-        "boot_id": "boot",
-        "time": 1.0,
-        "load": [0.0],
-        "cpus": 4,
-        "ram_mb": 8000,
-        "ram_free_mb": 4000,
-        "disk_free_mb": 9000,
-        "gpus": [gpu],
-        "apps": [],
-        "probe": {"status": "ok", "apps": "ok", "lines_not_read": [], "exit": 0},
-        "attempts": [],
+        "boot_id": "boot", "time": 1.0, "load": [0.0], "cpus": 4, "ram_mb": 8000, "ram_free_mb": 4000, "disk_free_mb": 9000,
+        "gpus": [gpu], "apps": [], "probe": {"status": "ok", "apps": "ok", "lines_not_read": [], "exit": 0}, "attempts": [],
         "quarantined": [],
-    }
+    }  # fmt: skip
 
 
 class Fleet:

@@ -39,11 +39,8 @@ class Fleet:
 
         def write(session: Session) -> None:
             values: dict[str, Any] = {
-                "resources": needs.as_json(),
-                "shape": needs.shape("default"),
-                "rank": 1.0,
-                "admitted_at": 1.0,
-            }
+                "resources": needs.as_json(), "shape": needs.shape("default"), "rank": 1.0, "admitted_at": 1.0,
+            }  # fmt: skip
             insert_admitted(session, job_id=job_id, **(values | more))
             if status != "queued":
                 session.execute(update(Job).where(Job.job_id == job_id).values(status=status))
@@ -121,12 +118,8 @@ async def test_in_a_fleet_that_works_there_is_nothing_to_do(fleet: Fleet):
     before = fleet.told()
     assert await fleet.sweep() == {}
     assert [fleet.get(j) for j in ("waits", "later", "held", "runs", "blocked")] == [
-        "queued",
-        "queued",
-        "held",
-        "running",
-        "pending",
-    ]
+        "queued", "queued", "held", "running", "pending",
+    ]  # fmt: skip
     assert fleet.told() == before
 
 

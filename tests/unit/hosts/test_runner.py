@@ -219,11 +219,8 @@ def test_the_environment_of_a_command(either: Machine) -> None:
     program.write_text("#!/bin/sh\nexec env -0\n")
     program.chmod(0o755)
     given = {
-        "ATTEMPT": "0",
-        "PREVIOUS_FAILURE": "",
-        "MASTER_ADDR": "10.0.0.1",
-        "MASTER_PORT": "29500",
-    }
+        "ATTEMPT": "0", "PREVIOUS_FAILURE": "", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+    }  # fmt: skip
     more: dict[str, Any] = {"spec_environment": {"MINE": "a b\n$(id)"}, "environment": given}
     more["spec_artefacts"] = ["results/last", "outputs"]
     either.launch("python", python=str(program), rank=1, members=2, **more)
@@ -270,15 +267,11 @@ CANNOT_RUN: list[tuple[dict[str, Any], str, str]] = [
     ({"spec_environment": {"LD_PRELOAD": "x"}}, "bad_spec", "LD_PRELOAD"),
     ({"spec_environment": {"GROUPWISE_ATTEMPT": "other.1"}}, "bad_spec", "GROUPWISE_ATTEMPT"),
     ({"secrets": {"GROUPWISE_RENDEZVOUS": "x"}}, "bad_spec", "GROUPWISE_RENDEZVOUS"),
-    ({"spec_environment": {"A=B": "x"}}, "bad_spec", "A=B"),
-    ({"spec_secrets": ["TOKEN"]}, "bad_spec", "TOKEN"),
-    ({"spec_artefacts": ["../../secret"]}, "bad_spec", "secret"),
-    ({"spec_checkpoints": ["/etc"]}, "bad_spec", "/etc"),
-    ({"spec_files": {"../x": ["0" * 64, 0o644, 1]}}, "bad_spec", "../x"),
-    ({"limits": {"ram_mb": 10**9}}, "ram", "memory"),
-    ({"limits": {"disk_mb": 10**11}}, "disk_full", "free"),
-    ({"gpus": ["GPU-none"]}, "gpu_missing", "GPU-none"),
-]
+    ({"spec_environment": {"A=B": "x"}}, "bad_spec", "A=B"), ({"spec_secrets": ["TOKEN"]}, "bad_spec", "TOKEN"),
+    ({"spec_artefacts": ["../../secret"]}, "bad_spec", "secret"), ({"spec_checkpoints": ["/etc"]}, "bad_spec", "/etc"),
+    ({"spec_files": {"../x": ["0" * 64, 0o644, 1]}}, "bad_spec", "../x"), ({"limits": {"ram_mb": 10**9}}, "ram", "memory"),
+    ({"limits": {"disk_mb": 10**11}}, "disk_full", "free"), ({"gpus": ["GPU-none"]}, "gpu_missing", "GPU-none"),
+]  # fmt: skip
 
 
 def test_what_cannot_run_is_refused_for_good(here: Machine) -> None:

@@ -54,15 +54,12 @@ def saved(folder: Path, step: int, *, more: str = "") -> Path:
 
 HASHED = '"sha256": "' + "0" * 64 + '"}}}'
 ODD_MANIFESTS = {
-    "nested": NESTED,
-    "nested inside": '{"step": 1, "files": ' + '{"a":' * 100_000,
+    "nested": NESTED, "nested inside": '{"step": 1, "files": ' + '{"a":' * 100_000,
     "long number": '{"files": {}, "step": ' + "1" * 1_000_000 + "}",
     "half character": '{"step": 1, "files": {"\\ud800": {"size": 1, ' + HASHED,
-    "nul": '{"step": 1, "files": {"\\u0000": {"size": 1, ' + HASHED,
-    "not a number": '{"step": NaN, "files": {}}',
-    "list": '{"step": 1, "files": ["w"]}',
-    "size as real": '{"step": 1, "files": {"w": {"size": 1.0, ' + HASHED,
-}
+    "nul": '{"step": 1, "files": {"\\u0000": {"size": 1, ' + HASHED, "not a number": '{"step": NaN, "files": {}}',
+    "list": '{"step": 1, "files": ["w"]}', "size as real": '{"step": 1, "files": {"w": {"size": 1.0, ' + HASHED,
+}  # fmt: skip
 
 
 def odd_entries(folder: Path) -> None:

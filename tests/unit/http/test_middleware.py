@@ -148,12 +148,8 @@ async def test_pages_of_other_sites_are_refused_where_there_is_no_key() -> None:
         check_local({"host": host, "origin": f"http://{host}"})
     hosts = ("evil.example", "localhost.evil.example", "10.0.0.1:8000", "")
     origins = (
-        "https://evil.example",
-        "null",
-        "http://[bad",
-        "http://localhost:1",
-        "http://127.0.0.1",
-    )
+        "https://evil.example", "null", "http://[bad", "http://localhost:1", "http://127.0.0.1",
+    )  # fmt: skip
     foreign: list[dict[str, str]] = [
         {},
         *({"host": host} for host in hosts),

@@ -66,14 +66,9 @@ def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_w
         *(".env", ".env.local", "prod.env", "sub/.netrc", "keys/id_ed25519", "server.PEM", "a.key"),
         *(".aws/credentials", ".ssh/config", "kaggle.json", "service-account-prod.json"),
         *(
-            ".AWS/x",
-            "sub/.env/prod",
-            ".config/gcloud/x.db",
-            "KubeConfig",
-            ".vault-token",
-            "a.tfstate",
+            ".AWS/x", "sub/.env/prod", ".config/gcloud/x.db", "KubeConfig", ".vault-token", "a.tfstate",
         ),
-    }
+    }  # fmt: skip
     shown = {".env.example", "deploy.key.template", "id_rsa.pub"}
     keys = {"notes.txt": f"\n{KEY}"}
     write(project, {**dict.fromkeys({*names, *shown}, "TOKEN=x"), **keys})
@@ -164,11 +159,8 @@ def test_a_project_without_git_travels_but_for_what_tools_make(
     """Files of editors are no results of jobs; what is being fetched does not travel, and no pipe is waited for."""
     here = ("task.py", "pack/z.py", "env/game.py", ".vscode/launch.json", "db/run.db", "db/code.py")
     made = (
-        "my-env/pyvenv.cfg",
-        "my-env/lib/x.py",
-        "pack/__pycache__/y.pyc",
-        "my.egg-info/PKG-INFO",
-    )
+        "my-env/pyvenv.cfg", "my-env/lib/x.py", "pack/__pycache__/y.pyc", "my.egg-info/PKG-INFO",
+    )  # fmt: skip
     write(tmp_path, {**dict.fromkeys((*here, *made, ".env", "there/runs/x"), "a"), **RUNS})
     write(tmp_path, {"there/.incoming/brought.json": "{}"})
     os.mkfifo(tmp_path / "pipe")

@@ -120,12 +120,9 @@ def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
     monkeypatch.setenv(KEY_FILE, "")
     monkeypatch.setattr(node, "run", runs)
     told = {
-        "RAY_GROUPWISE_NODES": "2",
-        "RAY_GROUPWISE_HOST": "10.0.0.1",
-        "RAY_GROUPWISE_ORDER": str(path),
-        "GROUPWISE_ATTEMPT": "sums.2",
+        "RAY_GROUPWISE_NODES": "2", "RAY_GROUPWISE_HOST": "10.0.0.1", "RAY_GROUPWISE_ORDER": str(path), "GROUPWISE_ATTEMPT": "sums.2",
         "CANARY": "secret",
-    }
+    }  # fmt: skip
     words = ["--processes", "2", "--", "job", "a b"]
     assert node.lead(told, words, "2", ["job", "a b"]) == 5
     meeting, processes, command, order, mode = seen

@@ -57,12 +57,8 @@ def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path, awaited: list[Any
     tried = Tried(tmp_path, *fates)
     assert kept_going(tried.begin, Ways(init_from="base"), tried.loaded) == "done"
     assert tried.ways == [
-        Ways(init_from="base"),
-        Ways(resume=True),
-        Ways(resume_from="r@4"),
-        Ways(resume_from="r@4"),
-        Ways(resume_from="r@8"),
-    ]
+        Ways(init_from="base"), Ways(resume=True), Ways(resume_from="r@4"), Ways(resume_from="r@4"), Ways(resume_from="r@8"),
+    ]  # fmt: skip
     assert awaited == ["http://x"] * 4
 
 

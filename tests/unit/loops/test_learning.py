@@ -241,8 +241,5 @@ def test_what_the_first_pass_found_is_noted():
     assert learner.calls == ["gradient", "update"] * 6
     assert learner.asked == 2
     assert said(groups, learned, "grpo") == [
-        [(-1.0, -1.0)] * 2,
-        [None] * 2,
-        [*[(-2.0,) * 3] * 2, None],
-        [(-2.0, -2.0), (-2.0, -2.0), (-2.0,) * 3],
-    ]
+        [(-1.0, -1.0)] * 2, [None] * 2, [*[(-2.0,) * 3] * 2, None], [(-2.0, -2.0), (-2.0, -2.0), (-2.0,) * 3],
+    ]  # fmt: skip

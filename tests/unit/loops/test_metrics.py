@@ -101,16 +101,10 @@ def test_the_loss_is_divided_and_statistics_are_means_over_tokens():
     }  # fmt: skip
     assert loss_metrics([(sums, {"policy": 12.0, "kl": 4.0})]) == pytest.approx(
         {
-            "loss": -0.25,
-            "kl": 0.5,
-            "entropy": 2.0,
-            "sampling/ratio_mean": 1.05,
-            "sampling/logprob_gap": 0.05,
-            "clip_ratio/low_mean": 0.125,
-            "clip_ratio/high_mean": 0.25,
-            "clip_ratio/region_mean": 0.375,
+            "loss": -0.25, "kl": 0.5, "entropy": 2.0, "sampling/ratio_mean": 1.05, "sampling/logprob_gap": 0.05,
+            "clip_ratio/low_mean": 0.125, "clip_ratio/high_mean": 0.25, "clip_ratio/region_mean": 0.375,
         }
-    )
+    )  # fmt: skip
 
 
 def test_several_updates_give_their_mean_loss_and_means_over_all_their_tokens():

@@ -56,12 +56,9 @@ def front(card: str) -> dict[str, Any]:
 def test_what_the_hub_reads(tmp_path, weights):
     run = run_folder(tmp_path / "runs", run={"license": "apache-2.0", "dir": "x"})
     assert front(model_card(run, weights, 8)) == {
-        "base_model": "lab/base",
-        "library_name": "peft",
-        "license": "apache-2.0",
-        "pipeline_tag": "text-generation",
+        "base_model": "lab/base", "library_name": "peft", "license": "apache-2.0", "pipeline_tag": "text-generation",
         "tags": ["groupwise", "rl", "grpo"],
-    }
+    }  # fmt: skip
     local = run_folder(tmp_path / "local", model={"name": "/models/mine", "revision": None})
     told = front(model_card(local, weights, 8, merged=True))
     assert not {"license", "base_model"} & told.keys()
@@ -73,11 +70,8 @@ def test_names_in_it_are_names_whatever_they_hold(tmp_path, weights):
     run = run_folder(tmp_path / "runs", {"task": f"`{name}"})
     interval = {"value": 0.5}
     held_out = {
-        "prompts": 3,
-        "before": {name: interval},
-        "after": {name: interval},
-        "change": interval,
-    }
+        "prompts": 3, "before": {name: interval}, "after": {name: interval}, "change": interval,
+    }  # fmt: skip
     card = model_card(run, weights, 8, results={"held_out": held_out})
     prose = re.sub("`[^`\\n]*`", "", card.split("```")[0])
     assert re.findall(r"(?m)^# .*|(?<!\\)!\[x\]|(?<!\\)<b>", prose) == ["# my-run"]
@@ -91,13 +85,10 @@ def test_it_names_no_path_and_no_secret(tmp_path, weights):
         model={"name": str(tmp_path / "base"), "revision": None},
         data={"dataset_name": str(tmp_path / "rows.jsonl"), "columns": {"a": "~/b/c.txt"}},
         task={
-            "word_list": "/home/me/words.txt",
-            "api_key": "sk-123",
-            "deep": ["/a/b/"],
-            "url": "https://me:passw0rd@host.org/x",
+            "word_list": "/home/me/words.txt", "api_key": "sk-123", "deep": ["/a/b/"], "url": "https://me:passw0rd@host.org/x",
         },
         sampler={"stop": ["</answer>", "/", "\n/x/y"]},
-    )
+    )  # fmt: skip
     card = model_card(run, weights, 8, place=Place("final"))
     assert str(tmp_path) not in card
     assert not re.search(r"/home|sk-123|/a/b|~/|passw0rd", card)

@@ -55,10 +55,7 @@ CHATML = (
 CASES: dict[str, tuple[str, list[dict[str, Any]], list[Any] | None, list[str]]] = {
     "chatml": ("chatml", TWO_TURNS, None, [CHATML]),
     "mistral has no prompt for the answer": (
-        "mistral",
-        TWO_TURNS,
-        None,
-        ["<s>[INST]  1+1? [/INST]⟦ 2</s>⟧[INST] sure?[/INST]⟦ yes</s>⟧"],
+        "mistral", TWO_TURNS, None, ["<s>[INST]  1+1? [/INST]⟦ 2</s>⟧[INST] sure?[/INST]⟦ yes</s>⟧"],
     ),
     "qwen 3 forgets what it thought before the last question": (
         "qwen3",
@@ -94,7 +91,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], list[Any] | None, list[str]]] 
             "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n⟦yes<|im_end|>⟧\n"
         ],
     ),
-}
+}  # fmt: skip
 
 
 def shown(tokenizer: Any, row: Masked) -> str:

@@ -117,12 +117,8 @@ def test_a_cache_of_a_processor_at_its_largest(dtype):
 def test_native_engines_where_they_would_be_chosen(given, sampler, learner, packed):
     counts = {"native": True, "in_bfloat16": False, "dropout": 0.0}
     asked = {
-        "dtype": "float32",
-        "device": "cpu",
-        "full": False,
-        "by_modules": False,
-        "samples": True,
-    }
+        "dtype": "float32", "device": "cpu", "full": False, "by_modules": False, "samples": True,
+    }  # fmt: skip
     counts, asked = ({k: given.get(k, v) for k, v in each.items()} for each in (counts, asked))
     sizes = {"sizes": SIZES, "parameters": 9, "trained": 9, "linear": 9}
     found = footprint_of(Counts(**sizes, **counts), **asked)

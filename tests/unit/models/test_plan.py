@@ -34,12 +34,8 @@ def bare(tmp_path) -> ModelConfig:
 
 def planned(model: ModelConfig, lora: LoraConfig | None, **changes: Any) -> ModelPlan:
     asked: dict[str, Any] = {
-        "dtype": "float32",
-        "decoding": DECODING,
-        "microbatch": 100,
-        "needs_reference": False,
-        "device": "cpu",
-    }
+        "dtype": "float32", "decoding": DECODING, "microbatch": 100, "needs_reference": False, "device": "cpu",
+    }  # fmt: skip
     return plan_model(model, lora, **{**asked, **changes})
 
 

@@ -13,20 +13,13 @@ def flat(config):
     found = core_config(config).config
     training, knobs = found.training, found.algorithm.knobs
     return {
-        "steps": training.max_steps,
-        "prompts": training.prompts_per_step,
-        "group": training.num_generations,
-        "passes": training.num_iterations,
-        "rate": (training.learning_rate, training.lr_scheduler_type, training.warmup_ratio),
-        "adamw": (training.adam_beta1, training.adam_beta2, training.weight_decay),
-        "clip": training.max_grad_norm,
-        "algorithm": (found.algorithm.type, knobs["beta"], knobs["epsilon"]),
-        "lora": (found.lora.r, found.lora.alpha),
+        "steps": training.max_steps, "prompts": training.prompts_per_step, "group": training.num_generations,
+        "passes": training.num_iterations, "rate": (training.learning_rate, training.lr_scheduler_type, training.warmup_ratio),
+        "adamw": (training.adam_beta1, training.adam_beta2, training.weight_decay), "clip": training.max_grad_norm,
+        "algorithm": (found.algorithm.type, knobs["beta"], knobs["epsilon"]), "lora": (found.lora.r, found.lora.alpha),
         "lengths": (found.data.max_prompt_length, found.sampler.max_completion_length),
-        "saving": (found.run.save_steps, found.run.save_total_limit),
-        "run": (found.run.dir, found.run.name),
-        "seed": training.seed,
-    }
+        "saving": (found.run.save_steps, found.run.save_total_limit), "run": (found.run.dir, found.run.name), "seed": training.seed,
+    }  # fmt: skip
 
 
 def test_every_field_reaches_the_core():

@@ -64,11 +64,8 @@ def test_each_comes_from_the_first_source_that_has_it(monkeypatch):
         "kaggle_key": "Kaggle's secrets",
     }
     assert [os.environ[name] for name in NAMES] == [
-        "given",
-        "of the environment",
-        "of colab",
-        "of kaggle",
-    ]
+        "given", "of the environment", "of colab", "of kaggle",
+    ]  # fmt: skip
 
 
 def test_a_source_that_fails_is_passed_over(monkeypatch):

@@ -305,18 +305,11 @@ def test_an_edit_makes_another_reward_and_no_edit_does_not(
 @pytest.mark.parametrize(
     ("source", "names"),
     [
-        (BEGIN, {"seen", "calls"}),
-        (using("counter.value()", COUNTER), {"counter.calls"}),
-        (
-            using("total(completions[0])", WORDS),
-            {"total.last", "total.last.words", "total.last.weight"},
-        ),
-        (KEEPING, {"kept"}),
-        (OBJECT, {"calls"}),
-        (METHOD, {"self.calls"}),
-        (LOADED, {"state", "parts"}),
+        (BEGIN, {"seen", "calls"}), (using("counter.value()", COUNTER), {"counter.calls"}),
+        (using("total(completions[0])", WORDS), {"total.last", "total.last.words", "total.last.weight"}), (KEEPING, {"kept"}),
+        (OBJECT, {"calls"}), (METHOD, {"self.calls"}), (LOADED, {"state", "parts"}),
     ],
-)
+)  # fmt: skip
 def test_what_a_run_collects_is_known_by_its_name(source: str, names: set[str]) -> None:
     assert changed(made(source), made(source, calls=1)) == names
 

@@ -77,20 +77,15 @@ def test_yaml_there_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name: x\ncriteria:\n  - {name: a, wieght: 2, keywords: [b]}\n", "wieght"),
-        ("name: x\ncriteria: []\n", r"criteria is \[\]"),
+        ("name: x\ncriteria:\n  - {name: a, wieght: 2, keywords: [b]}\n", "wieght"), ("name: x\ncriteria: []\n", r"criteria is \[\]"),
         ("criteria:\n  - {name: a, keywords: [b]}\n", "name is required"),
         ("name: x\ncriteria:\n  - {name: a, description: of it}\n", "no answer could meet it"),
         ("name: x\ncriteria:\n  - {name: a, keywords: [b], range: [1, 1]}\n", "the greater one"),
         ("name: x\ntarget_score: 2\ncriteria: [{name: a, keywords: [b]}]\n", "reference_response"),
-        (
-            "name: x\ncriteria: [{name: a, keywords: [b]}, {name: a, keywords: [c]}]\n",
-            "two criteria",
-        ),
-        ("", "is empty"),
+        ("name: x\ncriteria: [{name: a, keywords: [b]}, {name: a, keywords: [c]}]\n", "two criteria"), ("", "is empty"),
         ("- name: x\n", "holds"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_in_a_file_is_told(text, said, tmp_path):
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said) as refused:

@@ -25,16 +25,10 @@ def begun(monkeypatch):
 
 def answers():
     return (
-        ahead.prompt_room(TINY, 10),
-        ahead.vocabulary(TINY),
-        ahead.all_parameters(TINY),
-        ahead.trained_parameters(TINY, LoraConfig()),
-        ahead.trained_parameters(TINY, None),
-        ahead.choose_device(),
-        ahead.choose_dtype(TINY, True, "cpu"),
-        ahead.describe_processor("cpu"),
-        ahead.torch_version(),
-    )
+        ahead.prompt_room(TINY, 10), ahead.vocabulary(TINY), ahead.all_parameters(TINY), ahead.trained_parameters(TINY, LoraConfig()),
+        ahead.trained_parameters(TINY, None), ahead.choose_device(), ahead.choose_dtype(TINY, True, "cpu"),
+        ahead.describe_processor("cpu"), ahead.torch_version(),
+    )  # fmt: skip
 
 
 def test_the_zygote_says_what_this_process_would_say(begun):

@@ -64,14 +64,10 @@ def test_what_letters_cannot_tell_is_refused(reward, gold):
 
 
 TAGS = {
-    "<THINK>a</think><answer>b</answer>": 1.0,
-    "<think>a</think>": 0.5,
-    "<think>a</think><answer></answer>": 0.5,
-    "<think><answer></answer></think>": 0.0,
-    "<think>a</think><answer>\u200b</answer>": 0.5,
-    "<think>a</think><answer>": 0.75,
+    "<THINK>a</think><answer>b</answer>": 1.0, "<think>a</think>": 0.5, "<think>a</think><answer></answer>": 0.5,
+    "<think><answer></answer></think>": 0.0, "<think>a</think><answer>\u200b</answer>": 0.5, "<think>a</think><answer>": 0.75,
     "<answer> </answer>": 0.0,
-}
+}  # fmt: skip
 """The share of the four tags that are present. A pair with nothing between its tags does not count."""
 
 

@@ -20,11 +20,8 @@ def refused(columns, count=1, column=None) -> str:
 
 def test_the_first_column_that_holds_something_counts_in_each_row():
     columns = {
-        "label": ["l1", "l2", "l3"],
-        "answer": ["a1", None, ""],
-        "gold": [None, "g2", None],
-        "prompt_id": [1, 2, 3],
-    }
+        "label": ["l1", "l2", "l3"], "answer": ["a1", None, ""], "gold": [None, "g2", None], "prompt_id": [1, 2, 3],
+    }  # fmt: skip
     assert gold_answers(columns, 3) == [("a1",), ("g2",), ("l3",)]
 
 

@@ -232,12 +232,9 @@ def test_a_comparison_without_verdict_fails_both(ask):
 
 BUSY = PlainTextResponse("slow down", 429, {"Retry-After": "0"})
 NO_ANSWERS = {
-    "500": PlainTextResponse("down", 500),
-    "429": BUSY,
-    "401": JSONResponse({"error": {"message": "who?"}}, 401),
-    "no JSON": PlainTextResponse('{"choices": [{"message": {"content": "{'),
-    "without choices": JSONResponse({"choices": []}),
-}
+    "500": PlainTextResponse("down", 500), "429": BUSY, "401": JSONResponse({"error": {"message": "who?"}}, 401),
+    "no JSON": PlainTextResponse('{"choices": [{"message": {"content": "{'), "without choices": JSONResponse({"choices": []}),
+}  # fmt: skip
 
 
 def test_a_service_that_does_not_answer_fails_its_completions_alone(ask):
@@ -305,13 +302,10 @@ def test_a_completion_cannot_close_its_frame(mode: Mode):
 def test_other_frames_and_rubrics_are_other_questions():
     one: set[Any] = {("alone", TEMPLATE, RUBRIC, "Q", ("x",), (0, 10))}
     others: set[Any] = {
-        ("alone", TEMPLATE + " ", RUBRIC, "Q", ("x",), (0, 10)),
-        ("alone", TEMPLATE, "Other.", "Q", ("x",), (0, 10)),
-        ("alone", TEMPLATE, RUBRIC, "R", ("x",), (0, 10)),
-        ("alone", TEMPLATE, RUBRIC, "Q", ("y",), (0, 10)),
-        ("alone", TEMPLATE, RUBRIC, "Q", ("x",), (0, 5)),
-        ("group", TEMPLATE, RUBRIC, "Q", ("x",), (0, 10)),
-    }
+        ("alone", TEMPLATE + " ", RUBRIC, "Q", ("x",), (0, 10)), ("alone", TEMPLATE, "Other.", "Q", ("x",), (0, 10)),
+        ("alone", TEMPLATE, RUBRIC, "R", ("x",), (0, 10)), ("alone", TEMPLATE, RUBRIC, "Q", ("y",), (0, 10)),
+        ("alone", TEMPLATE, RUBRIC, "Q", ("x",), (0, 5)), ("group", TEMPLATE, RUBRIC, "Q", ("x",), (0, 10)),
+    }  # fmt: skip
     assert len({question(*each).mark for each in one | others}) == 7
 
 

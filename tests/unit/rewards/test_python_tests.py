@@ -384,12 +384,9 @@ async def test_values_that_are_not_plain_serve_honest_code(code, tests):
 
 async def test_programs_are_given_input_and_their_output_is_compared():
     cases = [
-        {"input": "2 3\n", "output": "5"},
-        {"input": "1 1\n", "output": "2  \n\n"},
-        {"input": "0 0\n", "output": "1"},
-        {"input": "x y\n", "output": "0"},
-        {"input": "7.50 .5\n", "output": "8.0"},
-    ]
+        {"input": "2 3\n", "output": "5"}, {"input": "1 1\n", "output": "2  \n\n"}, {"input": "0 0\n", "output": "1"},
+        {"input": "x y\n", "output": "0"}, {"input": "7.50 .5\n", "output": "8.0"},
+    ]  # fmt: skip
     code = "if __name__ == '__main__':\n    a, b = map(float, input().split())\n    print(a + b)"
     found = await verdict(code, RowTests.of({"test_cases": cases}), LIMITS)
     assert (found.passed, found.of) == (3, 5)
@@ -580,12 +577,9 @@ async def test_an_attack_earns_nothing():
 
 
 SILENT = (
-    "import sys; sys.exit(0)",
-    "import os; os._exit(0)",
-    "import glob\nprint(open(glob.glob('/tmp/**/*', recursive=True)[0]).read())",
-    "print('7\\n' * 100_000)",
-    "while True: pass",
-)
+    "import sys; sys.exit(0)", "import os; os._exit(0)", "import glob\nprint(open(glob.glob('/tmp/**/*', recursive=True)[0]).read())",
+    "print('7\\n' * 100_000)", "while True: pass",
+)  # fmt: skip
 
 
 async def test_a_program_that_does_not_answer_earns_nothing():
@@ -677,12 +671,9 @@ def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
     monkeypatch.setattr(python_tests, "verdict", breaking)
     code = "def f(x): return x"
     rows = (
-        (code, "assert f(1) == 1", ""),
-        ("no box", "assert f(1) == 1", "no processes left"),
-        (code, "import numpy\nassert f(1)", "import numpy"),
-        ("x", None, "no tests"),
-        (code, "f(1)", "nothing is checked"),
-    )
+        (code, "assert f(1) == 1", ""), ("no box", "assert f(1) == 1", "no processes left"),
+        (code, "import numpy\nassert f(1)", "import numpy"), ("x", None, "no tests"), (code, "f(1)", "nothing is checked"),
+    )  # fmt: skip
     codes, tests, why = map(list, zip(*rows, strict=True))
     first, *values = score(PythonTests(), codes, tests=tests)
     assert first == 1.0

@@ -125,12 +125,8 @@ def test_functions_see_their_own_rows_in_every_argument():
     ]
     found = score(router, rows, ["w", "x", "y", "z"])
     assert seen == {
-        "prompts": ["p1", "p3"],
-        "completions": ["x", "z"],
-        "ids": [[1], [3]],
-        "hint": [1, 3],
-        "state": (3, 10),
-    }
+        "prompts": ["p1", "p3"], "completions": ["x", "z"], "ids": [[1], [3]], "hint": [1, 3], "state": (3, 10),
+    }  # fmt: skip
     assert found.metrics == {"hints": 2.0}
     assert [member.notes for member in found.members] == [{}, {"hint": 1}, {}, {"hint": 3}]
 

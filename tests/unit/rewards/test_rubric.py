@@ -89,13 +89,10 @@ def test_columns_and_what_else_there_is_reach_those_who_name_them():
     assert [member.parts[0].value for member in members] == [3.0, 3.0]
     assert [member.notes["seen"] for member in members] == [[0, 9], [1, 9]]
     assert seen == {
-        "everything": {"answer": ["a", "b"], "other": [1, 2], "prompt_ids": [[7], [7]]},
-        "one": ["a", "b"],
-        "ids": [[0, 9], [1, 9]],
-        "steps": (3, 10),
-        "epochs": (0.75, 3),
+        "everything": {"answer": ["a", "b"], "other": [1, 2], "prompt_ids": [[7], [7]]}, "one": ["a", "b"], "ids": [[0, 9], [1, 9]],
+        "steps": (3, 10), "epochs": (0.75, 3),
         "rest": set("prompts prompt_ids prompts_seen answer other log_metric log_extra".split()),
-    }
+    }  # fmt: skip
 
 
 def test_a_function_may_run_an_event_loop_of_its_own():

@@ -129,12 +129,8 @@ async def test_turns_and_answers_follow_each_other_and_only_turns_teach():
     rollout = one(await sampled(Guess, turns("5<eos>", "9<eos>", "7<eos>"), secret=7))
     told = [(s.source, tokenizer.decode(s.token_ids)) for s in rollout.segments]
     assert told == [
-        ("policy", "5<eos>"),
-        ("environment", "higher;"),
-        ("policy", "9<eos>"),
-        ("environment", "lower;"),
-        ("policy", "7<eos>"),
-    ]
+        ("policy", "5<eos>"), ("environment", "higher;"), ("policy", "9<eos>"), ("environment", "lower;"), ("policy", "7<eos>"),
+    ]  # fmt: skip
     row = row_of(rollout)
     assert row.completion_ids == rollout.completion_ids
     assert row.mask == (1, 1, *[0] * 7, 1, 1, *[0] * 6, 1, 1)
@@ -437,12 +433,8 @@ async def test_reward_functions_see_the_transcript_and_add_to_the_environments_r
     rollout = one(await scored(scorer, group))
     assert rollout.reward == pytest.approx(0.5 + 1.08)
     assert [part.name for part in rollout.parts] == [
-        "quick",
-        "environment",
-        "environment",
-        "environment/quick",
-        "turns",
-    ]
+        "quick", "environment", "environment", "environment/quick", "turns",
+    ]  # fmt: skip
     (completion,) = scorer.asked[0].completions
     assert [message["role"] for message in completion] == ["assistant", "user"] * 2
     assert completion_text(completion) == "5\n7"

@@ -45,11 +45,8 @@ def test_the_last_stop_token_teaches_once_and_a_truncated_row_has_none(make_grou
 
 def test_only_what_the_policy_wrote_teaches(make_group, written):
     segments = (
-        written(5, 6),
-        Segment("inserted", (90, 91)),
-        Segment("environment", (92,)),
-        written(7),
-    )
+        written(5, 6), Segment("inserted", (90, 91)), Segment("environment", (92,)), written(7),
+    )  # fmt: skip
     (row,) = training_rows([make_group(segments)], [(Weight(1, 1),)])
     assert row.completion_ids == (5, 6, 90, 91, 92, 7)
     assert row.mask == (1, 1, 0, 0, 0, 1)

@@ -12,11 +12,8 @@ from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import MANIFEST
 
 POINTS = [
-    "file:manifest.json:before",
-    "file:manifest.json:after",
-    "folder:step-20:before",
-    "folder:step-20:after",
-]
+    "file:manifest.json:before", "file:manifest.json:after", "folder:step-20:before", "folder:step-20:after",
+]  # fmt: skip
 
 DieAt = Callable[[str, Callable[[], object]], None]
 

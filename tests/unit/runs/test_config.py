@@ -32,13 +32,9 @@ def test_names_of_other_frameworks_lead_on(tmp_path, given, told):
     ("lines", "told"),
     [
         (("mlflow_experiment: x",), "while report_to does not name mlflow"),
-        (
-            ("report_to: parquet", "num_completions_to_print: 3"),
-            "while report_to does not name wandb, trackio, mlflow or jsonl",
-        ),
-        (("use_mlflow: true",), "here it is run.report_to"),
-        (("mlflow_tracking_uri: x",), "as MLFLOW_TRACKING_URI"),
+        (("report_to: parquet", "num_completions_to_print: 3"), "while report_to does not name wandb, trackio, mlflow or jsonl"),
+        (("use_mlflow: true",), "here it is run.report_to"), (("mlflow_tracking_uri: x",), "as MLFLOW_TRACKING_URI"),
     ],
-)
+)  # fmt: skip
 def test_keys_without_their_sink_are_refused(tmp_path, lines, told):
     assert told in refusal(tmp_path, *lines)

@@ -173,12 +173,9 @@ def test_a_page_is_what_going_through_all_would_find(
 def meets(view: RolloutView, wanted: RolloutFilter) -> bool:
     outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
     plain = (
-        (wanted.step, view.step),
-        (wanted.draw, view.draw),
-        (wanted.example, view.example),
-        (wanted.task, view.task),
+        (wanted.step, view.step), (wanted.draw, view.draw), (wanted.example, view.example), (wanted.task, view.task),
         (wanted.truncated, view.truncated),
-    )
+    )  # fmt: skip
     return (
         all(asked is None or asked == has for asked, has in plain)
         and (outcomes is None or view.outcome in outcomes)

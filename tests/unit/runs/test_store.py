@@ -202,11 +202,8 @@ class TestRoundTrip:
         read = dict(store.unfinished_groups()[0].example.columns)
         assert "Rude object" in read.pop("rude")["__repr__"]
         assert read == {
-            "image": {"__repr__": "b'\\x89PNG'"},
-            "pair": [1, 2],
-            "odd": {"__repr__": "{(1, 2): 'x'}"},
-            "plain": [1.5, None],
-        }
+            "image": {"__repr__": "b'\\x89PNG'"}, "pair": [1, 2], "odd": {"__repr__": "{(1, 2): 'x'}"}, "plain": [1.5, None],
+        }  # fmt: skip
 
     def test_without_tokens_everything_else_stays(self, tmp_path: Path) -> None:
         with Store.create(tmp_path / "slim.db", keep_tokens=False) as slim:

@@ -42,16 +42,11 @@ def request(draw=0, members=4, prompt="sort these", max_tokens=20, **params) -> 
 BOTH_ENGINES = pytest.mark.usefixtures("engine")
 
 MIXED = [
-    request(0, 5, "a"),
-    request(1, 1, "what is it then", temperature=0.6),
-    request(2, 9, "sort these", max_tokens=25),
-    request(3, 3, "x y z, a longer one", max_tokens=1),
-    request(4, 2, "a", temperature=0.0),
-    request(5, 6, "b", min_tokens=5),
-    request(6, 3, "b", temperature=0.0, min_tokens=9),
-    request(7, 4, "what", temperature=1.4, top_p=0.7),
+    request(0, 5, "a"), request(1, 1, "what is it then", temperature=0.6), request(2, 9, "sort these", max_tokens=25),
+    request(3, 3, "x y z, a longer one", max_tokens=1), request(4, 2, "a", temperature=0.0), request(5, 6, "b", min_tokens=5),
+    request(6, 3, "b", temperature=0.0, min_tokens=9), request(7, 4, "what", temperature=1.4, top_p=0.7),
     request(8, 4, "what", top_k=9, min_p=0.02, min_tokens=3),
-]
+]  # fmt: skip
 """More members than slots, prompts and limits of several lengths."""
 
 

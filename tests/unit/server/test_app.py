@@ -27,11 +27,8 @@ from tests.unit.server.fake_service import RUN, FakeService
 from tests.unit.server.http_client import app_of, client_of, keyring, serving_of
 
 METHODS = {
-    "get_model": "open_version",
-    "post_model": "open_version",
-    "events": "last_event",
-    "metrics": "status",
-}
+    "get_model": "open_version", "post_model": "open_version", "events": "last_event", "metrics": "status",
+}  # fmt: skip
 """What the fake is asked by a handler of another name."""
 
 
@@ -176,12 +173,9 @@ def _method(route: Route) -> str:
 
 def _other(route: Route) -> Any:
     return {
-        "/completions": {"prompt": "another"},
-        "/start": {"max_steps": 7},
-        "/rewards": {"group_id": "g-2", "rewards": [0.0]},
-        "/step": {"wait": False},
-        "/checkpoints": {"name": "another"},
-    }[route.path]
+        "/completions": {"prompt": "another"}, "/start": {"max_steps": 7}, "/rewards": {"group_id": "g-2", "rewards": [0.0]},
+        "/step": {"wait": False}, "/checkpoints": {"name": "another"},
+    }[route.path]  # fmt: skip
 
 
 def _spoil(ask: dict[str, Any], route: Route) -> None:

@@ -57,14 +57,11 @@ def test_what_cannot_be_is_told_all_at_once_each_with_its_place(tmp_path: Path) 
     for place in ("S.yaml:1: host", "GROUPWISE_SERVE_PORT: port", "--model-dir: ", "burst=0: "):
         assert place in told.value.message
     wrong: list[tuple[dict[str, str], tuple[str, ...], str]] = [
-        ({"PROT": "1"}, (), "did you mean GROUPWISE_SERVE_PORT?"),
-        ({"PORT": ""}, (), "GROUPWISE_SERVE_PORT: nothing is given"),
-        ({"API_KEY": PLAIN}, (), "GROUPWISE_API_KEY"),
-        ({}, ("api_key=" + PLAIN,), "--new-key"),
-        ({}, ("port=65536",), "at most 65535"),
-        ({}, ("tls_certificate=c.pem",), "tls_certificate has no effect without tls_key"),
+        ({"PROT": "1"}, (), "did you mean GROUPWISE_SERVE_PORT?"), ({"PORT": ""}, (), "GROUPWISE_SERVE_PORT: nothing is given"),
+        ({"API_KEY": PLAIN}, (), "GROUPWISE_API_KEY"), ({}, ("api_key=" + PLAIN,), "--new-key"),
+        ({}, ("port=65536",), "at most 65535"), ({}, ("tls_certificate=c.pem",), "tls_certificate has no effect without tls_key"),
         ({}, ("burst=3",), "burst has no effect without requests_per_second"),
-    ]
+    ]  # fmt: skip
     for given, words, problem in wrong:
         variables = {f"GROUPWISE_SERVE_{name}": value for name, value in given.items()}
         with pytest.raises(ConfigError) as told:

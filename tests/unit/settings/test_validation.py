@@ -29,16 +29,12 @@ shape:
 titel: x
 """
     assert problems(text, tmp_path) == [
-        "c.yaml: title is required: What it is called.",
-        'c.yaml:1: rate is "fast"; it must be a number (above 0, at most 1).',
-        "c.yaml:2: big is 1; it must be true or false.",
-        "c.yaml:4: engine.nam is not a key; did you mean engine.name?",
+        "c.yaml: title is required: What it is called.", 'c.yaml:1: rate is "fast"; it must be a number (above 0, at most 1).',
+        "c.yaml:2: big is 1; it must be true or false.", "c.yaml:4: engine.nam is not a key; did you mean engine.name?",
         "c.yaml:5: engine.slots is 2.5; it must be a whole number (at least 1) or null.",
-        'c.yaml:6: engine.stop is ["a", 1]; it must be a list of texts.',
-        "c.yaml:7: engine.top_p is not in this version.",
-        "c.yaml:10: shape.radius is -1; it must be a number (above 0).",
-        "c.yaml:11: titel is not a key; did you mean title?",
-    ]
+        'c.yaml:6: engine.stop is ["a", 1]; it must be a list of texts.', "c.yaml:7: engine.top_p is not in this version.",
+        "c.yaml:10: shape.radius is -1; it must be a number (above 0).", "c.yaml:11: titel is not a key; did you mean title?",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), [

@@ -169,11 +169,8 @@ def test_sources_may_have_rewards_by_label() -> None:
     router = {"one": ["rewards.py:right"], "two": ["rewards.py:right"]}
     task, config = configured(mixed(*sources, SORTING), rewards={"router": router})
     assert task.rubric(config, None).names == (
-        "one/right",
-        "two/right",
-        "sort_words/right_words",
-        "sort_words/right_positions",
-    )
+        "one/right", "two/right", "sort_words/right_words", "sort_words/right_positions",
+    )  # fmt: skip
 
 
 def test_a_router_may_replace_the_rewards_of_a_task() -> None:

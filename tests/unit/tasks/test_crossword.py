@@ -126,14 +126,10 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(source):
     rows = task.rl_examples(config(source=spec, **TINY))
     check_reward_columns(task, task.rubric(config(), None), rows, in_workers=False)
     assert train.account.left_out == {
-        "the clue is empty or missing": 1,
-        "the clue is empty": 1,
-        "the answer is empty or missing": 1,
-        "the answer is no text": 1,
-        "the answer is not made of letters A–Z": 4,
-        "the enumeration does not fit the answer": 1,
+        "the clue is empty or missing": 1, "the clue is empty": 1, "the answer is empty or missing": 1, "the answer is no text": 1,
+        "the answer is not made of letters A–Z": 4, "the enumeration does not fit the answer": 1,
         "it is the same as an earlier row": 1,
-    }
+    }  # fmt: skip
     with pytest.raises(TaskError, match="row 6: the clue"):
         crossword.get_rl_dataset(config(source=spec, strict=True, **TINY))
 
@@ -144,11 +140,8 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(source):
 def test_metrics():
     row = {"clue": "Big city", "answer": "NEW YORK", "enumeration": "3,4"}
     texts = [
-        "<answer>New York</answer>",
-        "<answer>Chicago</answer>",
-        "<answer>Rome</answer>",
-        "NEW YORK",
-    ]
+        "<answer>New York</answer>", "<answer>Chicago</answer>", "<answer>Rome</answer>", "NEW YORK",
+    ]  # fmt: skip
     found = crossword.compute_metrics(["p"] * 4, texts, [row] * 4, config(), None)
     assert found["correct"] == [True, False, False, False]
     assert found["metrics"] == {"accuracy": 0.25, "length_accuracy": 0.5, "answered": 0.75}

@@ -60,12 +60,9 @@ def test_answers_count_by_value_and_the_layout_by_its_weight():
 
 
 LOOKS = {
-    1: r"\d+ [+-] \d+",
-    2: r"\d+ [+×-] \d+",
-    3: r"\d+ [+-] \d+ × \d+|\d+ × \d+ - \d+",
-    4: r"\(\d+ [+-] \d+\) (× \d+ [+-] \d+|÷ \d+)",
+    1: r"\d+ [+-] \d+", 2: r"\d+ [+×-] \d+", 3: r"\d+ [+-] \d+ × \d+|\d+ × \d+ - \d+", 4: r"\(\d+ [+-] \d+\) (× \d+ [+-] \d+|÷ \d+)",
     5: r"\d+/\d+ [+×-] \d+/\d+",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("level", range(1, 6))
@@ -179,11 +176,8 @@ def test_questions_of_the_test_are_not_trained(tmp_path):
 
 def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path):
     bad = [
-        {"question": "", "answer": "1"},
-        {"question": "Q", "answer": "so\nit is"},
-        {"question": "R"},
-        gsm8k(1)[0],
-    ]
+        {"question": "", "answer": "1"}, {"question": "Q", "answer": "so\nit is"}, {"question": "R"}, gsm8k(1)[0],
+    ]  # fmt: skip
     source = jsonl(tmp_path / "some.jsonl", [*gsm8k(6), *bad])
     rows = math.get_rl_dataset(config(source=source, **SMALL))
     assert len(rows) == 1
@@ -241,12 +235,9 @@ def test_metrics():
     found = math.compute_metrics(["?"] * 3, texts, rows, config(), None)
     assert found["metrics"] == pytest.approx(
         {
-            "accuracy": 2 / 3,
-            "format_accuracy": 2 / 3,
-            "accuracy_level_1": 1.0,
-            "accuracy_level_2": 0.5,
+            "accuracy": 2 / 3, "format_accuracy": 2 / 3, "accuracy_level_1": 1.0, "accuracy_level_2": 0.5,
         }
-    )
+    )  # fmt: skip
     strict = math.compute_metrics(
         ["?"] * 3, texts, [{"answer": "42"}] * 3, config(strict=True), None
     )

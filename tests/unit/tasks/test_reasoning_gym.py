@@ -27,19 +27,13 @@ from groupwise.tasks.reasoning_gym_problems import (
 )
 
 SOME = {
-    "chain_sum": "plain",
-    "arc_1d": "entries with lists of numbers",
-    "boxnet": "no answer, and a grader that raises TypeError",
-    "countdown": "answers evaluated by sympy, partial credit",
-    "graph_color": "an answer in the metadata, whose keys are numbers",
-    "isomorphic_strings": "depends on the hash seed",
-    "knights_knaves": "text of numpy's type, nested tuples",
-    "list_functions": "draws from Python's global generator",
-    "pool_matrix": "draws from numpy's",
-    "prime_factorization": "a grader that raises ValueError",
-    "spiral_matrix": "answers evaluated as Python",
+    "chain_sum": "plain", "arc_1d": "entries with lists of numbers", "boxnet": "no answer, and a grader that raises TypeError",
+    "countdown": "answers evaluated by sympy, partial credit", "graph_color": "an answer in the metadata, whose keys are numbers",
+    "isomorphic_strings": "depends on the hash seed", "knights_knaves": "text of numpy's type, nested tuples",
+    "list_functions": "draws from Python's global generator", "pool_matrix": "draws from numpy's",
+    "prime_factorization": "a grader that raises ValueError", "spiral_matrix": "answers evaluated as Python",
     "time_intervals": "a grader that needs its configuration",
-}
+}  # fmt: skip
 GARBAGE = [
     *("", " ", "Qzxv wkjp", "((", "[[1,2", "nan", "inf", "1e999", "-", '["x"]', "{}", "null", "0x"),
     *("1/0", "\0", "٣"),
@@ -245,12 +239,8 @@ def test_metrics() -> None:
     ]
     found = reasoning_gym.compute_metrics(["p"] * 4, texts, rows, mixture, None)
     assert found["metrics"] == {
-        "score": 0.5,
-        "accuracy": 0.5,
-        "tagged": 0.5,
-        "accuracy/chain_sum": 1.0,
-        "accuracy/letter_counting": 0.0,
-    }
+        "score": 0.5, "accuracy": 0.5, "tagged": 0.5, "accuracy/chain_sum": 1.0, "accuracy/letter_counting": 0.0,
+    }  # fmt: skip
 
 
 def test_datasets_without_answers_cannot_be_imitated() -> None:

@@ -166,13 +166,9 @@ def test_metrics():
     found = wordle.compute_metrics(["?"] * 5, texts, [TURNS] * 5, config(), None)
     assert found["metrics"] == pytest.approx(
         {
-            "format_accuracy": 0.8,
-            "dict_accuracy": 0.6,
-            "constraint_accuracy": 0.4,
-            "win_rate": 0.2,
-            "total_samples": 5,
+            "format_accuracy": 0.8, "dict_accuracy": 0.6, "constraint_accuracy": 0.4, "win_rate": 0.2, "total_samples": 5,
         }
-    )
+    )  # fmt: skip
     assert found["guesses"] == ["label", "lapel", "lwael", "panel", None]
 
 

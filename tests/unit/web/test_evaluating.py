@@ -66,12 +66,9 @@ async def test_results_of_the_command_stand_beside_those_of_the_run(run: Path) -
     (run / "results" / "broken.json").write_text("[")
     listed = (await asked(run, "/runs/one/evaluations")).json()["evaluations"]
     assert [(each["step"], each["file"], each["reference"]) for each in listed] == [
-        (0, None, "@0:held-out"),
-        (4, None, "@4:held-out"),
-        (4, "sums-one@4.json", ":sums-one@4.json"),
-        (4, "suite.json", ""),
+        (0, None, "@0:held-out"), (4, None, "@4:held-out"), (4, "sums-one@4.json", ":sums-one@4.json"), (4, "suite.json", ""),
         (None, "sums-base.json", ":sums-base.json"),
-    ]
+    ]  # fmt: skip
     assert (listed[2]["intervals"], listed[2]["metrics"]["reward"]) == (intervals, 0.5)
     page = (await asked(run, "/runs/one/evaluations", "text/html")).text
     assert 'value="one:sums-one@4.json"' in page

@@ -66,11 +66,8 @@ def everything() -> Told:
         WaitingRequest(key_id="bob", groups=1, seconds=0.2),
     ]
     ada = {
-        "requests": 41,
-        "refused": 3,
-        "last_request": "POST /rewards",
-        "last_problem": "too_busy",
-    }
+        "requests": 41, "refused": 3, "last_request": "POST /rewards", "last_problem": "too_busy",
+    }  # fmt: skip
     silent: dict[str, Any] = {"silent_seconds": 4.0, "let_go_seconds": 596.0}
     model = SessionModel(id="s-1:train:0", base=TEXT, rank=8, steps=3, waiting=2)
     status = StatusAnswer(

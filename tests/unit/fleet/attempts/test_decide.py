@@ -180,14 +180,11 @@ RUNS = {
     **{
         case(sick, member(reading, 1)): (Kill(1),) if reading is Reading.RUNNING else ()
         for sick in (
-            member(Reading.EXITED, exit=exited(1)),
-            member(Reading.REBOOTED),
-            lost(),
-            member(Reading.UNREACHABLE, deadman_over=True),
+            member(Reading.EXITED, exit=exited(1)), member(Reading.REBOOTED), lost(), member(Reading.UNREACHABLE, deadman_over=True),
         )
         for reading in (Reading.RUNNING, *SILENCE)
     },
-}
+}  # fmt: skip
 COLLECTS = {
     case(member(Reading.EXITED)): (Collect(0),),
     **{case(member(reading, exit=exited())): () for reading in SILENCE},
@@ -273,12 +270,7 @@ ENDS = [
     (COLLECTING, case(lost(Reading.EXITED, exit=KILLED, collected=True)), HOST_LOST),
     *(
         (
-            COLLECTING,
-            case(
-                member(Reading.EXITED, collected=True, quiet=True, exit=exited(c, BY_US, s)),
-                cancel=True,
-            ),
-            CANCELLED,
+            COLLECTING, case(member(Reading.EXITED, collected=True, quiet=True, exit=exited(c, BY_US, s)), cancel=True), CANCELLED,
         )
         for c, s in ((0, None), (None, 15))
     ),
@@ -287,7 +279,7 @@ ENDS = [
         case(member(Reading.EXITED, exit=exited(1), collected=True), cancel=True),
         failed(FailureClass.CRASHED),
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("state", "seen", "ends"), ENDS)

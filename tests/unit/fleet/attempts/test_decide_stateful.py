@@ -340,11 +340,8 @@ class Fleet(RuleBasedStateMachine):
                     self._move(attempt, effect)
             case Launch(rank):
                 body = {
-                    "rank": rank,
-                    "members": len(attempt.members),
-                    "spec": {"files": {}},
-                    "gpus": [attempt.members[rank].gpu],
-                }
+                    "rank": rank, "members": len(attempt.members), "spec": {"files": {}}, "gpus": [attempt.members[rank].gpu],
+                }  # fmt: skip
                 self._ask(attempt, rank, "launch", body)
             case Void(rank):
                 self._ask(attempt, rank, "void")

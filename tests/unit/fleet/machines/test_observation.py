@@ -363,12 +363,9 @@ def test_one_that_vanished_is_missing_until_it_is_back(fleet: Fleet):
 
 def test_absence_proves_nothing_where_the_probe_was_not_answered_whole(fleet: Fleet):
     probes: tuple[dict[str, Any], ...] = (
-        {"status": "failed", "exit": 9},
-        {"status": "hung"},
-        {"status": "garbage", "lines_not_read": ["%%%"]},
-        {"status": "ok", "lines_not_read": ["Unable to determine the device handle"]},
-        {"status": "absent"},
-    )
+        {"status": "failed", "exit": 9}, {"status": "hung"}, {"status": "garbage", "lines_not_read": ["%%%"]},
+        {"status": "ok", "lines_not_read": ["Unable to determine the device handle"]}, {"status": "absent"},
+    )  # fmt: skip
     whole = (gpu(0), gpu(1, mig=True))
     for probe in probes:
         fleet.look(*whole)

@@ -34,14 +34,11 @@ def test_the_same_has_the_same_name_and_anything_else_another(tmp_path: Path) ->
     own = wheel(tmp_path / "a")
     plan = plan_of(Asked())
     names = {
-        plan.name,
-        dataclasses.replace(plan, lock=Lock(("six==1.16.0",))).name,
-        dataclasses.replace(plan, packed=Packed("1.0", b"another")).name,
-        dataclasses.replace(plan, wheels=(own,)).name,
-        dataclasses.replace(plan, wheelhouse=(own,)).name,
-        dataclasses.replace(plan, pythons=("python3.12",)).name,
+        plan.name, dataclasses.replace(plan, lock=Lock(("six==1.16.0",))).name,
+        dataclasses.replace(plan, packed=Packed("1.0", b"another")).name, dataclasses.replace(plan, wheels=(own,)).name,
+        dataclasses.replace(plan, wheelhouse=(own,)).name, dataclasses.replace(plan, pythons=("python3.12",)).name,
         dataclasses.replace(plan, index_url="https://x/simple").name,
-    }
+    }  # fmt: skip
     assert len(names) == 7
     assert plan_of(Asked()).name == plan.name
     assert len(plan.name) == 20

@@ -36,9 +36,6 @@ def test_the_shape_tells_needs_and_projects_apart_and_nothing_else() -> None:
     same = parse(gpus="1", labels=["b=2", "a=1"])
     assert one.shape("p") == same.shape("p")
     others = {
-        parse(gpus="2").shape("p"),
-        parse(gpus="1").shape("p"),
-        one.shape("q"),
-        one.shape("p"),
-    }
+        parse(gpus="2").shape("p"), parse(gpus="1").shape("p"), one.shape("q"), one.shape("p"),
+    }  # fmt: skip
     assert len(others) == 4

@@ -77,12 +77,9 @@ MOUNTS = """\
 
 def test_the_file_system_of_a_path() -> None:
     kinds = {
-        "/var/fleet.db": "ext4",
-        "/home/ada/fleet.db": "nfs4",
-        "/home/ada/my disk/fleet.db": "xfs",
-        "/homes/fleet.db": "ext4",
+        "/var/fleet.db": "ext4", "/home/ada/fleet.db": "nfs4", "/home/ada/my disk/fleet.db": "xfs", "/homes/fleet.db": "ext4",
         "/mnt/share/fleet.db": "ext4",
-    }
+    }  # fmt: skip
     assert {path: engine.file_system(Path(path), MOUNTS.splitlines()) for path in kinds} == kinds
 
 

@@ -30,26 +30,19 @@ from groupwise.fleet.verbs.machines import VM_ID
 from tests.unit.fleet.queue_helpers import execute
 
 JOBS = {
-    "queued": ["pending", "running", "held", "cancelled", "failed"],
-    "pending": ["queued", "held", "cancelled"],
-    "held": ["queued", "cancelled"],
-    "running": ["completed", "failed", "cancelled", "queued"],
-    "completed": [],
-    "failed": ["queued"],
+    "queued": ["pending", "running", "held", "cancelled", "failed"], "pending": ["queued", "held", "cancelled"],
+    "held": ["queued", "cancelled"], "running": ["completed", "failed", "cancelled", "queued"], "completed": [], "failed": ["queued"],
     "cancelled": ["queued"],
-}
+}  # fmt: skip
 WAY_TO_JOB = {
     "queued": [], "pending": ["pending"], "held": ["held"], "running": ["running"],
     "completed": ["running", "completed"], "failed": ["running", "failed"],
     "cancelled": ["cancelled"],
 }  # fmt: skip
 ATTEMPTS = {
-    "reserved": ["launching", "ended"],
-    "launching": ["running", "ended"],
-    "running": ["collecting", "ended"],
-    "collecting": ["ended"],
-    "ended": [],
-}
+    "reserved": ["launching", "ended"], "launching": ["running", "ended"], "running": ["collecting", "ended"],
+    "collecting": ["ended"], "ended": [],
+}  # fmt: skip
 ORDER = list(ATTEMPTS)
 
 

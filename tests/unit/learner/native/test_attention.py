@@ -27,18 +27,10 @@ from groupwise.models.native.weights import Shape
 
 SHAPE = Shape(hidden=24, heads=4, kv_heads=2, head_size=6, vocabulary=10, epsilon=1e-5)
 LAYOUTS = {
-    "one text": [Texts(0, (7,))],
-    "one token": [Texts(0, (1,))],
-    "texts of several lengths": [Texts(0, (9, 7, 5))],
-    "a group": [Texts(0, (5,)), Texts(5, (6, 6, 6), (0, 5))],
-    "uneven completions": [Texts(0, (5,)), Texts(5, (6, 4, 3), (0, 5))],
-    "two groups": [
-        Texts(0, (19, 17)),
-        Texts(36, (8, 8), (19, 17)),
-        Texts(52, (9, 7), (0, 19)),
-        Texts(68, (2, 1), (0, 19)),
-    ],
-}
+    "one text": [Texts(0, (7,))], "one token": [Texts(0, (1,))], "texts of several lengths": [Texts(0, (9, 7, 5))],
+    "a group": [Texts(0, (5,)), Texts(5, (6, 6, 6), (0, 5))], "uneven completions": [Texts(0, (5,)), Texts(5, (6, 4, 3), (0, 5))],
+    "two groups": [Texts(0, (19, 17)), Texts(36, (8, 8), (19, 17)), Texts(52, (9, 7), (0, 19)), Texts(68, (2, 1), (0, 19))],
+}  # fmt: skip
 
 
 def visible(texts: list[Texts], tokens: int) -> Tensor:

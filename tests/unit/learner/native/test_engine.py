@@ -42,12 +42,8 @@ FAMILIES = {
 EVERYTHING = make("grpo", {"beta": 0.2, "entropy_coef": 0.1}).loss_spec()
 TOTALS = {"policy": 40.0, "kl": 30.0, "entropy": 20.0, "sft": 50.0}
 TARGETS = [
-    ("q_proj",),
-    ("k_proj", "o_proj"),
-    ("v_proj", "down_proj"),
-    ("gate_proj",),
-    ("up_proj",),
-]
+    ("q_proj",), ("k_proj", "o_proj"), ("v_proj", "down_proj"), ("gate_proj",), ("up_proj",),
+]  # fmt: skip
 
 
 def model_of(family: str) -> Any:

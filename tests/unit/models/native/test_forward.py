@@ -15,11 +15,8 @@ from tests.unit.models.native.families import FAMILIES, adapted, family, own_log
 
 LENGTHS = (1, 2, 40, 130)
 TARGETS: dict[str, Any] = {
-    "all": "all-linear",
-    "queries": ("q_proj",),
-    "attention": ("q_proj", "v_proj", "o_proj"),
-    "mlp": ("up_proj", "down_proj"),
-}
+    "all": "all-linear", "queries": ("q_proj",), "attention": ("q_proj", "v_proj", "o_proj"), "mlp": ("up_proj", "down_proj"),
+}  # fmt: skip
 
 
 def native(model: Any) -> NativeModel:

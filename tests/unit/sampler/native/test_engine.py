@@ -136,14 +136,11 @@ def assert_like_transformers(
 @pytest.mark.parametrize(
     ("name", "adapter", "kind"),
     [
-        ("llama", True, "native"),
-        ("llama-mha-tied", False, "recorded"),
-        ("llama-mqa", True, "graph"),
-        ("qwen2", False, "native"),
+        ("llama", True, "native"), ("llama-mha-tied", False, "recorded"), ("llama-mqa", True, "graph"), ("qwen2", False, "native"),
         ("qwen3-biases", True, "recorded"),
     ],
     indirect=["kind"],
-)
+)  # fmt: skip
 def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter, kind):
     asked = [
         request(draw, length, members=(1, 3, 8)[draw % 3], temperature=float(draw % 2))
@@ -168,13 +165,10 @@ def test_completions_across_the_stretches_in_which_keys_are_read(kind):
 def test_every_way_of_drawing(kind):
     stops = tuple(range(3, 30))
     asked = [
-        request(0, 7, 4, 30, stop_token_ids=stops),
-        request(1, 16, 4, 30, stop_token_ids=stops, min_tokens=12),
-        request(2, 7, 4, 30, temperature=0.4, top_k=5),
-        request(3, 30, 4, 30, temperature=1.7, top_p=0.8, min_p=0.01),
-        request(4, 7, 4, 60, stop=("a", "b", "the")),
-        request(5, 3, 2, 30, temperature=0.0, min_tokens=9, stop_token_ids=stops),
-    ]
+        request(0, 7, 4, 30, stop_token_ids=stops), request(1, 16, 4, 30, stop_token_ids=stops, min_tokens=12),
+        request(2, 7, 4, 30, temperature=0.4, top_k=5), request(3, 30, 4, 30, temperature=1.7, top_p=0.8, min_p=0.01),
+        request(4, 7, 4, 60, stop=("a", "b", "the")), request(5, 3, 2, 30, temperature=0.0, min_tokens=9, stop_token_ids=stops),
+    ]  # fmt: skip
     found = assert_like_transformers("llama", asked, kind, adapter=True)
     assert {each.finish_reason for each in found} == {"stop", "length"}
 

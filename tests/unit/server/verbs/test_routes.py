@@ -194,15 +194,12 @@ async def test_what_is_refused_has_used_its_number_if_it_had_one(
         await asking.step(model, number, 400)
     assert asking.service.futures.waiting == 0
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("save_weights", {"path": "a", "ttl_seconds": 3600}),
-        ("save_weights", {"path": "../up"}),
+        ("save_weights", {"path": "a", "ttl_seconds": 3600}), ("save_weights", {"path": "../up"}),
         ("optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),
         ("optim_step", {"adam_params": {"learning_rate": -1.0}}),
-        ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}),
-        ("save_weights_for_sampler", {}),
-        ("load_weights", {"path": "tinker://nothing", "optimizer": False}),
-        ("save_weights_external", {"path": "a"}),
-    ]
+        ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}), ("save_weights_for_sampler", {}),
+        ("load_weights", {"path": "tinker://nothing", "optimizer": False}), ("save_weights_external", {"path": "a"}),
+    ]  # fmt: skip
     for number, (path, body) in enumerate(refused, 1):
         await asking.post(path, 400, model_id=model, seq_id=number, **body)
     promise = await asking.step(model, len(refused) + 1)
@@ -243,16 +240,12 @@ async def test_samples_are_drawn_once_and_those_that_cannot_be_are_refused(askin
     assert asking.engine.calls == [("sample", "letters")]
     await asking.post("asample", 400, **_sample(sampler, num_samples=3))
     wrong: list[tuple[str, dict[str, Any]]] = [
-        ("The prompt is empty", {"prompt": {"chunks": []}}),
-        ("64", {"sampling_params": {"max_tokens": 63}}),
-        ("temperature", {"sampling_params": {"temperature": -1}}),
-        ("needs prompt_logprobs", {"prompt_logprobs_last_n": 1}),
+        ("The prompt is empty", {"prompt": {"chunks": []}}), ("64", {"sampling_params": {"max_tokens": 63}}),
+        ("temperature", {"sampling_params": {"temperature": -1}}), ("needs prompt_logprobs", {"prompt_logprobs_last_n": 1}),
         ("less than the prompt's 2", {"prompt_logprobs": True, "prompt_logprobs_last_n": 2}),
-        ("topk_sample_logprobs", {"topk_sample_logprobs": 3}),
-        ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
-        ("record_stability_info", {"record_stability_info": True}),
-        ("num_samples", {"num_samples": 0}),
-    ]
+        ("topk_sample_logprobs", {"topk_sample_logprobs": 3}), ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
+        ("record_stability_info", {"record_stability_info": True}), ("num_samples", {"num_samples": 0}),
+    ]  # fmt: skip
     for number, (said, changes) in enumerate(wrong, 1):
         refused = await asking.post("asample", 400, **_sample(sampler, number, **changes))
         assert said in refused["message"]
