@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -93,8 +94,9 @@ class Bodies:
 
 
 def give_memory_back() -> None:
-    """What is free again goes to the system, with glibc; else it stays with this process for the next large body."""
+    """Free what only errors hold, which know their frames; with glibc it goes to the system, else the next large body gets it."""
     with suppress(AttributeError, OSError):
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -6,7 +6,6 @@ up meanwhile.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, cast
 
 from pydantic_core import SchemaValidator
@@ -22,9 +21,9 @@ class FailFast:
 
     @classmethod
     def __pydantic_on_complete__(cls) -> None:
-        """Validate by a schema that differs in this alone, in all that stands in it."""
+        """Change its schema, which types that hold the model are made from, and validate by that, also in what it holds."""
         model = cast("type[BaseModel]", cls)
-        schema = copy.deepcopy(model.__pydantic_core_schema__)
+        schema = model.__pydantic_core_schema__
         _fail_fast(schema)
         model.__pydantic_validator__ = SchemaValidator(schema, _use_prebuilt=False)
 

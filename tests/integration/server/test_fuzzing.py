@@ -247,7 +247,7 @@ def test_no_call_of_the_verbs_does_harm(
     asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), asked))
 
 
-@pytest.mark.soak(suite="server")
+@pytest.mark.soak(suite="attacks")
 @MANY_RUNS
 @hypothesis.given(
     routes=st.lists(asks(), min_size=1, max_size=12),

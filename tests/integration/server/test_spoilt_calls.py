@@ -73,7 +73,7 @@ def spoilt(value: Any) -> Iterator[Any]:
 
 
 SHARES = 8
-OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="server")) for n in range(1, SHARES)]
+OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="attacks")) for n in range(1, SHARES)]
 
 
 @pytest.mark.parametrize("first", [0, *OTHERS])

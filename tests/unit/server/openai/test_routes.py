@@ -339,7 +339,7 @@ async def test_the_same_key_is_answered_once(tmp_path) -> None:
 
 
 SHARES = 5
-OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="server")) for n in range(1, SHARES)]
+OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="attacks")) for n in range(1, SHARES)]
 
 
 @pytest.mark.parametrize("first", [0, *OTHERS])
