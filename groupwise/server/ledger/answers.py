@@ -14,7 +14,7 @@ from groupwise.server.ledger.transaction import Transaction
 from groupwise.wire.problems import Refusal
 
 KEPT_SECONDS = 24 * 3600.0
-"""Wall time for which an answer is kept."""
+"""For which an answer is kept, of time in which the server runs: a clock that jumps forgets none. Servers of before wrote wall time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,11 @@ def stored_answer(transaction: Transaction, request: Request) -> Answer | None:
     """The answer that was given to this request before. Refused as `idempotency_key_reused` where the body was another."""
     row = transaction.first(
         """SELECT body_hash, status, body FROM answers
-        WHERE key_id = ? AND route = ? AND key = ? AND made_at > ?""",
-        (request.key_id, request.route, request.key, transaction.now - KEPT_SECONDS),
+        WHERE key_id = ? AND route = ? AND key = ? AND made_at > ? AND made_at <= ?""",
+        (
+            *(request.key_id, request.route, request.key),
+            *(transaction.uptime - KEPT_SECONDS, transaction.uptime),
+        ),
     )
     if row is None:
         return None
@@ -78,7 +81,7 @@ def once(
             request.body_hash,
             answer.status,
             answer.body,
-            transaction.now,
+            transaction.uptime,
         ),
     )
     return answer
@@ -87,5 +90,6 @@ def once(
 def forget_old_answers(transaction: Transaction) -> int:
     """Delete the answers that are kept no longer; returns how many."""
     return transaction.execute(
-        "DELETE FROM answers WHERE made_at <= ?", (transaction.now - KEPT_SECONDS,)
+        "DELETE FROM answers WHERE made_at <= ? OR made_at > ?",
+        (transaction.uptime - KEPT_SECONDS, transaction.uptime),
     ).rowcount

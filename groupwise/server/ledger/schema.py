@@ -132,7 +132,7 @@ MIGRATIONS: tuple[str, ...] = (
         body_hash TEXT NOT NULL,
         status    INTEGER NOT NULL,
         body      BLOB NOT NULL,
-        made_at   REAL NOT NULL,
+        made_at   REAL NOT NULL,                   -- uptime of the server
         PRIMARY KEY (key_id, route, key)
     );
     CREATE INDEX answers_by_age ON answers (made_at);
