@@ -1,12 +1,14 @@
 """What crosses the socket: values by themselves, and errors that people can read on the other side."""
 
+from typing import Any
+
 from groupwise.errors import ConfigError, EndpointError, OutOfMemoryError, RunError, StoreError
 from groupwise.server.engine.line import packed, packed_error, unpacked, unpacked_error
 from groupwise.server.engine_refusals import refusal_of
 from groupwise.server.keeper import FULL_SECONDS
 
 
-def crossed(error):
+def crossed(error: BaseException) -> Any:
     return unpacked_error(packed_error(error))
 
 
