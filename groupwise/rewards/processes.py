@@ -86,6 +86,10 @@ def tie_to_parent(parent: int, mark: str) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
+    with suppress(
+        OSError
+    ):  # where memory runs out, this one ends before its parent, which tells of it
+        Path("/proc/self/oom_score_adj").write_text("500")
     guarded = os.getpid()
     guard = os.fork()
     if guard == 0:

@@ -22,8 +22,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 from groupwise.errors import GroupwiseError
@@ -39,10 +37,6 @@ def main(descriptor: int, parent: int) -> None:
     """Serve requests on the socket `descriptor` until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie_to_parent(parent, os.environ[MARK])
-    with suppress(
-        OSError
-    ):  # where memory runs out, Linux ends this process before the one that trains
-        Path("/proc/self/oom_score_adj").write_text("500")
     connection = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
