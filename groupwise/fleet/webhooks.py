@@ -334,9 +334,8 @@ def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
     if not addresses:
         raise OSError(f"{host} has no address")
     if not allow_private and (inner := [a for a in addresses if not is_public(a)]):
-        logger.info(
-            "no webhook is told at %s, which is %s", host, inner[0]
-        )  # for the fleet's people alone
+        # For the fleet's people alone: whoever named the address would learn of a network within.
+        logger.info("no webhook is told at %s, which is %s", host, inner[0])
         raise Forbidden(
             f"{host} is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"
         )

@@ -142,9 +142,8 @@ class AnswerReader:
 def _object(document: bytes, most_body: int) -> Mapping[str, Any]:
     try:
         check_number(document, lists=most_body // 64, texts=most_body // 16)
-        text = document.decode(
-            "utf-8"
-        )  # of which json would guess UTF-16 and let half characters pass
+        # Of bytes json would guess UTF-16, and let half characters pass.
+        text = document.decode("utf-8")
         body: object = json.loads(text, parse_constant=_refused, parse_float=_finite)
         body = _storable(body) if b"\\u" in document else body
     except (ValueError, RecursionError) as error:
