@@ -24,6 +24,10 @@ KEEP_ALIVE = 75
 """Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
 HEADER_SIZE = 64 * 1024
 """Bytes that a client may send before its headers are complete, and between two pieces of its body."""
+MOST_PIPELINED = 8
+"""Requests that a client may send on one connection before the first of them is answered."""
+UNREAD_SECONDS = 60.0
+"""A client that has so many seconds taken nothing of what waits for it is left."""
 HEADER_SECONDS = 60.0
 """A client has so long to send the headers of a request, from when it connects or sends the first byte of the next one."""
 
@@ -68,14 +72,17 @@ def address(scheme: str, host: str, port: int) -> str:
 
 
 class BoundedProtocol(HTTPProtocol):
-    """Hangs up on a client whose headers are too large or take too long, before any key is looked at.
+    """Hangs up on a client whose headers are too large or take too long, who asks on and on before it is answered, or who does not read its
+    answers; before any key is looked at.
 
-    h11 counts the bytes by itself (`h11_max_incomplete_event_size`), httptools does not.
+    h11 counts the bytes by itself (`h11_max_incomplete_event_size`), and takes one request at a time; httptools does neither.
     """
 
     _unparsed = 0
     """Bytes since the last headers or piece of a body."""
     _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    """Runs while the client's side takes nothing."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin to wait for a request."""
@@ -85,7 +92,18 @@ class BoundedProtocol(HTTPProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
         self._stop_waiting()
+        self._stop_unread()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """What was sent is not read."""
+        super().pause_writing()
+        self._unread = self._unread or self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It was."""
+        self._stop_unread()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, unless it is too much."""
@@ -96,7 +114,9 @@ class BoundedProtocol(HTTPProtocol):
             self._stop_waiting()
         elif not before or before.response_complete:
             self._start_waiting()
-        if self._unparsed > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
+        if len(getattr(self, "pipeline", ())) > MOST_PIPELINED:
+            self.transport.abort()
+        elif self._unparsed > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
             self._hang_up("431 Request Header Fields Too Large")
 
     def on_body(self, body: bytes) -> None:
@@ -115,6 +135,11 @@ class BoundedProtocol(HTTPProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _hang_up(self, why: str) -> None:
         self._stop_waiting()

@@ -73,3 +73,31 @@ async def test_a_request_that_never_ends_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(listening, "HEADER_SECONDS", 0.01)
     assert (await answer(*said)).startswith(b"HTTP/1.1 408 ")
+
+
+NEXT = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
+
+
+async def test_who_asks_on_and_on_before_an_answer_is_left() -> None:
+    last = NEXT.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    assert (await answer(NEXT * 5 + last)).count(b" 200 ") == 6
+    assert (await answer(NEXT * 2_000)).count(b" 200 ") < 20
+
+
+async def test_who_does_not_read_the_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "UNREAD_SECONDS", 0.01)
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(64 << 20)})
+
+    server = Uvicorn(uvicorn_config(large, certificate=None, key=None, proxy=None))
+    with bound("127.0.0.1", 0) as at, socket.create_connection(at.getsockname()) as client:
+        serving = asyncio.create_task(server.serve([at]))
+        await server.listening.wait()
+        client.sendall(NEXT)
+        async with asyncio.timeout(20):
+            while not server.server_state.total_requests or server.server_state.connections:
+                await asyncio.sleep(0.01)
+        server.should_exit = True
+        await serving
