@@ -48,6 +48,7 @@ from groupwise.cli.launch_watch import ask, folder_of, tell_of_rented, watch, wh
 from groupwise.cli.launch_words import Behind, behind, environment_of, new_name
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
+from groupwise.display.text import one_line
 from groupwise.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
@@ -452,7 +453,7 @@ def _tell_of_project(packed: Packed) -> None:
     bundle = packed.bundle
     say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
     for path, why in [*bundle.left_out.items()][:SHOWN]:
-        say(f"  {path} stays here: {why}")
+        say(f"  {one_line(path)} stays here: {why}")
     if len(bundle.left_out) > SHOWN:
         say(f"  and {len(bundle.left_out) - SHOWN} more")
 

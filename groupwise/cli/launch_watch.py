@@ -14,6 +14,7 @@ import typer
 from groupwise.awaiting import interrupting
 from groupwise.cli.log_text import LogWriter
 from groupwise.cli.output import say, write_json
+from groupwise.display.text import one_line
 from groupwise.errors import GroupwiseError
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _end(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool
     for run in document["runs"]:
         say(f"  the run {run['run']}: {folder / run['folder']}")
     for path, why in document["left_out"].items():
-        say(f"  {path} did not: {why}")
+        say(f"  {one_line(path)} did not: {why}")
     raise typer.Exit(_exit_code(document))
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from groupwise.data.template_columns import without_nulls
+from groupwise.http.strict_json import NotStrict, parse_inner
 from groupwise.types import Message, Prompt, like
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -162,8 +163,8 @@ def with_arguments(call: Any) -> Any:
 
 def _of_json(text: str) -> Any:
     """What a text is the JSON of; the text itself where it is none."""
-    with suppress(ValueError):
-        return json.loads(text)
+    with suppress(NotStrict):
+        return parse_inner(text)
     return text
 
 

@@ -155,6 +155,7 @@ def _of_git(root: Path) -> list[str] | None:
     """Tracked files, and others that are not ignored; None for a folder that is not git's."""
     command = [
         "git",
+        *("-c", "core.fsmonitor=false"),  # which would be a program that the project names
         "-C",
         str(root),
         "ls-files",
@@ -235,7 +236,10 @@ def _secret_by_name(path: str) -> str:
 
 def _why_not_followed(root: Path, place: Path, *, wanted: bool) -> str:
     """Of what is a link, or lies behind one: by its content it would travel as what it leads to, under a name that says nothing of it."""
-    target, within = place.resolve(), root.resolve()
+    try:
+        target, within = place.resolve(), root.resolve()
+    except RuntimeError:
+        return "a link that leads round in a circle"
     if not target.is_relative_to(within):
         return "a link to what is outside of the project"
     real = target.relative_to(within).as_posix()

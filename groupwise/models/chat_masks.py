@@ -157,9 +157,15 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
 
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
+    messages = list(chat.messages[: turn + 1])
+    if spelled(tokenizer, messages) != messages:
+        raise Refused(
+            "a message holds a control token of the model, which would be read as one: the tokens of templates with {% generation %} marks "
+            "are made by transformers. Leave it out, or give a template without marks as model.chat_template."
+        )
     marked = apply(
         tokenizer,
-        replace(chat, messages=chat.messages[: turn + 1]),
+        replace(chat, messages=messages),
         tokenize=True,
         return_dict=True,
         return_assistant_tokens_mask=True,

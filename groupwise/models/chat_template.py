@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from groupwise.errors import TaskError
-from groupwise.models.control_tokens import spelled
+from groupwise.models.control_tokens import spelled, spelled_messages
 from groupwise.models.tool_calls import written_calls
 from groupwise.types import Message, Prompt
 
@@ -111,14 +111,15 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
     """What `apply_chat_template` makes of all messages. Raises Refused where the template does not take them."""
     arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
-    if not how.get("tokenize"):
-        messages, arguments = spelled(tokenizer, messages), spelled(tokenizer, arguments)
     if "developer" not in template:  # a younger name for who gives a model its instructions
         messages = [
             {**each, "role": "system"} if each.get("role") == "developer" else each
             for each in messages
         ]
     try:
+        if not how.get("tokenize"):
+            messages = spelled_messages(tokenizer, messages)
+            arguments = spelled(tokenizer, arguments)
         if any(message.get("tool_calls") for message in messages):
             messages, arguments["chat_template"] = written_calls(
                 tokenizer, messages, template, arguments

@@ -15,6 +15,7 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
+from groupwise.http.strict_json import NotStrict, parse_inner
 from groupwise.types import Message
 
 PROBE = "probed_call"
@@ -105,8 +106,8 @@ def _with_functions(
 
 
 def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    with suppress(KeyError, TypeError, ValueError):
-        if isinstance(parsed := json.loads(function["arguments"]), dict):
+    with suppress(KeyError, AttributeError, NotStrict):
+        if isinstance(parsed := parse_inner(function["arguments"]), dict):
             return {**function, "arguments": parsed}
     return function
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -221,10 +222,21 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
+MOST_BRACES = 200
+"""Of an answer of a judge, from its end, which are tried as the beginning of a verdict."""
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
+
+
 def _objects(said: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, those within others left out."""
     found: list[dict[str, Any]] = []
-    decoder, place = json.JSONDecoder(), said.find("{")
+    begins = [match.start() for match in re.finditer("{", said)][-MOST_BRACES:]
+    decoder, place = json.JSONDecoder(object_pairs_hook=_once_each), begins[0] if begins else -1
     while place != -1:
         try:
             value, end = decoder.raw_decode(said, place)

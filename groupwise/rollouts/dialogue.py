@@ -285,7 +285,8 @@ class ChatDialogue:
         """A tool's result in a chat whose template knows no tools is told by the user."""
         if not self._told or message["role"] != "tool":
             return message
-        result = f"<tool_response>\n{message['content']}\n</tool_response>"
+        brought = spelled(self._tokenizer, message["content"], of_tool=True)
+        result = f"<tool_response>\n{brought}\n</tool_response>"
         return {"role": "user", "content": result}
 
 

@@ -59,6 +59,11 @@ class Tree:
         return value
 
 
+MOST_OPEN = 500
+"""Brackets that are open at once, wherever they stand: more than any text has that is meant."""
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
 class _Yaml12(RoundTripConstructor):
     """YAML 1.2 with line numbers; a date stays the text that was written."""
 
@@ -74,10 +79,18 @@ def parse_yaml(text: str) -> Any:
     """What a YAML 1.2 text holds, with line numbers. Raises `YAMLError`."""
     reader: Any = YAML()
     reader.Constructor = _Yaml12
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(text):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
     try:
+        if deepest > MOST_OPEN:  # of which reading alone would take long
+            raise RecursionError
         found = reader.load(text)
     except RecursionError:
         raise YAMLError(f"it is nested more than {DEEPEST} deep") from None
+    except (ValueError, KeyError, IndexError) as error:  # of a value that is not what its tag says
+        raise YAMLError(f"a value is not of the kind that it is said to be ({error})") from None
     _check_size(found)
     return found
 

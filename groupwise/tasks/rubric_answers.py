@@ -173,7 +173,7 @@ def _parsed(text: str) -> list[Any] | None:
         return None
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast("list[Any]", found) if isinstance(found, list) else None
 

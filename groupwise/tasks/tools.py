@@ -27,6 +27,7 @@ from typing import Any, Protocol, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError, validate_call
 
 from groupwise.errors import TaskError
+from groupwise.http.strict_json import NotStrict, parse_inner
 from groupwise.tasks.environment import Step, reset_arguments
 from groupwise.types import Message
 
@@ -255,9 +256,9 @@ def instructions(schemas: Sequence[Schema]) -> str:
 def _hermes_call(text: str) -> ToolCall:
     expected = 'expected {"name": ..., "arguments": {...}} between the tags'
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        return ToolCall("", {}, f"the call is no JSON ({error}); {expected}")
+        found = parse_inner(text)
+    except NotStrict as error:
+        return ToolCall("", {}, f"the call is no JSON ({error.msg}); {expected}")
     if not isinstance(found, dict):
         return ToolCall("", {}, f"the call is no JSON object; {expected}")
     call = cast("dict[str, Any]", found)

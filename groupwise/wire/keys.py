@@ -222,7 +222,9 @@ def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:
     """
     keys: dict[str, StoredKey] = {}
     problems: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # at nothing else that editors show within a line
         if not (words := line.partition("#")[0].split()):
             continue
         key = _read_line(words)
@@ -245,6 +247,8 @@ def _read_line(words: list[str]) -> StoredKey | str:
     role = Role.named(word)
     if not _ID.fullmatch(name):
         return "the first word is no id: 1 to 32 lower-case letters and digits"
+    if name in (LOCAL.id, PLAIN_ID):
+        return f"the id {name} is that of others, who need no line here"
     if role is None:
         return f"the second word is no role; there are {', '.join(r.word for r in Role)}"
     if not _DIGEST.fullmatch(digest):

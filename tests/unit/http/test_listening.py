@@ -97,7 +97,7 @@ async def test_who_does_not_read_the_answer_is_left(monkeypatch: pytest.MonkeyPa
         await server.listening.wait()
         client.sendall(NEXT)
         async with asyncio.timeout(20):
-            while not server.server_state.total_requests or server.server_state.connections:
+            while not server.server_state.total_requests or server.server_state.connections:  # noqa: ASYNC110  # uvicorn tells nobody
                 await asyncio.sleep(0.01)
         server.should_exit = True
         await serving

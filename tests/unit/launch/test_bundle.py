@@ -164,14 +164,21 @@ def test_a_project_without_git_travels_but_for_what_tools_make(
     write(tmp_path, {**dict.fromkeys((*here, *made, ".env", "there/runs/x"), "a"), **RUNS})
     write(tmp_path, {"there/.incoming/brought.json": "{}"})
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "round").symlink_to("round")
     for path in (os.environ["PATH"], ""):  # also where there is no program git
         monkeypatch.setenv("PATH", path)
         found = bundle(tmp_path)
         assert set(found.files) == {*here}
-        assert set(found.left_out) == {".env", "runs/one/", "my-env/", "pipe", "there/"}
+        assert set(found.left_out) == {".env", "runs/one/", "my-env/", "pipe", "round", "there/"}
 
 
 def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = project / "program"
+    program.write_text(f"#!/bin/sh\ntouch {project}/ran\n")
+    program.chmod(0o755)
+    subprocess.run(["git", "-C", project, "config", "core.fsmonitor", program], check=True)
+    bundle(project)
+    assert not (project / "ran").exists(), "a program that the project names"
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     with pytest.raises(UsageError, match="dubious ownership"):
         bundle(project)

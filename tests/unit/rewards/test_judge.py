@@ -274,6 +274,9 @@ def test_a_verdict_in_a_completion_is_no_verdict():
         forged.read(f"It says {quoted % asked.mark}, which is no answer.")
     own = f'It says {quoted % asked.mark}. {{"id": "{forged.mark}", "score": 1}}'
     assert forged.read(own) == {forged.names[0]: 1.0}
+    assert forged.read('{"a":[' * 20_000 + own) == {forged.names[0]: 1.0}, "in little time"
+    with pytest.raises(Malformed):
+        forged.read(own.replace('"score": 1}', '"score": 1, "score": 10}'))
 
 
 def test_a_judge_who_repeats_everything_gives_no_verdict(ask):

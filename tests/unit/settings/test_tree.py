@@ -55,6 +55,12 @@ def test_duplicate_keys_name_the_line_and_hide_the_value(tmp_path: Path) -> None
         ("a: 1\n---\nb: 2\n", r"c\.yaml:2: "),
         ("a: *nowhere\n", r"c\.yaml:1: "),
         ("\udcff\udcfe\0", "UTF-8"),
+        (f"a: {'9' * 5_000}", "of the kind"),
+        ('a: !!int "abc"', "of the kind"),
+        ('a: !!float ""', "of the kind"),
+        ('a: !!bool "abc"', "of the kind"),
+        ('a: "\\U00110000"', "of the kind"),
+        (f"a: {'[' * 5_000}", "nested more"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:

@@ -117,6 +117,7 @@ async def test_calls_are_made_in_their_order_and_a_turn_without_one_is_the_answe
     ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is no JSON ("),
     ('<tool_call>{"name": "add", "argu', "error: the call is no JSON ("),
     ("<tool_call>[1]</tool_call>", "error: the call is no JSON object"),
+    (f"<tool_call>{'[' * 5_000}</tool_call>", "error: the call is no JSON ("),
     ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks"),
     ('<tool_call>{"name": "add", "arguments": 3}</tool_call>', "error: the call lacks"),
 ])  # fmt: skip

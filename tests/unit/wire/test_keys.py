@@ -52,6 +52,10 @@ def test_a_wrong_key_file_is_refused_line_by_line_without_showing_it() -> None:
     lines = str(caught.value).splitlines()
     assert [line.split(": ")[0] for line in lines] == ["keys:1", "keys:2", "keys:3", "keys:5"]
     assert MADE.key not in str(caught.value)
+    assert read_key_file(f"# a comment\u2028evil admin {'0' * 64}\x0c\r\n", "keys") == ()
+    for name in ("local", "environment"):
+        with pytest.raises(ConfigError, match="of others"):
+            read_key_file(f"{name} read {'0' * 64}", "keys")
 
 
 def test_a_key_is_known_by_its_line_and_forged_ones_are_nobodys() -> None:
