@@ -61,8 +61,16 @@ def parse(text: bytes) -> Any:
 
 
 def parse_inner(text: str) -> Any:
-    """The value of JSON that stands in a text, as the arguments of a call do: within the same bounds. Raises NotStrict."""
-    return parse(text.encode("utf-8", "surrogatepass"))
+    """The value of JSON that stands in a text, as the arguments of a call do: within the same bounds, read as usual. Raises NotStrict."""
+    written = text.encode("utf-8", "surrogatepass")
+    check_number(written, MOST_LISTS, MOST_TEXTS)
+    _check_depth(written)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise NotStrict(error.msg, error.pos) from None
+    except ValueError:  # Python's limit of digits
+        raise NotStrict("a whole number has too many digits") from None
 
 
 async def parse_aside(text: bytes) -> Any:
