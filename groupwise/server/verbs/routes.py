@@ -124,8 +124,9 @@ class _Handlers:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
         body = await self._read(request, requests.CreateSession)
         given = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
-        caller = request.scope[SCOPE].caller if SCOPE in request.scope else None
-        asked = [given, caller.id if caller else "", body.model_dump_json()]
+        facts: Facts | None = request.scope.get(SCOPE)
+        caller = "" if facts is None or facts.caller is None else facts.caller.key_id
+        asked = [given, caller, body.model_dump_json()]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest() if given else None
         session = await self._service.opened.create_session(key)
         return _sent(answers.SessionMade(session_id=session))
