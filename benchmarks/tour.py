@@ -324,6 +324,7 @@ def docs_section(first: TaskResult, seeds: Mapping[str, Any], described: Mapping
     warmed = "base" in held_out
     stages = "the warm-up and of RL" if warmed else "RL"
     of_before = "warmed-up model" if warmed else "base model"
+    included = "warm-up and evaluations" if warmed else "evaluations"
     gains = [
         f"{_interval(each['held_out']['change'], '+.2f')} with seed {seed}"
         for seed, each in sorted(seeds.items())
@@ -334,8 +335,8 @@ def docs_section(first: TaskResult, seeds: Mapping[str, Any], described: Mapping
         [
             f"![The reward of {first.task} over the steps of {stages}](../images/tour-{first.task}.svg)\n",
             table(rows, ["held-out prompts", *titles]),
-            f"\nThe RL stage adds {' and '.join(gains)} to the held-out reward of the {of_before}; {minutes} minutes in all, warm-up and "
-            f"evaluations included, on {_described(described)}. The prompt that gained most:\n",
+            f"\nThe RL stage adds {' and '.join(gains)} to the held-out reward of the {of_before}; {minutes} minutes in all, "
+            f"{included} included, on {_described(described)}. The prompt that gained most:\n",
             f"```text\n{answers}\n```\n",
         ]
     )
