@@ -22,11 +22,11 @@ from groupwise.hosts.files import hash_of, sync_folder
 from groupwise.hosts.spec import FileEntry, Manifest, path_problems
 
 INCOMING = ".incoming"
-"""What the folder needs for itself."""
+"""The subfolder in which we keep the note and the files that have not come whole."""
 NOTE = "brought.json"
-"""The file in that which says whose results these are, and what each file was as it came."""
+"""The file in it that says whose results these are, and the hash that each file had when it came."""
 NOT_WHOLE = "files"
-"""The folder beside it in which files grow: a machine chooses their names, and may choose that of the note."""
+"""The folder beside the note for files that are still being fetched. A machine could call one of its files like the note."""
 EARLIER = "earlier"
 MANIFEST = "manifest.json"
 
@@ -158,7 +158,7 @@ class ResultsFolder:
         new.replace(note)
 
     def _put_in_place(self, files: Iterable[str]) -> None:
-        """Each appears whole, under its name; the list of a checkpoint's files after these."""
+        """Move files that have come whole to their names, a checkpoint's manifest after its other files."""
         ordered = sorted(files, key=lambda path: PurePosixPath(path).name == MANIFEST)
         for path in ordered:
             place = self.folder / path
@@ -169,7 +169,7 @@ class ResultsFolder:
 
 
 def may_come(path: str) -> bool:
-    """Whether it is a file inside of the folder, and none of what the folder needs for itself."""
+    """Whether a machine may bring a file of this path: it lies inside the folder, and not in one of our own subfolders."""
     return not path_problems("file", path) and path.split("/")[0].lower() not in (INCOMING, EARLIER)
 
 

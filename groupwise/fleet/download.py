@@ -27,7 +27,7 @@ from groupwise.display.text import one_line
 from groupwise.errors import RunError, UsageError
 from groupwise.hosts.fetching import set_mode
 from groupwise.hosts.files import PIECE, hash_of
-from groupwise.hosts.spec import SHA256, FileEntry, path_problems
+from groupwise.hosts.spec import SHA256, FileEntry, file_entry, path_problems
 from groupwise.wire.problems import Refusal
 
 Document = dict[str, Any]
@@ -168,15 +168,11 @@ def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
     for path, entry in files.items():
         if wrong := path_problems("file", path):
             raise DownloadError(f"the fleet offers what is not fetched: {wrong[0]}")
-        match entry:
-            case [str(sha256), int(mode), int(size)] if SHA256.fullmatch(sha256) and size >= 0:
-                found[path.encode(errors="replace").decode()] = FileEntry(
-                    sha256, mode & 0o777, size
-                )
-            case _:
-                raise DownloadError(
-                    f"the fleet says no hash, mode and size of {one_line(path)}: it is of another release, or not what it seems."
-                )
+        if (read := file_entry(entry)) is None:
+            raise DownloadError(
+                f"the fleet says no hash, mode and size of {one_line(path)}: it is of another release, or not what it seems."
+            )
+        found[path.encode(errors="replace").decode()] = read
     return found
 
 

@@ -32,7 +32,7 @@ class DiskFull(RunError):
 
 @contextlib.contextmanager
 def told_in_words(folder: Path) -> Generator[None, None, None]:
-    """What fails within it because there is no room raises DiskFull, and UsageError where nothing may be written there."""
+    """Turn errors of the disk into messages: DiskFull if it is full, UsageError if this user may not write to the folder."""
     try:
         yield
     except OSError as error:

@@ -12,7 +12,14 @@ from enum import StrEnum
 from typing import Any, TypeVar, cast
 
 from groupwise.hosts.framing import BadAnswer
-from groupwise.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry, Manifest, path_problems
+from groupwise.hosts.spec import (
+    JOB_ID,
+    MOST_ARTEFACTS,
+    FileEntry,
+    Manifest,
+    file_entry,
+    path_problems,
+)
 
 Word = TypeVar("Word", bound=StrEnum)
 
@@ -347,7 +354,7 @@ class Fields:
         self._where = where
 
     def text(self, name: str, most: int = LONGEST) -> str:
-        """Must be there; cut to so many characters."""
+        """A required text. Only its first `most` characters are kept."""
         return cast("str", self._typed(name, str, required=True))[:most]
 
     def number(self, name: str, most: int = MOST) -> int:
@@ -360,7 +367,7 @@ class Fields:
         return bool(default) if found is None else cast("bool", found)
 
     def text_or_none(self, name: str, most: int = LONGEST) -> str | None:
-        """None: it is null or not there. Cut to so many characters."""
+        """A text, or None if it is null or missing. Only its first `most` characters are kept."""
         found = cast("str | None", self._typed(name, str))
         return None if found is None else found[:most]
 
@@ -637,11 +644,10 @@ def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
 
 
 def _entry(f: Fields, name: str, entry: object) -> FileEntry:
-    match entry:
-        case [str(sha256), int(mode), int(size)] if SHA256.fullmatch(sha256) and 0 <= size <= MOST:
-            return FileEntry(sha256, mode & 0o777, size)
-        case _:
-            raise f.wrong(name, "[sha256, mode, size] for each path")
+    found = file_entry(entry)
+    if found is None:
+        raise f.wrong(name, "[sha256, mode, size] for each path")
+    return found
 
 
 def _pair(entry: object) -> tuple[str, str]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping
-from typing import Any, Never, cast
+from typing import Any, cast
 
 from groupwise.hosts.port import Answer, HostError, OutcomeUnknown, Request, RunnerRefused
-from groupwise.http.strict_json import check_number
+from groupwise.http.strict_json import check_number, finite, no_constant
 
 PROTOCOL = 1
 """What this side writes."""
@@ -144,23 +143,13 @@ def _object(document: bytes, most_body: int) -> Mapping[str, Any]:
         check_number(document, lists=most_body // 64, texts=most_body // 16)
         # Of bytes json would guess UTF-16, and let half characters pass.
         text = document.decode("utf-8")
-        body: object = json.loads(text, parse_constant=_refused, parse_float=_finite)
+        body: object = json.loads(text, parse_constant=no_constant, parse_float=finite)
         body = _storable(body) if b"\\u" in document else body
     except (ValueError, RecursionError) as error:
         raise BadAnswer(f"the answer is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
     return cast("dict[str, Any]", body)
-
-
-def _refused(constant: str) -> Never:
-    raise ValueError(f"{constant} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(number := float(text)):
-        _refused(text)
-    return number
 
 
 def _storable(value: Any) -> Any:

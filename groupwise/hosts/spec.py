@@ -158,6 +158,17 @@ def path_problems(what: str, path: str) -> list[str]:
     return []
 
 
+def file_entry(written: object) -> FileEntry | None:
+    """The entry that is written as [sha256, mode, size]; None if it is not one."""
+    match written:
+        case [str(sha256), int(mode), int(size)] if (
+            SHA256.fullmatch(sha256) and 0 <= size < 1 << 63
+        ):
+            return FileEntry(sha256, mode & 0o777, size)
+        case _:
+            return None
+
+
 def as_json(spec: JobSpec) -> dict[str, Any]:
     """The form that travels and is stored."""
     limits = spec.limits

@@ -94,7 +94,7 @@ class Bodies:
 
 
 def give_memory_back() -> None:
-    """Free what only errors hold, which know their frames; with glibc it goes to the system, else the next large body gets it."""
+    """Collect garbage now, since errors keep their frames alive, and have glibc return the free memory to the system."""
     with suppress(AttributeError, OSError):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)

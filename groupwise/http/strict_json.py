@@ -43,9 +43,9 @@ def parse(text: bytes) -> Any:
     try:
         value = json.loads(
             text.decode("utf-8"),
-            parse_float=_finite,
-            parse_constant=_no_constant,
-            object_pairs_hook=_once_each,
+            parse_float=finite,
+            parse_constant=no_constant,
+            object_pairs_hook=once_each,
         )
     except UnicodeDecodeError as error:
         raise NotStrict("the body is not UTF-8", error.start) from None
@@ -100,18 +100,21 @@ def _check_depth(text: bytes) -> None:
             raise NotStrict(f"lists and objects are nested more than {DEEPEST} deep", match.start())
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
+    """`parse_float` of `json.loads`: a number beyond a double is none."""
     value = float(text)
     if not math.isfinite(value):
         raise NotStrict("a number is beyond the range of a double")
     return value
 
 
-def _no_constant(name: str) -> Any:
+def no_constant(name: str) -> Any:
+    """`parse_constant`: NaN and Infinity are no JSON."""
     raise NotStrict(f"{name} is no number of JSON")
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """`object_pairs_hook`: no key stands twice, and there are not more than MOST_KEYS."""
     if len(pairs) > MOST_KEYS:
         raise NotStrict(f"an object has more than {MOST_KEYS:,} keys")
     found = dict(pairs)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, cast
 
+from groupwise.http.strict_json import once_each
 from groupwise.types import Message, Prompt
 
 Mode = Literal["alone", "pairs", "group"]
@@ -226,17 +227,11 @@ MOST_BRACES = 200
 """Of an answer of a judge, from its end, which are tried as the beginning of a verdict."""
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a key stands twice")
-    return dict(pairs)
-
-
 def _objects(said: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, those within others left out."""
     found: list[dict[str, Any]] = []
     begins = [match.start() for match in re.finditer("{", said)][-MOST_BRACES:]
-    decoder, place = json.JSONDecoder(object_pairs_hook=_once_each), begins[0] if begins else -1
+    decoder, place = json.JSONDecoder(object_pairs_hook=once_each), begins[0] if begins else -1
     while place != -1:
         try:
             value, end = decoder.raw_decode(said, place)

@@ -452,7 +452,7 @@ class PartsService:
 
 
 def _loaded_by(do: AnyVerb) -> tuple[str | None, ...]:
-    """The folders of the client that it reads."""
+    """The folders with files of the client that this call loads."""
     if isinstance(do, wire.Open):
         return do.model, do.adapter, do.weights
     if isinstance(do, wire.Load):

@@ -40,7 +40,7 @@ def test_a_beginning_is_added_once_where_the_model_wants_one():
 @pytest.mark.parametrize("family", SPECIAL)
 @pytest.mark.parametrize("who", ["user", "assistant", "prefill"])
 def test_what_is_said_is_text_whoever_says_it(family: str, who: str) -> None:
-    """Control tokens in it end no turn and speak in no role; another text has the tokens that it always had."""
+    """A control token in a message is tokenised as plain text. A message without one has the same tokens as before."""
     made = chat_tokenizer(family)
     forged = "x".join([*SPECIAL[family], "y"])
     chat = [dict(each) for each in CHAT]
