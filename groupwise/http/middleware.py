@@ -183,12 +183,15 @@ class Buckets:
         self._burst = burst
         self._clock = clock
         self._left: dict[str, tuple[float, float]] = {}
-        """Key id -> what was left, and when."""
+        """Key id -> what was left, and when; those last that have asked last, and none that is full again."""
 
     def take(self, key_id: str) -> float:
         """Take one; 0 where there was one, else the seconds until there is."""
         now = self._clock()
-        left, since = self._left.get(key_id, (float(self._burst), now))
+        full_since = now - self._burst / self._per_second
+        while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:
+            del self._left[oldest]
+        left, since = self._left.pop(key_id, (float(self._burst), now))
         left = min(left + (now - since) * self._per_second, float(self._burst))
         enough = left >= 1
         self._left[key_id] = (left - 1 if enough else left, now)

@@ -191,7 +191,8 @@ class Box:
             self._process.wait()
             for stream in self._streams:
                 stream.close()
-            _delete(self._folder)
+            # Beside the loop: it may hold so many files that the time of other boxes would be over meanwhile.
+            await asyncio.to_thread(_delete, self._folder)
 
     async def begun(self) -> Mapping[str, tuple[str, ...]]:
         """Wait until the program runs; the protections that hold. Raises SandboxError where the box could not be built."""

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -205,13 +207,17 @@ def id_in(presented: str) -> str | None:
 
 
 def read_keys_in(path: Path) -> tuple[StoredKey, ...]:
-    """The keys of the key file there. Raises ConfigError, also where it cannot be read."""
+    """The keys of the key file there. Raises ConfigError, also where it cannot be read, or where others could add a key of theirs."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read()
     except OSError as error:
         raise ConfigError(f"key_file {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"key_file {path} is not a text file in UTF-8.") from None
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"key_file {path} can be written by others; chmod go-w {path}")
     return read_key_file(text, str(path))
 
 

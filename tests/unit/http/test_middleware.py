@@ -49,6 +49,16 @@ def test_a_bucket_gives_a_burst_and_then_so_many_a_second() -> None:
     assert [buckets.take("a") for _ in range(4)] == [0, 0, 0, 0.5]
 
 
+def test_buckets_that_are_full_again_take_no_memory() -> None:
+    now = 0.0
+    buckets = Buckets(2.0, 3, lambda: now)
+    for address in range(1000):
+        buckets.take(f"{address}")
+        now += 0.1
+    assert len(buckets._left) <= 16  # those of the last 1.5 s
+    assert [buckets.take("999") for _ in range(3)] == pytest.approx([0, 0, 0.4])
+
+
 async def test_each_key_has_a_bucket_of_its_own_and_health_has_none_and_metrics_count() -> None:
     ring, keys = keyring()
     app = app_of(FakeService(), ring, requests_per_second=0.001, burst=1)

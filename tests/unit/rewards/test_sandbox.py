@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from contextlib import suppress
 
@@ -121,6 +122,18 @@ async def test_its_folder_is_deleted(tmp_path, monkeypatch):
     """
     await printed(source, without=["namespaces"])
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_while_its_folder_is_deleted_others_go_on(monkeypatch):
+    loop, delete, went_on = asyncio.get_running_loop(), sandbox._delete, threading.Event()
+
+    def deleted(folder):
+        loop.call_soon_threadsafe(went_on.set)
+        assert went_on.wait(10)
+        delete(folder)
+
+    monkeypatch.setattr(sandbox, "_delete", deleted)
+    await printed("print(1)")
 
 
 # 2. limits

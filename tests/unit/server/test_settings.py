@@ -92,6 +92,10 @@ def test_others_may_not_ask_without_a_key_and_this_machine_may(tmp_path: Path) -
     for name in ("none", "empty"):
         with pytest.raises(ConfigError, match=name):
             keys({}, key_file=str(tmp_path / name))
+    for others in (0o620, 0o602):  # who could add a key of their own
+        (tmp_path / "keys").chmod(others)
+        with pytest.raises(ConfigError, match="chmod go-w"):
+            keys({}, key_file=str(tmp_path / "keys"))
     with pytest.raises(UsageError) as told:
         keys({"GROUPWISE_API_KEY": "short-key"})
     assert "short-key" not in told.value.message
