@@ -430,7 +430,8 @@ class MachineBackend:
         for _ in range(TRIES):
             tree = await self._runner.manifest(name, attempt, what)
             offered = _offered(tree)
-            files = {path: e for path, e in offered.items() if path != ORDER and may_come(path)}
+            ours = [path for path in offered if not may_come(path)]
+            files = {path: e for path, e in offered.items() if path not in (ORDER, *ours)}
             wanted = await asyncio.to_thread(results.lacking, files)
             try:
                 await fetching.files(wanted)
@@ -441,11 +442,7 @@ class MachineBackend:
             left_out = {
                 **dict(tree.refused),
                 **{why: f"{n} more" for why, n in tree.refused_more.items()},
-                **{
-                    path: "the folder of results has that name itself"
-                    for path in offered
-                    if not may_come(path)
-                },
+                **dict.fromkeys(ours, "the folder of results has that name itself"),
             }
             received = sum(each.size for each in wanted.values())
             return Fetched(results.folder, tuple(sorted(files)), received, left_out)

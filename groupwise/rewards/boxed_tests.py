@@ -313,7 +313,7 @@ def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool)
 
 
 def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
-    """Names that are called with the result of another one of `names`, and those of `names` that are read without being called."""
+    """Names by which a test judges: `near` in `near(area(2), 12.57)`, called with what another name gave; and names read but not called."""
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in called:
         inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}

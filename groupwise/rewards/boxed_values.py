@@ -333,7 +333,7 @@ class Ledger:
 
 
 def is_shared(module: str, name: str) -> bool:
-    """Whether the name stands in `SHARED` or is one of Python's exceptions."""
+    """Whether both boxes may speak of it: one of `SHARED`, or an exception of Python's."""
     if name in SHARED.get(module, ()):
         return True
     value = getattr(builtins, name, None) if module == "builtins" else None
