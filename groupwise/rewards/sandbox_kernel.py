@@ -31,8 +31,8 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
 _PR_SET_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CAPABILITIES_V3 = 0x20080522
 
-_X86_64 = 0xC000003E
-"""The one architecture whose system calls are numbered below."""
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""By the name that Python gives them, what seccomp calls those whose system calls are numbered below (`linux/audit.h`)."""
 
 
 # Namespaces
@@ -150,64 +150,82 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 # System calls
 
-_ALLOWED = {
+_Numbers = tuple[int | None, int | None]
+"""Of a system call: in the order of `_ARCHITECTURES`; None: there is no such call. The second ones are those of `asm-generic/unistd.h`."""
+
+_ALLOWED: dict[str, _Numbers] = {
     # files, which Landlock judges when they are opened or changed by path
-    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7,
-    "lseek": 8, "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "preadv": 295,
-    "pwritev": 296, "preadv2": 327, "pwritev2": 328, "access": 21, "pipe": 22, "pipe2": 293,
-    "select": 23, "pselect6": 270, "ppoll": 271, "dup": 32, "dup2": 33, "dup3": 292, "sendfile": 40,
-    "copy_file_range": 326, "flock": 73, "fsync": 74, "fdatasync": 75, "ftruncate": 77,
-    "getdents": 78, "getdents64": 217, "getcwd": 79, "chdir": 80, "fchdir": 81,
-    "rename": 82, "renameat": 264, "renameat2": 316, "mkdir": 83, "mkdirat": 258, "rmdir": 84,
-    "creat": 85, "link": 86, "linkat": 265, "unlink": 87, "unlinkat": 263, "symlink": 88,
-    "symlinkat": 266, "readlink": 89, "readlinkat": 267, "umask": 95, "openat": 257,
-    "newfstatat": 262, "statx": 332, "faccessat": 269, "faccessat2": 439, "statfs": 137,
-    "fstatfs": 138, "close_range": 436,
+    "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None),
+    "fstat": (5, 80), "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "pread64": (17, 67),
+    "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66), "preadv": (295, 69),
+    "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287), "access": (21, None),
+    "pipe": (22, None), "pipe2": (293, 59), "select": (23, None), "pselect6": (270, 72),
+    "ppoll": (271, 73), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "sendfile": (40, 71), "copy_file_range": (326, 285), "flock": (73, 32), "fsync": (74, 82),
+    "fdatasync": (75, 83), "ftruncate": (77, 46), "getdents": (78, None), "getdents64": (217, 61),
+    "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "rename": (82, None),
+    "renameat": (264, 38), "renameat2": (316, 276), "mkdir": (83, None), "mkdirat": (258, 34),
+    "rmdir": (84, None), "creat": (85, None), "link": (86, None), "linkat": (265, 37),
+    "unlink": (87, None), "unlinkat": (263, 35), "symlink": (88, None), "symlinkat": (266, 36),
+    "readlink": (89, None), "readlinkat": (267, 78), "umask": (95, 166), "openat": (257, 56),
+    "newfstatat": (262, 79), "statx": (332, 291), "faccessat": (269, 48), "faccessat2": (439, 439),
+    "statfs": (137, 43), "fstatfs": (138, 44), "close_range": (436, 436),
     # waiting for several things
-    "epoll_create": 213, "epoll_create1": 291, "epoll_ctl": 233, "epoll_wait": 232,
-    "epoll_pwait": 281, "eventfd": 284, "eventfd2": 290,
+    "epoll_create": (213, None), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None), "epoll_pwait": (281, 22), "eventfd": (284, None),
+    "eventfd2": (290, 19),
     # memory
-    "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26, "madvise": 28,
-    "mincore": 27, "membarrier": 324,
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
+    "mremap": (25, 216), "msync": (26, 227), "madvise": (28, 233), "mincore": (27, 232),
+    "membarrier": (324, 283),
     # signals that come
-    "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "rt_sigpending": 127,
-    "rt_sigtimedwait": 128, "rt_sigsuspend": 130, "sigaltstack": 131, "restart_syscall": 219,
-    "pause": 34, "alarm": 37, "getitimer": 36, "setitimer": 38,
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139),
+    "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133),
+    "sigaltstack": (131, 132), "restart_syscall": (219, 128), "pause": (34, None),
+    "alarm": (37, None), "getitimer": (36, 102), "setitimer": (38, 103),
     # time
-    "nanosleep": 35, "clock_nanosleep": 230, "clock_gettime": 228, "clock_getres": 229,
-    "gettimeofday": 96, "time": 201, "times": 100,
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
     # the process itself; `sched_getaffinity` reads of others how many processors they may use
-    "getpid": 39, "getppid": 110, "gettid": 186, "getpgrp": 111, "getpgid": 121, "getsid": 124,
-    "setpgid": 109, "getuid": 102, "geteuid": 107, "getgid": 104, "getegid": 108,
-    "getresuid": 118, "getresgid": 120, "getgroups": 115, "uname": 63, "sysinfo": 99,
-    "getrusage": 98, "getrlimit": 97, "setrlimit": 160, "getcpu": 309, "getrandom": 318,
-    "sched_yield": 24, "sched_getaffinity": 204, "arch_prctl": 158, "set_tid_address": 218,
-    "set_robust_list": 273, "futex": 202, "rseq": 334,
+    "getpid": (39, 172), "getppid": (110, 173), "gettid": (186, 178), "getpgrp": (111, None),
+    "getpgid": (121, 155), "getsid": (124, 156), "setpgid": (109, 154), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
+    "getresgid": (120, 150), "getgroups": (115, 158), "uname": (63, 160), "sysinfo": (99, 179),
+    "getrusage": (98, 165), "getrlimit": (97, 163), "setrlimit": (160, 164), "getcpu": (309, 168),
+    "getrandom": (318, 278), "sched_yield": (24, 124), "sched_getaffinity": (204, 123),
+    "arch_prctl": (158, None), "set_tid_address": (218, 96), "set_robust_list": (273, 99),
+    "futex": (202, 98), "rseq": (334, 293),
     # other programs, and the end
-    "execve": 59, "wait4": 61, "waitid": 247, "exit": 60, "exit_group": 231,
+    "execve": (59, 221), "wait4": (61, 260), "waitid": (247, 95), "exit": (60, 93),
+    "exit_group": (231, 94),
     # the sockets that it has
-    "sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "getsockname": 51,
-    "getpeername": 52, "getsockopt": 55,
+    "sendto": (44, 206), "recvfrom": (45, 207), "sendmsg": (46, 211), "recvmsg": (47, 212),
+    "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
+    "getsockopt": (55, 209),
 }  # fmt: skip
 """What CPython and its standard library need, seen by running them. Everything else is refused: what reaches the network, other processes
 or rare parts of the kernel, what would outlive the box or take memory that no limit counts, and what changes files that Landlock leaves
 alone, because it is about opening them (rights, owners, times, attributes)."""
-_PARTLY: dict[int, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
-    72: ((1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),),  # fcntl: no owner of signals, no lease, no notice
-    16: ((1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # ioctl: of terminals, how much there is to read
-    157: ((0, 0xFFFFFFFF, (15, 16)),),  # prctl: a thread's name
-    302: ((0, 0xFFFFFFFF, (0,)),),  # prlimit64: its own limits
-    53: ((0, 0xFFFFFFFF, (1,)), (1, 0xF, (1,))),  # socketpair: of streams, which reach nobody else
+_PARTLY: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, ...]], ...]] = {
+    (72, 25): ((1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),),  # fcntl: no owner of signals, no lease, no notice
+    (16, 29): ((1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # ioctl: of terminals, how much there is to read
+    (157, 167): ((0, 0xFFFFFFFF, (15, 16)),),  # prctl: a thread's name
+    (302, 261): ((0, 0xFFFFFFFF, (0,)),),  # prlimit64: its own limits
+    (53, 199): ((0, 0xFFFFFFFF, (1,)), (1, 0xF, (1,))),  # socketpair: of streams, which reach nobody else
 }  # fmt: skip
 """System calls that are allowed if each of these arguments, masked, has one of these values."""
-_SIGNALS = {"kill": 62, "tkill": 200, "tgkill": 234}
-_OF_ATTRIBUTES = range(188, 200)
-"""From setxattr to fremovexattr: no file here has any."""
-_FORKS = {"fork": 57, "vfork": 58}
-_PRETENDED = (90, 91, 268, 452, 132, 235, 261, 280)
-"""chmod, fchmod, fchmodat, fchmodat2, utime, utimes, futimesat, utimensat: they do nothing and say that they did, so that files can be
-copied with what belongs to them."""
-_CLONE, _X32 = 56, 0x40000000
+_SIGNALS: dict[str, _Numbers] = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
+_OF_ATTRIBUTES = (range(188, 200), range(5, 17))
+"""From setxattr to fremovexattr, by architecture: no file here has any."""
+_FORKS: dict[str, _Numbers] = {"fork": (57, None), "vfork": (58, None)}
+"""Elsewhere `clone` does it."""
+_PRETENDED: dict[str, _Numbers] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+}  # fmt: skip
+"""They do nothing and say that they did, so that files can be copied with what belongs to them."""
+_CLONE = (56, 220)
+_X32 = 0x40000000
 _A_THREAD = 0x10000
 """In the flags of `clone`."""
 
@@ -221,43 +239,48 @@ _NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
 
 def restrict_calls(*, signals: bool, processes: bool) -> None:
     """Allow the system calls that a program in Python needs, and sending signals and starting processes only if that is said."""
-    if platform.machine() != "x86_64":
+    if platform.machine() not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}")
-    numbers = list(_ALLOWED.values())
-    numbers += _SIGNALS.values() if signals else ()
-    numbers += _FORKS.values() if processes else ()
-    program = b"".join(_filter(numbers, processes))
+    program = b"".join(call_filter(platform.machine(), signals=signals, processes=processes))
     code = ctypes.create_string_buffer(program)
     filtered = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
     _control(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(filtered))
 
 
-def _filter(numbers: Iterable[int], processes: bool) -> list[bytes]:
+def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[bytes]:
     """The filter in the kernel's little language: a jump says how many instructions are skipped if so, and if not."""
+    which = list(_ARCHITECTURES).index(architecture)
+    calls = {**_ALLOWED, **(_SIGNALS if signals else {}), **(_FORKS if processes else {})}
     allowed = _instruction(_RETURN, _ALLOW)
     refused = _instruction(_RETURN, _REFUSE | errno.EPERM)
     unknown = _instruction(_RETURN, _REFUSE | errno.ENOSYS)
     program = [
         _instruction(_LOAD, _ARCHITECTURE_AT),
-        _instruction(_EQUAL, _X86_64, 1, 0),
+        _instruction(_EQUAL, _ARCHITECTURES[architecture], 1, 0),
         _instruction(_RETURN, _KILL),
         _instruction(_LOAD, _NUMBER_AT),
         _instruction(_AT_LEAST, _X32, 0, 1),  # the same calls under other numbers
         refused,
     ]
-    for number in numbers:
-        program += [_instruction(_EQUAL, number, 0, 1), allowed]
-    for number in _PRETENDED:
-        program += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, _REFUSE)]
-    for number in _OF_ATTRIBUTES:
-        unsupported = _instruction(_RETURN, _REFUSE | errno.ENOTSUP)
-        program += [_instruction(_EQUAL, number, 0, 1), unsupported]
-    for number, conditions in _PARTLY.items():
+    answered = (
+        (allowed, [numbers[which] for numbers in calls.values()]),
+        (_instruction(_RETURN, _REFUSE), [numbers[which] for numbers in _PRETENDED.values()]),
+        (_instruction(_RETURN, _REFUSE | errno.ENOTSUP), _OF_ATTRIBUTES[which]),
+    )
+    for answer, numbers in answered:
+        for number in numbers:
+            if number is not None:
+                program += [_instruction(_EQUAL, number, 0, 1), answer]
+    for numbers, conditions in _PARTLY.items():
         checks = [each for condition in conditions for each in _checked(*condition, refused)]
-        program += [_instruction(_EQUAL, number, 0, len(checks) + 1), *checks, allowed]
+        program += [
+            _instruction(_EQUAL, numbers[which], 0, len(checks) + 1),
+            *checks,
+            allowed,
+        ]
     return [
         *program,
-        _instruction(_EQUAL, _CLONE, 0, 5),
+        _instruction(_EQUAL, _CLONE[which], 0, 5),
         _instruction(_LOAD, _FIRST_ARGUMENT_AT),
         _instruction(_ANY_BIT, _ANY_NAMESPACE, 1, 0),
         _instruction(_ANY_BIT, 0xFFFFFFFF if processes else _A_THREAD, 1, 0),

@@ -8,9 +8,11 @@
 """
 
 import asyncio
+import errno
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -23,6 +25,7 @@ import pytest
 from groupwise.errors import SandboxError
 from groupwise.rewards import sandbox
 from groupwise.rewards.sandbox import MECHANISMS, PROTECTIONS, Box, Limits, run
+from groupwise.rewards.sandbox_kernel import call_filter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its protections are Linux's")
 WAYS = ((), ("namespaces",), ("namespaces", "seccomp"))
@@ -434,6 +437,47 @@ async def test_the_standard_library_has_all_calls_that_it_needs():
     assert [(r.output, r.errors) for r in results] == [
         (b"read False ['program.py'] program.py -1 -1\n", b"")
     ] * 2
+
+
+X86, ARM = 0xC000003E, 0xC00000B7
+ALLOWED, PRETENDED, KILLED = 0x7FFF0000, 0x50000, 0x80000000
+REFUSED, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+THREAD, FORK = 0x3D0F00, signal.SIGCHLD
+"""Flags of `clone`."""
+
+
+def answer_of(program: list[bytes], architecture: int, number: int, *arguments: int) -> int:
+    """What the kernel does about a call, by the filter's instructions (seccomp(2))."""
+    data = struct.pack("=iIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
+    value = at = 0
+    while True:
+        code, if_so, if_not, k = struct.unpack("=HBBI", program[at])
+        at += 1
+        match code:
+            case 0x20:
+                (value,) = struct.unpack_from("=I", data, k)
+            case 0x54:
+                value &= k
+            case 0x15 | 0x35 | 0x45:
+                holds = {0x15: value == k, 0x35: value >= k, 0x45: bool(value & k)}[code]
+                at += if_so if holds else if_not
+            case 0x06:
+                return k
+
+
+def test_the_filter_of_calls_of_each_architecture():
+    x86, arm = (call_filter(each, signals=False, processes=False) for each in ("x86_64", "aarch64"))
+    assert answer_of(x86, ARM, 0) == answer_of(arm, X86, 63) == KILLED
+    for of_x86, of_arm, arguments, answer in (  # openat, fchmod, kill, clone3; ptrace, connect; clone; fcntl; socketpair
+        (257, 56, (), ALLOWED), (91, 52, (), PRETENDED), (62, 129, (), REFUSED), (435, 435, (), UNKNOWN),
+        (101, 117, (), REFUSED), (42, 203, (), REFUSED), (56, 220, (THREAD,), ALLOWED), (56, 220, (FORK,), REFUSED),
+        (72, 25, (0, 3), ALLOWED), (72, 25, (0, 8), REFUSED), (53, 199, (1, 1), ALLOWED), (53, 199, (1, 2), REFUSED),
+    ):  # fmt: skip
+        found = answer_of(x86, X86, of_x86, *arguments), answer_of(arm, ARM, of_arm, *arguments)
+        assert found == (answer, answer), (of_x86, arguments)
+    forking = call_filter("aarch64", signals=True, processes=True)
+    assert answer_of(forking, ARM, 220, FORK) == answer_of(forking, ARM, 129) == ALLOWED
+    assert answer_of(forking, ARM, 220, FORK | 0x10000000) == REFUSED, "a namespace of its own"
 
 
 async def test_root_is_left_behind():
