@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import GroupwiseError, RunError
+from groupwise.errors import GroupwiseError, NonFiniteError, RunError
 from groupwise.models.lora import fingerprint
 from groupwise.models.memory import lacks_memory, memory_explained, out_of_memory
 from groupwise.sampler.chance import uniform
@@ -28,7 +28,7 @@ from groupwise.sampler.refusals import not_finite, refuse_misfit, refuse_other_w
 from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.stops import ends_with_stop
 from groupwise.sampler.weights import ServedWeights
-from groupwise.types import Completion, FinishReason, GroupRequest, Policy
+from groupwise.types import Completion, FinishReason, GroupRequest, Policy, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class QueuedSampler(ABC):
             self._driver = asyncio.create_task(self._drive())
         try:
             await ticket.done
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, NonFiniteError):  # it alone ends; others go on
             self._waiting = deque(each for each in self._waiting if each.ticket is not ticket)
             self._forget(ticket)
             raise
@@ -172,12 +172,12 @@ class QueuedSampler(ABC):
                 ticket.done.set_exception(reason)
 
     def _append(self, member: Member, token: int, logprob: float) -> None:
-        if not math.isfinite(logprob):
-            raise not_finite(self._version)
         member.token_ids.append(token)
         member.logprobs.append(logprob)
         params = member.ticket.request.params
-        if token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._text):
+        if not math.isfinite(logprob):
+            member.finish_reason = "stop"  # its group fails, see `_deliver`
+        elif token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._text):
             member.finish_reason = "stop"
         elif len(member.token_ids) == params.max_tokens:
             member.finish_reason = "length"
@@ -186,8 +186,14 @@ class QueuedSampler(ABC):
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _deliver(self, ticket: Ticket) -> None:
-        finished = all(member.finish_reason is not None for member in ticket.members)
-        if finished and not ticket.done.done():
+        """Tell whoever waits for a group that it is finished, or that one of its members cannot go on."""
+        if ticket.done.done():
+            return
+        if not all(
+            math.isfinite(each) for member in ticket.members for each in member.logprobs[-1:]
+        ):
+            ticket.done.set_exception(not_finite(self._version))
+        elif all(member.finish_reason is not None for member in ticket.members):
             ticket.done.set_result(None)
 
 
@@ -200,6 +206,14 @@ def _explained(error: Exception) -> GroupwiseError:
     return RunError(f"Sampling failed: {error!r}")
 
 
+COLDEST = 1e-30
+"""Temperatures between this and 0 draw the same: dividing by them would leave what numbers can hold."""
+
+
+def _divisor(params: SamplingParams) -> float:
+    return params.temperature and max(params.temperature, COLDEST)
+
+
 def drawn(
     members: Sequence[Member], logits_NV: Tensor, empty: int = 0
 ) -> tuple[list[int], list[float]]:
@@ -207,7 +221,7 @@ def drawn(
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
-    temperatures_N = torch.tensor([1.0 if each is None else each.temperature for each in params])
+    temperatures_N = torch.tensor([1.0 if each is None else _divisor(each) for each in params])
     logits_NV = without_early_stops(logits_NV, params, lengths)
     logits_NV = truncated(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(

@@ -43,15 +43,17 @@ def without_early_stops(
 def truncated(
     logits_SV: Tensor, temperatures_S: Tensor, params: Sequence[SamplingParams | None]
 ) -> Tensor:
-    """The logits, -inf for the tokens that top_k, top_p and min_p leave out, each of what the one before it left, at the temperature.
+    """The logits, -inf for the tokens that top_k, top_p and min_p leave out, each of what the one before it left, at the temperature
+    (0: at 1); the most probable token stays.
 
     They mean what they mean in transformers' `generate`, but that tokens of the same logit stay or go together. All rows are
     computed, in one shape, and those that ask for it take the result: a row's last bits do not depend on the others.
     """
     asked = [_truncation(each) if each is not None and each.truncates else None for each in params]
+    divisors_S = temperatures_S.masked_fill(temperatures_S == 0, 1.0)
     for kind in dict.fromkeys(each for each in asked if each is not None):
         concerned_S = torch.tensor([each == kind for each in asked], device=logits_SV.device)
-        kept_SV = logits_SV / temperatures_S[:, None].to(logits_SV.device)
+        kept_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
         for floor in _floors(kind, concerned_S):
             kept_SV = kept_SV.masked_fill(kept_SV < floor(kept_SV), -math.inf)
         left_out_SV = torch.isneginf(kept_SV) & concerned_S[:, None]
@@ -85,6 +87,7 @@ def _nucleus(scaled_SV: Tensor, top_p: float, concerned_S: Tensor) -> Tensor:
         best_SN = _best(scaled_SV, count)
         chances_SN = (best_SN - totals_S1).exp()
         inside_SN = chances_SN.cumsum(-1) - chances_SN < top_p
+        inside_SN[:, 0] = True
         if count >= scaled_SV.shape[1] or not bool((inside_SN[:, -1] & concerned_S).any()):
             return best_SN.masked_fill(~inside_SN, math.inf).amin(-1, keepdim=True)
         count *= 16

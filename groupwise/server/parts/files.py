@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from groupwise.server.keeper import FULL_SECONDS, is_full
@@ -24,7 +26,8 @@ class Files:
         self._changing = threading.Lock()
         """Requests write in threads, also while the parts are ended."""
         self._removed = False
-        self._sealed: set[str] = set()
+        self._sealed: Counter[str] = Counter()
+        """Folders that were loaded or are being loaded, and how often."""
 
     @staticmethod
     def check(path: str) -> None:
@@ -76,18 +79,20 @@ class Files:
             file.seek(min(offset, os.fstat(file.fileno()).st_size))
             return file.read(PIECE)
 
-    def seal(self, *paths: str | None) -> set[str]:
-        """Take no more files in these folders: what was checked there is loaded, maybe several times. Returns those that are new."""
-        for path in filter(None, paths):
+    def seal(self, *paths: str | None) -> list[str]:
+        """Take no more files in these folders: what was checked there is loaded, maybe several times. Returns them, for `unseal`."""
+        given = [path for path in paths if path is not None]
+        for path in given:
             self.check(path)
         with self._changing:
-            new = {path for path in paths if path is not None} - self._sealed
-            self._sealed |= new
-        return new
+            self._sealed.update(given)
+        return given
 
-    def unseal(self, paths: set[str]) -> None:
-        """They were not loaded."""
-        self._sealed -= paths
+    def unseal(self, paths: Iterable[str]) -> None:
+        """They were not loaded, this time: files are taken again where nobody else has loaded them, or is about to."""
+        with self._changing:
+            self._sealed.subtract(paths)
+            self._sealed = +self._sealed
 
     def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
         """A piece of a file, at `offset`, which must not be beyond what is there; what was behind it is cut off. The file's size."""
@@ -95,7 +100,7 @@ class Files:
         with self._changing:
             if self._removed:
                 raise _not_there(path)
-            if {path, *map(str, Path(path).parents)} & self._sealed:
+            if {path, *map(str, Path(path).parents)} & self._sealed.keys():
                 problem = "is in a folder that was loaded, which stays as it is; send it to another"
                 raise Refusal(
                     "invalid_request",

@@ -403,7 +403,7 @@ class PartsService:
             arguments = [getattr(do, name) for name in type(do).model_fields if name != "verb"]
             return await call(f"parts.{do.verb}", *arguments)
         except GroupwiseError:
-            parts.files.unseal(sealed)
+            await asyncio.to_thread(parts.files.unseal, sealed)
             raise
 
     def _order(self, parts: _Parts, do: wire.Open) -> OpenParts:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +21,13 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from groupwise.errors import RunError
+from groupwise.errors import NonFiniteError, RunError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedModel
 from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.sampler import queued
+from groupwise.sampler.draw import draw_tokens
 from groupwise.types import GroupRequest, SamplingParams
 from tests.unit.models.native.families import SMALL, made
 
@@ -147,8 +150,14 @@ async def test_greedy_is_what_transformers_generates(make_sampler, least):
     asked = request(members=1, temperature=0.0)
     sampler = make_sampler(model)
     (found,) = await sampler.generate(asked)
-    (single,) = await sampler.generate(request(members=1, temperature=1.3, top_k=1))
-    assert (single.token_ids, {*single.logprobs}) == (found.token_ids, {0.0})
+    for ways in (
+        {"temperature": 1.3, "top_k": 1},
+        {"temperature": 0.0, "top_k": 1},
+        {"temperature": 1e-44},
+        {"top_p": 1e-50},
+    ):
+        (single,) = await sampler.generate(request(members=1, **ways))
+        assert (single.token_ids, {*single.logprobs}) == (found.token_ids, {0.0})
     stop = found.token_ids[2] if least else EOS
     asked = request(members=1, temperature=0.0, stop_token_ids=(stop,), min_tokens=least)
     (found,) = await sampler.generate(asked)
@@ -227,6 +236,23 @@ async def test_a_request_that_does_not_fit_is_refused_and_disturbs_nobody(make_s
             await sampler.generate(nothing)
     assert await running == alone
     assert await sampler.generate(request(members=0)) == ()
+
+
+@BOTH_ENGINES
+async def test_a_row_that_is_no_number_fails_its_own_group_alone(make_sampler, monkeypatch):
+    def spoilt(logits: Any, temperatures: Any, uniforms: Any) -> Any:
+        tokens, logprobs = draw_tokens(logits, temperatures, uniforms)
+        return tokens, logprobs.masked_fill(temperatures == 0.5, math.nan)
+
+    sampler = make_sampler()
+    wanted = await sampler.generate(request())
+    monkeypatch.setattr(queued, "draw_tokens", spoilt)
+    asked = request(), request(1, 30, temperature=0.5), request()
+    first, broken, last = await asyncio.gather(
+        *map(sampler.generate, asked), return_exceptions=True
+    )
+    assert isinstance(broken, NonFiniteError)
+    assert [first, last] == [wanted, wanted]
 
 
 @BOTH_ENGINES

@@ -77,6 +77,12 @@ def test_what_is_loaded_stays_as_it_was_checked(files: Files) -> None:
         with pytest.raises(Refusal, match="stays as it is"):
             files.write(path, 0, b"y")
     files.write("sent/models/a", 0, b"x")
+    first, second = (files.seal("twice") for _ in "ab")
+    files.unseal(first)
+    with pytest.raises(Refusal, match="stays as it is"):  # the other one is still loading
+        files.write("twice/a", 0, b"x")
+    files.unseal(second)
+    files.write("twice/a", 0, b"x")
 
 
 @pytest.mark.parametrize(
