@@ -150,13 +150,11 @@ async def test_greedy_is_what_transformers_generates(make_sampler, least):
     asked = request(members=1, temperature=0.0)
     sampler = make_sampler(model)
     (found,) = await sampler.generate(asked)
-    for ways in (
-        {"temperature": 1.3, "top_k": 1},
-        {"temperature": 0.0, "top_k": 1},
-        {"temperature": 1e-44},
-        {"top_p": 1e-50},
-    ):
-        (single,) = await sampler.generate(request(members=1, **ways))
+    ways: list[dict[str, Any]] = [
+        {"temperature": 1.3, "top_k": 1}, {"temperature": 0.0, "top_k": 1}, {"temperature": 1e-44}, {"top_p": 1e-50},
+    ]  # fmt: skip
+    for way in ways:
+        (single,) = await sampler.generate(request(members=1, **way))
         assert (single.token_ids, {*single.logprobs}) == (found.token_ids, {0.0})
     stop = found.token_ids[2] if least else EOS
     asked = request(members=1, temperature=0.0, stop_token_ids=(stop,), min_tokens=least)
