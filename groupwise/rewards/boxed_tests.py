@@ -500,7 +500,13 @@ class Far:
         self._line.send({**question, "shown": shown})
         while "call" in (answer := self._line.receive()):
             self._line.send({"answer": self._called(answer)})
-        return self._result(answer, shown)
+        try:
+            return self._result(answer, shown)
+        except (StopIteration, StopAsyncIteration) as error:
+            if do == "next":
+                raise
+            # Else `map` and `filter` would end here in silence; generators turn it into this, too (PEP 479).
+            raise RuntimeError(f"{type(error).__name__} was raised") from error
 
     def _result(self, answer: dict[str, Json], shown: list[int]) -> Any:
         try:

@@ -40,7 +40,12 @@ from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.runs.durable import write_json
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.tree import copied
-from groupwise.tasks.reasoning_gym_answers import SIMPLIFIED, agrees_at_a_point, is_harmless
+from groupwise.tasks.reasoning_gym_answers import (
+    JUDGED_HERE,
+    SIMPLIFIED,
+    agrees_at_a_point,
+    is_harmless,
+)
 from groupwise.tasks.reasoning_gym_problems import RIGHT, SPLITS, dataset_of, entry_of_text
 
 KEPT_ABOVE = 5.0
@@ -160,6 +165,8 @@ def graded(answer: str, spec: Mapping[str, Any], entry: str) -> float:
     """The grader's score. Raises ValueError where it could not grade even the entry's own answer."""
     grade, read = _grader(json.dumps(spec, sort_keys=True)), entry_of_text(entry)
     name = str(spec["name"])
+    if name in JUDGED_HERE:
+        return float(JUDGED_HERE[name](answer, str(read["answer"])))
     if not is_harmless(answer, name):
         return 0.0
     try:

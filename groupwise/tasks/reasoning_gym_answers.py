@@ -10,7 +10,8 @@ import ast
 import cmath
 import importlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from groupwise.rewards.formulas import is_small_formula
@@ -23,6 +24,9 @@ SIMPLIFIED = frozenset({"intermediate_integration", "simple_integration"})
 """Datasets whose graders read it as a formula, likewise, and simplify it, which may take for ever unless it is right."""
 READ_AS_FORMULA = SIMPLIFIED | {"polynomial_multiplication"}
 """All whose graders read it as a formula."""
+_CHANCE = re.compile(r"(\d{1,20}(\.\d{1,20})?|\.\d{1,20})([eE][-+]?\d\d?)?(/\d{1,20})?")
+CHANCE_TOLERANCE = 1e-4
+"""As the package has it; of small ones a hundredth, so that 0 is none of them."""
 RELATIVE_TOLERANCE = 1e-3
 """By how much values differ at most that are one number, rounded."""
 POINT = 1.37
@@ -41,7 +45,33 @@ def is_harmless(answer: str, name: str) -> bool:
         return is_small_formula(answer, (), letters=False)
     if name in READ_AS_FORMULA:
         return is_small_formula(answer, FUNCTIONS)
-    return True
+    return (
+        name != "complex_arithmetic" or "nan" not in answer.lower()
+    )  # as near to everything as can be, says its grader
+
+
+def is_same_word(answer: str, right: str) -> bool:
+    """Whether it is the answer, but for upper and lower case."""
+    return answer.strip().lower() == right.strip().lower()
+
+
+def is_same_chance(answer: str, right: str) -> bool:
+    """Whether both are one probability; the answer is a decimal number or a fraction, which takes no time to work out."""
+    given = answer.strip().replace(",", "")
+    if not _CHANCE.fullmatch(given):
+        return False
+    try:
+        one, other = float(Fraction(given)), float(Fraction(right))
+        return abs(one - other) <= min(CHANCE_TOLERANCE, 0.01 * other)
+    except (ZeroDivisionError, ValueError):
+        return False
+
+
+JUDGED_HERE: Mapping[str, Callable[[str, str], bool]] = {
+    "coin_flip": is_same_chance,
+    "game_of_life_halting": is_same_word,
+}
+"""Datasets whose graders give the most for wrong answers: for "0" as for the first digit of the right one, and for any text."""
 
 
 def agrees_at_a_point(answer: str, metadata: Mapping[str, Any]) -> bool:

@@ -536,6 +536,8 @@ PROBES = [
     ("assert Counter(f(3)) == Counter([7])", "def f(x): return [0]\nCounter = len"),
     ("assert f(3) == inf", "def f(x): return 0\ninf = 0"),
     (["r = f(1)\ndef same(a, b): return a == b\nassert same(r, 2)", "assert same(f(1), 2)"], "def f(x): 1 / 0\nsame = True"),
+    ("for got, want in zip(map(f, [1, 2]), [1, 4]): assert got == want", "def f(x): raise StopIteration"),
+    ("assert all(map(lambda x: f(x) == x, [1, 2]))", "class Stop(StopIteration): pass\ndef f(x): raise Stop"),
     ("try:\n    push(1)\n    assert False\nexcept Full: pass", "def push(x): pass\nFull = Exception"),
     ("try:\n    push(1)\n    assert False\nexcept Full: pass", "def push(x): pass\nFull = (AssertionError,)"),
     ("from solution import *\nassert abs(f(3) - 7) < 1e-6", "def f(x): return 0\n__builtins__['abs'] = f\n__all__ = ['f', 'abs']"),

@@ -30,13 +30,30 @@ SOME = {
     "chain_sum": "plain", "arc_1d": "entries with lists of numbers", "boxnet": "no answer, and a grader that raises TypeError",
     "countdown": "answers evaluated by sympy, partial credit", "graph_color": "an answer in the metadata, whose keys are numbers",
     "isomorphic_strings": "depends on the hash seed", "knights_knaves": "text of numpy's type, nested tuples",
+    "coin_flip": "judged here", "game_of_life_halting": "judged here", "complex_arithmetic": "a grader that likes nan",
     "list_functions": "draws from Python's global generator", "pool_matrix": "draws from numpy's",
     "prime_factorization": "a grader that raises ValueError", "spiral_matrix": "answers evaluated as Python",
     "time_intervals": "a grader that needs its configuration",
 }  # fmt: skip
 GARBAGE = [
-    *("", " ", "Qzxv wkjp", "((", "[[1,2", "nan", "inf", "1e999", "-", '["x"]', "{}", "null", "0x"),
-    *("1/0", "\0", "٣"),
+    *(
+        "",
+        " ",
+        "Qzxv wkjp",
+        "((",
+        "[[1,2",
+        "nan",
+        "inf",
+        "1e999",
+        "-",
+        '["x"]',
+        "{}",
+        "null",
+        "0x",
+        "0.",
+        "nani",
+    ),
+    *("1e-400", "1e30000000", "1/0", "\0", "٣"),
 ]
 UNGRADED = {"boxnet", "rush_hour"}
 """Datasets that give no answer to their problems."""
