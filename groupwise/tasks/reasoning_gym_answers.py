@@ -45,9 +45,8 @@ def is_harmless(answer: str, name: str) -> bool:
         return is_small_formula(answer, (), letters=False)
     if name in READ_AS_FORMULA:
         return is_small_formula(answer, FUNCTIONS)
-    return (
-        name != "complex_arithmetic" or "nan" not in answer.lower()
-    )  # as near to everything as can be, says its grader
+    # To the grader of complex numbers nan, even with spaces in it, is as near to the answer as can be.
+    return name != "complex_arithmetic" or "n" not in answer.lower()
 
 
 def is_same_word(answer: str, right: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from groupwise.tasks import reasoning_gym_answers
 from groupwise.tasks.reasoning_gym import graded
 from groupwise.tasks.reasoning_gym_answers import agrees_at_a_point, is_harmless
-from groupwise.tasks.reasoning_gym_problems import dataset_of, entry_as_text
+from groupwise.tasks.reasoning_gym_problems import RIGHT, dataset_of, entry_as_text
 
 EVALUATED = sorted(reasoning_gym_answers.READ_AS_NUMBER | reasoning_gym_answers.READ_AS_FORMULA)
 TOWERS = [
@@ -56,6 +56,15 @@ def test_no_answer_hangs_a_grader(name: str) -> None:
 @pytest.mark.parametrize("name", EVALUATED)
 def test_gold_answers_pass(name: str) -> None:
     assert earned(name, problem(name)["answer"]) == 1.0
+
+
+@pytest.mark.timeout(20)  # one of them takes a minute in the package
+@pytest.mark.parametrize("name", ["coin_flip", "complex_arithmetic", "game_of_life_halting"])
+def test_graders_that_give_the_most_for_wrong_answers_are_not_asked(name: str) -> None:
+    gold = str(problem(name)["answer"])
+    assert earned(name, gold.upper()) == 1.0
+    for answer in ["n an", gold[:3], *"0. 1e-400 1e30000000 1/0 nan nani inf".split()]:
+        assert earned(name, answer) < RIGHT, answer
 
 
 def test_a_long_product_of_polynomials_passes() -> None:
