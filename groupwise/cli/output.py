@@ -25,8 +25,8 @@ from groupwise.runs.durable import without_nan
 
 PROGRAM = "groupwise"
 
-_COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""What JSON need not escape, and a terminal obeys."""
+_COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+"""What JSON need not escape, and a terminal obeys; and halves of surrogates, which cannot be written otherwise."""
 
 
 def collect_seldom() -> None:
@@ -108,7 +108,7 @@ def report_error(error: Exception, *, as_json: bool) -> int:
         return _tell(error.message, error.code, error.exit_code, as_json)
     if isinstance(error, typer.TyperException):
         return _report_usage(error, as_json)
-    traceback.print_exception(error)
+    say("".join(traceback.format_exception(error)).rstrip("\n"))
     what = f"{type(error).__name__}: {error}"
     return _tell(f"this is a bug in {PROGRAM}, or in the task: {what}", "bug", 1, as_json)
 

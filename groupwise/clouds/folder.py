@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from groupwise.clouds.port import Busy, CloudError
+from groupwise.display.quantities import byte_size
 from groupwise.hosts.files import hash_of, sync_folder
 from groupwise.hosts.spec import FileEntry, Manifest, path_problems
 
@@ -28,6 +29,8 @@ NOTE = "brought.json"
 NOT_WHOLE = "files"
 """The folder beside the note for files that are still being fetched. A machine could call one of its files like the note."""
 EARLIER = "earlier"
+SPARED = 1 << 30
+"""Bytes of the disk that results leave free; of a small disk a twentieth."""
 MANIFEST = "manifest.json"
 
 
@@ -57,6 +60,21 @@ class ResultsFolder:
     def lacking(self, files: Manifest) -> Manifest:
         """Those that are not here, or are others here."""
         return {path: entry for path, entry in files.items() if not self._is_here(path, entry)}
+
+    def check_room(self, wanted: Manifest) -> None:
+        """A machine that lies, or has made more than fits, does not fill the disk. Raises CloudError."""
+        left = sum(self._left(path, entry) for path, entry in wanted.items())
+        disk = shutil.disk_usage(self.folder)
+        if left and left > disk.free - min(SPARED, disk.total // 20):
+            raise CloudError(
+                f"{self.of} offers {byte_size(left)} that are not here yet, and {byte_size(disk.free)} are free where they would go, in "
+                f"{self.folder}. They are at their place; make room here, or fetch to another disk: --to DIR."
+            )
+
+    def _left(self, path: str, entry: FileEntry) -> int:
+        """Bytes of it that have not come."""
+        place = self.incoming / path
+        return max(0, entry.size - place.stat().st_size) if place.is_file() else entry.size
 
     def take(self, came: Manifest, there: Manifest, attempt: int, *, ended: bool) -> None:
         """Put in place what came of an attempt; `there` are all files that it offers, and has at all if it has `ended`."""

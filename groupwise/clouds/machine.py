@@ -433,6 +433,7 @@ class MachineBackend:
             ours = [path for path in offered if not may_come(path)]
             files = {path: e for path, e in offered.items() if path not in (ORDER, *ours)}
             wanted = await asyncio.to_thread(results.lacking, files)
+            await asyncio.to_thread(results.check_room, wanted)
             try:
                 await fetching.files(wanted)
             except Changed as change:

@@ -499,7 +499,7 @@ def _refusal(f: Fields) -> Refusal:
     return Refusal(
         code=f.text("code"),
         message=f.text_or_none("message") or "",
-        holder=None if holder is None else str(holder),
+        holder=None if holder is None else str(holder)[:LONGEST],
         highest=f.number_or_none("highest"),
     )
 

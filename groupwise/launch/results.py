@@ -8,6 +8,7 @@ from typing import Any
 
 from groupwise.clouds.folder import set_aside as set_files_aside
 from groupwise.clouds.port import Fetched, Handle, Status
+from groupwise.errors import StoreError
 from groupwise.runs import durable
 from groupwise.runs.folder import RECORD, read_summary
 
@@ -87,7 +88,14 @@ def _is_record(path: str) -> bool:
 
 
 def _run(folder: Path, record: str) -> dict[str, Any]:
-    """Its name and, once it has ended by itself, what its summary says: state, steps, metrics, where it is on the hub."""
+    """Its name and, once it has ended by itself, what its summary says: state, steps, metrics, where it is on the hub.
+
+    `problem`: why a summary that came cannot be read.
+    """
     run = PurePosixPath(record).parent
-    summary = read_summary(folder / run)
-    return {"run": run.name, "folder": run.as_posix(), "summary": summary}
+    summary = problem = None
+    try:
+        summary = read_summary(folder / run)
+    except StoreError as error:
+        problem = error.message
+    return {"run": run.name, "folder": run.as_posix(), "summary": summary, "problem": problem}

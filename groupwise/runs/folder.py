@@ -56,6 +56,9 @@ FINAL_STEP = "final_step"
 BUILDING_SECONDS = 60.0
 """A run under construction for longer than this, that nobody holds, is dead: building one takes milliseconds."""
 
+MOST_JSON, DEEPEST_JSON = 16 << 20, 200
+"""Bytes of a configuration or summary, and objects and lists inside each other: more than any has that we wrote."""
+
 _LOGGER = logging.getLogger("groupwise")
 
 
@@ -249,7 +252,7 @@ def flattened(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """How a run ended; None if it has not."""
+    """How a run ended; None if it has not. StoreError if it cannot be read."""
     return _read_json(path / SUMMARY) if (path / SUMMARY).exists() else None
 
 
@@ -393,10 +396,32 @@ def _trouble(error: BaseException) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Whoever made the run may be a stranger. Raises StoreError."""
     try:
-        return cast("dict[str, Any]", json.loads(path.read_bytes()))
+        with path.open("rb") as file:
+            data = file.read(MOST_JSON + 1)
+        if len(data) > MOST_JSON:
+            raise ValueError(f"it is larger than {MOST_JSON} bytes")
+        found = json.loads(data)
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        _refuse_deep(found)
+        return cast("dict[str, Any]", found)
+    except RecursionError:
+        why = "it is nested too deep"
     except (OSError, ValueError) as error:
-        raise StoreError(f"cannot read {path}: {error}. Restore it from a copy.") from error
+        why = str(error)
+    raise StoreError(f"cannot read {path}: {why}. Restore it from a copy.")
+
+
+def _refuse_deep(found: Any) -> None:
+    """What writes or shows it goes down level by level. Raises RecursionError."""
+    level: list[Any] = [found]
+    for _ in range(DEEPEST_JSON):
+        inside: list[Any] = [each.values() if type(each) is dict else each for each in level]
+        level = [one for each in inside for one in each if type(one) in (dict, list)]
+    if level:
+        raise RecursionError
 
 
 class _LogFile:

@@ -81,7 +81,7 @@ def parse_yaml(text: str) -> Any:
     reader.Constructor = _Yaml12
     depth = deepest = 0
     for bracket in _BRACKET.findall(text):
-        depth += 1 if bracket in "[{" else -1
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
         deepest = max(deepest, depth)
     try:
         if deepest > MOST_OPEN:  # of which reading alone would take long

@@ -139,6 +139,7 @@ def test_a_bug_shows_its_traceback_and_want_of_memory_is_none(
     memory = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
     for error, code, said in (
         (ZeroDivisionError("by zero"), "bug", "ZeroDivisionError: by zero"),
+        (ValueError("\x1b]0;a\ud800"), "bug", "ValueError: ␛]0;a<U+D800>\ngroupwise"),
         (RuntimeError(memory), "out_of_memory", "training.max_tokens_per_microbatch"),
     ):
         rl.error = error

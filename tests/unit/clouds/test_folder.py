@@ -80,6 +80,8 @@ def test_a_folder_is_of_one_job_and_of_one_who_fetches_and_takes_files(tmp_path:
     file.touch()
     with pytest.raises(CloudError, match="nothing can be"), results_folder(file, JOB):
         pass
+    with pytest.raises(CloudError, match=r"TB .* are free"), results_folder(folder, JOB) as found:
+        found.check_room({"vast": FileEntry("0" * 64, 0o644, 1 << 62)})
     with pytest.raises(CloudError, match="fetch again"), results_folder(folder, JOB):
         raise OSError(28, "No space left on device")
 

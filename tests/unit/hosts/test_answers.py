@@ -27,6 +27,8 @@ def test_a_runner_of_another_release_may_say_more_or_less() -> None:
     assert (state.exit.reason, state.exit.oom_kill) == (ExitReason.EXITED, 0)
     older = answers.member_state({"job": "j", "epoch": 1, "state": "absent"})
     assert older == MemberState("j", 1, RunnerState.ABSENT)
+    long = answers.member_state({**STATE, "refused": {"code": "c", "holder": ["x" * 9999]}}).refused
+    assert long is not None and len(long.holder or "") == answers.LONGEST  # noqa: PT018
 
 
 def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:

@@ -32,6 +32,14 @@ def test_whether_all_is_here(
     assert is_all_of(tmp_path, handle) is all_here
 
 
+def test_a_summary_that_came_back_broken_is_none(tmp_path: Path) -> None:
+    for said in (b"{", b"\xff", b"[]", b"[" * 200_000, b'{"a":' * 700 + b"1" + b"}" * 700):
+        (tmp_path / "summary.json").write_bytes(said)
+        document = result(HANDLE, "local", FAILED, Fetched(tmp_path, ("run.db",), 0, {}))
+        write(tmp_path, document)
+        assert "cannot read" in document["runs"][0]["problem"]
+
+
 def test_what_an_earlier_job_of_the_name_brought_back_is_set_aside(tmp_path: Path) -> None:
     folder = tmp_path / results.FOLDER / "job"
     assert results.set_aside(folder) is None

@@ -61,6 +61,7 @@ def test_duplicate_keys_name_the_line_and_hide_the_value(tmp_path: Path) -> None
         ('a: !!bool "abc"', "of the kind"),
         ('a: "\\U00110000"', "of the kind"),
         (f"a: {'[' * 5_000}", "nested more"),
+        (f"# {']' * 5_000}\na: {'[' * 5_000}", "nested more"),
     ],
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
