@@ -37,7 +37,9 @@ class FakeParts:
         self.planned: list[Any] = []
         self.cancelled: list[str] = []
 
-    async def plan(self, kind: str, config: Any, longest_prompt: int | None) -> dict[str, Any]:
+    async def plan(
+        self, kind: str, config: Any, longest_prompt: int | None, described: str | None = None
+    ) -> dict[str, Any]:
         self.planned.append((kind, config, longest_prompt))
         await self._at("plan")
         return LAYOUT

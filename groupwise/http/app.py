@@ -235,11 +235,13 @@ class _Document:
         self._routes = routes
         self._before = before
         self._make = app.openapi
+        self._written = b""
         app.openapi = self.document
 
     async def answer(self) -> Response:
         """This document."""
-        return Response(json.dumps(self.document()), media_type="application/json")
+        self._written = self._written or json.dumps(self.document()).encode()
+        return Response(self._written, media_type="application/json")
 
     def document(self) -> dict[str, Any]:
         """The whole."""

@@ -22,7 +22,10 @@ LONGEST_PATH = 200
 
 
 class ForPeople(logging.Formatter):
-    """`12:00:01 INFO message`, harmless to a terminal: names and texts of others stand in messages and in what went wrong."""
+    """`12:00:01 INFO message`, harmless to a terminal: names and texts of others stand in messages and in what went wrong.
+
+    A message is one line, so that no name can look like another one; a traceback keeps its lines.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -30,6 +33,10 @@ class ForPeople(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.format`."""
         return clean(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.formatMessage`."""
+        return one_line(super().formatMessage(record))
 
 
 class ForPrograms(logging.Formatter):

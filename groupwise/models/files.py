@@ -100,25 +100,50 @@ READS_FILES = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "spm_file", "added_tokens_file"}
 )
 """Keys of a tokenizer's JSON files whose values are paths."""
+OF_HUB = frozenset({"backbone", "use_timm_backbone", "use_pretrained_backbone"})
+"""Keys of a model's description that have transformers ask the hub for a repository."""
+IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
+"""Keys whose value names a kernel, which transformers takes from the hub for most values."""
 
 
 def check_sent(folder: Path) -> None:
     """Look through a folder that a stranger has sent, before any library reads it.
 
-    Raises ModelError where it names files outside of it, or code that would be loaded: an index with paths, `auto_map`, an attention or
-    experts implementation with a `/`, which transformers takes from the hub.
+    Raises ModelError where it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
+    attention or experts implementation other than `eager` and `sdpa`, a `backbone`; or a model of a kind that is no language model.
     """
     for path in sorted(folder.rglob("*.json")):
         if path.name.endswith(".index.json"):
             indexed(path)
-        for key, value in _entries(_parsed(path)):
-            of_hub = key.endswith("_implementation") and "/" in str(value)
+        content = _parsed(path)
+        if path.name == "config.json" and isinstance(content, dict):
+            _check_kind(cast("dict[str, Any]", content))
+        for key, value in _entries(content):
+            of_hub = key in OF_HUB and isinstance(value, str | int | float) and bool(value)
+            of_hub |= bool(IMPLEMENTATION.search(key)) and not _is_plain(value)
             outside = key in READS_FILES and re.search(r"[/\\]", str(value))
             if (key in LOADS_CODE and value) or of_hub or outside:
                 raise ModelError(
                     f"{path.name} of what was sent has {key!r}: {value!r:.80}. A model that is sent may name no code and no file outside "
                     "of its folder; remove the key, or have whoever runs the server put the model there."
                 )
+
+
+def _check_kind(content: dict[str, Any]) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = content.get("model_type")
+    if kind is not None and kind not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        raise ModelError(
+            f"config.json of what was sent has 'model_type': {kind!r:.80}, which is no language model that transformers knows."
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no kernel is named, also not for a part of the model."""
+    if isinstance(value, dict):
+        return all(_is_plain(inner) for inner in cast("dict[str, Any]", value).values())
+    return value in (None, "eager", "sdpa")
 
 
 def _parsed(path: Path) -> Any:

@@ -83,9 +83,15 @@ class EngineParts:
         self._opening = asyncio.Lock()
 
     async def plan(
-        self, kind: PartsKind, config: Mapping[str, Any], longest_prompt: int | None
+        self,
+        kind: PartsKind,
+        config: Mapping[str, Any],
+        longest_prompt: int | None,
+        described: str | None = None,
     ) -> dict[str, Any]:
-        """The layout that `open` would have, as a mapping."""
+        """The layout that `open` would have, as a mapping. ModelError where `described` must not be read."""
+        if described is not None:
+            check_sent(Path(described))
         return asdict(_layout(_read(kind, config), longest_prompt))
 
     async def open(self, order: OpenParts) -> PartsOpened:

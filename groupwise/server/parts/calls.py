@@ -98,6 +98,7 @@ class Calls:
         if call is None:
             if number <= self._forgotten:
                 raise _unknown(number)
+            self._refuse_more(0)
             call = self._calls[number] = _Call(b"", None, ordered=True)
             self._note_over(number)
         elif call.task is not None and call.verb in FREED:
@@ -133,8 +134,8 @@ class Calls:
         ordered = request.after is not None
         if ordered and number <= self._forgotten:
             raise _unknown(number)
-        self._refuse_more(size)
         self._named = max(self._named, request.after or 0)
+        self._refuse_more(size)
         task = asyncio.create_task(self._done(number, request), name=f"parts {request.do.verb}")
         task.add_done_callback(_look_at_it)
         call = self._calls[number] = _Call(digest, task, ordered, request.do.verb, size)

@@ -218,7 +218,7 @@ class PartsService:
                 with self._described(request.described) as sent:
                     config = self._config(request.kind, request.config, sent)
                     layout = await engine.call(
-                        "parts.plan", request.kind, config, request.longest_prompt
+                        "parts.plan", request.kind, config, request.longest_prompt, sent
                     )
             except EngineLost as error:
                 raise Refusal("engine_recovering", str(error), retry_after=1.0) from None

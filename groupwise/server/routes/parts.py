@@ -16,7 +16,9 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from pydantic_core import to_json
 
+from groupwise.http import strict_json
 from groupwise.http.declared import Route, sent_model
+from groupwise.http.strict_json import NotStrict
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.declared import AskedHere
 from groupwise.wire.keys import Role
@@ -85,7 +87,12 @@ class _Handlers:
         """Have something done. Sent again with the same content, it is done once, and gives the same answer."""
         content = await request.body()
         try:
-            call = CallRequest.model_validate_json(content)
+            large = len(content) > strict_json.LARGE
+            call = await asyncio.to_thread(_read, content) if large else _read(content)
+        except NotStrict as error:
+            raise Refusal(
+                "invalid_request", f"the body is no JSON as it is taken here: {error.msg}"
+            ) from None
         except ValidationError as error:
             raise Refusal.of_fields(
                 error.errors(include_url=False, include_input=False)  # type: ignore[arg-type]
@@ -125,6 +132,10 @@ class _Handlers:
         content = await request.body()
         files = self.service.files(id)
         return sent_model(await asyncio.to_thread(files.write, path, offset, content))
+
+
+def _read(content: bytes) -> CallRequest:
+    return CallRequest.model_validate(strict_json.parse(content))
 
 
 def _sent(answer: CallAnswer) -> Response:
@@ -226,7 +237,7 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             role=Role.TRAIN,
             tag=TAG,
             answer=CallAnswer,
-            codes=(*OF_PARTS, *OF_CALLS),
+            codes=(*OF_PARTS, *OF_CALLS, "too_busy"),
             later="The call goes on, because it changes something.",
         ),
         Route(

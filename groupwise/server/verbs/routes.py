@@ -24,7 +24,7 @@ from groupwise.http import strict_json
 from groupwise.http.bodies import Bodies, ClientGone
 from groupwise.http.declared import SCOPE, Facts
 from groupwise.http.strict_json import NotStrict
-from groupwise.server.verbs import answers, requests
+from groupwise.server.verbs import answers, requests, translate
 from groupwise.server.verbs.compatibility import refused_route
 from groupwise.server.verbs.futures import Failure
 from groupwise.server.verbs.opened import NotThere
@@ -159,8 +159,8 @@ class _Handlers:
 
     async def forward_backward(self, request: Request) -> Response:
         """Log-probabilities and loss of some data, with or without gradient."""
-        body = await self._body(request)
-        return await self._promise(*self._service.training.forward_backward(body))
+        message = await translate.parsed_aside(await self._body(request))
+        return await self._promise(*self._service.training.begin_forward_backward(message))
 
     async def optim_step(self, request: Request) -> Response:
         """Update a model with the gradient that has gathered."""

@@ -111,7 +111,10 @@ class TrainingCalls:
 
     def forward_backward(self, body: bytes) -> tuple[str, str]:
         """A protobuf request, with or without gradient. What it asks wrongly is refused at once, but has used its sequence number."""
-        message = translate.parsed(body)
+        return self.begin_forward_backward(translate.parsed(body))
+
+    def begin_forward_backward(self, message: Any) -> tuple[str, str]:
+        """See `forward_backward`: of a message that `translate.parsed` has read."""
         model = self._opened.model(message.model_id)
         content = message.SerializeToString(deterministic=True)
         try:

@@ -10,6 +10,7 @@ position among them), images and audio, other losses, their unknown inputs and s
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from groupwise.errors import UsageError
+from groupwise.http.strict_json import LARGE
 from groupwise.server.verbs.messages import messages
 from groupwise.server.verbs.port import Computed, VerbSampled
 from groupwise.types import LossSpec, Row
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
+MOST_FIELDS = 200_000
+"""Of the messages in a body together: as many as some thousand datums have."""
 CLIP_SETTINGS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 
 
@@ -56,17 +60,65 @@ class Forward:
 
 
 def parsed(body: bytes) -> Any:
-    """The message `ForwardBackwardRequest`; UsageError where the body is none."""
+    """The message `ForwardBackwardRequest`; UsageError where the body is none, or has more than MOST_FIELDS."""
     from google.protobuf.message import DecodeError
 
     found = messages().ForwardBackwardRequest()
     try:
+        _check_number(body, found.DESCRIPTOR)
         found.ParseFromString(body)
-    except DecodeError as error:
+    except (DecodeError, IndexError) as error:
         raise UsageError(
             f"The body of forward_backward is no protobuf message ForwardBackwardRequest: {error}."
         ) from error
     return found
+
+
+async def parsed_aside(body: bytes) -> Any:
+    """See `parsed`: in a thread where that takes long."""
+    return await asyncio.to_thread(parsed, body) if len(body) > LARGE else parsed(body)
+
+
+def _check_number(body: bytes, descriptor: Any) -> None:
+    """UsageError for more than MOST_FIELDS, before any of them is made; IndexError where the body ends too early."""
+    left = [(0, len(body), descriptor)]
+    number = 0
+    while left:
+        at, end, kind = left.pop()
+        while at < end:
+            number += 1
+            if number > MOST_FIELDS:
+                raise UsageError(
+                    f"The body of forward_backward has more than {MOST_FIELDS:,} fields; send fewer datums at once."
+                )
+            tag, at = _varint(body, at)
+            match tag & 7:
+                case 0:
+                    _, at = _varint(body, at)
+                case 1:
+                    at += 8
+                case 5:
+                    at += 4
+                case 2:
+                    size, at = _varint(body, at)
+                    field = kind.fields_by_number.get(tag >> 3)
+                    if field is not None and field.message_type is not None:
+                        left.append((at, min(at + size, end), field.message_type))
+                    at += size
+                case _:  # the begin or end of a group
+                    pass
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise IndexError("a number has no end")
 
 
 def forward_of(message: Any) -> Forward:

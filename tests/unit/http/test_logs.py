@@ -13,10 +13,10 @@ def test_what_others_have_written_is_harmless_in_messages_and_in_what_went_wrong
         raise ValueError("bad\x1b]0;owned\x07 \u202ename")
     except ValueError:
         failed = sys.exc_info()
-    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 1, "of %s", ("\x1b[2J",), failed)
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 1, "\n%s", ("\x1b[2J",), failed)
     told = ForPeople().format(record)
     assert "ValueError: bad␛]0;owned␇" in told
-    assert "of ␛[2J" in told
+    assert "⏎␛[2J" in told
     for sign in "\x1b\x07\u202e":
         assert sign not in told
     assert told.count("\n") > 2, "lines stay lines"

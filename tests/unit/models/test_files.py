@@ -61,7 +61,9 @@ def test_a_model_may_stand_in_several_files(tmp_path):
     (INDEX, {"weight_map": {"a": "/secret.safetensors"}}), (INDEX, {"weight_map": {"a": "sub\\\\secret"}}),
     ("config.json", {"auto_map": {"AutoModel": "code.Model"}}),
     ("config.json", {"text_config": [{"_attn_implementation": "owner/kernels"}]}),
-    ("config.json", {"attn_implementation": {"": "owner/kernels"}}),
+    ("config.json", {"attn_implementation": {"": "owner/kernels"}}), ("config.json", {"use_timm_backbone": True}),
+    ("config.json", {"_attn_implementation": "flash_attention_2"}), ("config.json", {"model_type": "maskformer"}),
+    ("config.json", {"experts_implementation": {"a": "deepgemm"}}), ("config.json", {"text_config": {"backbone": "owner/name"}}),
     ("adapter_config.json", {"auto_map": "x"}), ("tokenizer_config.json", {"vocab_file": "/etc/passwd"}),
 ])  # fmt: skip
 def test_what_is_sent_names_no_code_and_no_file_outside(tmp_path, file, content):
@@ -73,6 +75,8 @@ def test_what_is_sent_names_no_code_and_no_file_outside(tmp_path, file, content)
     )
     with pytest.raises(ModelError, match=r"expected names of files|what was sent has"):
         asyncio.run(EngineParts(AsyncExitStack()).open(order))
+    with pytest.raises(ModelError, match=r"expected names of files|what was sent has"):
+        asyncio.run(EngineParts(AsyncExitStack()).plan("serving", {}, 8, str(tmp_path / "sent")))
     if file == INDEX:
         with pytest.raises(ModelError, match="expected names of files"):
             read_model_tensors(tmp_path / "sent")

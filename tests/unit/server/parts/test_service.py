@@ -28,6 +28,7 @@ from tests.processes import wait_until_async
 ID, OTHER = "a" * 16, "b" * 16
 OPEN = {"verb": "open", "kind": "training", "config": {"model": {"name": "tiny"}}, "run": "r"}
 DISCARD = {"verb": "discard"}
+JSON = {"content-type": "application/json"}
 UPDATE = {"verb": "update", "params": {"learning_rate": 0.1}}
 GENERATE = {
     "verb": "generate",
@@ -259,6 +260,10 @@ async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             await ask.server.service.call(ID, number, request, b"", 0.0)
         refused = await ask.call(65, DISCARD, wait=0.0)
         assert (refused.status_code, code(refused)) == (429, "too_busy")
+        assert code(await ask.give_up(66)) == "too_busy"
+        twice = b'{"after": 0, "after": 0, "do": {"verb": "discard"}}'
+        sent = await ask.http.put(f"/parts/{ID}/calls/67", content=twice, headers=JSON)
+        assert code(sent) == "invalid_request"
 
 
 async def test_an_answer_that_was_told_and_lost_is_told_again_however_late(tmp_path: Path) -> None:

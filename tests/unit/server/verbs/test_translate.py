@@ -123,6 +123,8 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     ("must be float32", lambda r: setattr(_weights(r), "dtype", _dtype("BFLOAT16"))),
     ("is -100; a token is 0 or more", lambda r: setattr(_targets(r), "dense", MINUS)),
     ("model_input is empty", _emptied),
+    ("than 200,000 fields", lambda r: r.MergeFrom(_request(data=[{}] * 200_001))),
+    ("200,000 fields", lambda r: r.MergeFrom(_request(data=[{"model_input": [{}] * 200_001}]))),
 ]
 """One mistake each, and what is said of it."""
 
@@ -136,7 +138,7 @@ def test_what_cannot_be_is_refused_by_name(message: str, change: Callable[[Any],
     translate.forward_of(request)
     change(request)
     with pytest.raises(UsageError, match=message):
-        translate.forward_of(request)
+        translate.forward_of(translate.parsed(request.SerializeToString()))
 
 
 def test_targets_are_the_tokens_that_follow() -> None:
