@@ -204,7 +204,7 @@ def _end(note: Note, folder: Path, document: Mapping[str, Any], *, as_json: bool
         say(f"it has cost about ${document['cost']:.2f}: {document['cost_counts']}")
     for run in document["runs"]:
         say(f"  the run {run['run']}: {folder / run['folder']}")
-        if run["problem"] is not None:
+        if run.get("problem"):
             say(f"    {run['problem']}")
     for path, why in document["left_out"].items():
         say(f"  {one_line(path)} did not: {why}")

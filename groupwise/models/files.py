@@ -102,7 +102,7 @@ READS_FILES = frozenset(
 """Keys of a tokenizer's JSON files whose values are paths."""
 OF_HUB = frozenset({"backbone", "use_timm_backbone", "use_pretrained_backbone"})
 """Keys of a model's description that have transformers ask the hub for a repository."""
-IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
+IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 """Keys whose value names a kernel, which transformers takes from the hub for most values."""
 
 
