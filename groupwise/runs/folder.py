@@ -415,7 +415,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_deep(found: Any) -> None:
-    """What writes or shows it goes down level by level. Raises RecursionError."""
+    """Raise RecursionError for JSON nested deeper than DEEPEST_JSON: it can be read, but the code that writes or shows it recurses."""
     level: list[Any] = [found]
     for _ in range(DEEPEST_JSON):
         inside: list[Any] = [each.values() if type(each) is dict else each for each in level]

@@ -28,7 +28,7 @@ from groupwise.sampler.refusals import not_finite, refuse_misfit, refuse_other_w
 from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.stops import ends_with_stop
 from groupwise.sampler.weights import ServedWeights
-from groupwise.types import Completion, FinishReason, GroupRequest, Policy, SamplingParams
+from groupwise.types import Completion, FinishReason, GroupRequest, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +207,7 @@ def _explained(error: Exception) -> GroupwiseError:
 
 
 COLDEST = 1e-30
-"""Temperatures between this and 0 draw the same: dividing by them would leave what numbers can hold."""
-
-
-def _divisor(params: SamplingParams) -> float:
-    return params.temperature and max(params.temperature, COLDEST)
+"""The lowest temperature above 0 that logits are divided by: a lower one draws the same tokens, but the quotient overflows."""
 
 
 def drawn(
@@ -221,7 +217,8 @@ def drawn(
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
-    temperatures_N = torch.tensor([1.0 if each is None else _divisor(each) for each in params])
+    temperatures = [1.0 if each is None else each.temperature for each in params]
+    temperatures_N = torch.tensor([each and max(each, COLDEST) for each in temperatures])
     logits_NV = without_early_stops(logits_NV, params, lengths)
     logits_NV = truncated(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(

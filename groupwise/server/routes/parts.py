@@ -87,8 +87,7 @@ class _Handlers:
         """Have something done. Sent again with the same content, it is done once, and gives the same answer."""
         content = await request.body()
         try:
-            large = len(content) > strict_json.LARGE
-            call = await asyncio.to_thread(_read, content) if large else _read(content)
+            call = CallRequest.model_validate(await strict_json.parse_aside(content))
         except NotStrict as error:
             raise Refusal(
                 "invalid_request", f"the body is no JSON as it is taken here: {error.msg}"
@@ -132,10 +131,6 @@ class _Handlers:
         content = await request.body()
         files = self.service.files(id)
         return sent_model(await asyncio.to_thread(files.write, path, offset, content))
-
-
-def _read(content: bytes) -> CallRequest:
-    return CallRequest.model_validate(strict_json.parse(content))
 
 
 def _sent(answer: CallAnswer) -> Response:

@@ -36,25 +36,9 @@ SOME = {
     "time_intervals": "a grader that needs its configuration",
 }  # fmt: skip
 GARBAGE = [
-    *(
-        "",
-        " ",
-        "Qzxv wkjp",
-        "((",
-        "[[1,2",
-        "nan",
-        "inf",
-        "1e999",
-        "-",
-        '["x"]',
-        "{}",
-        "null",
-        "0x",
-        "0.",
-        "nani",
-    ),
+    *("", " ", "Qzxv wkjp", "((", "[[1,2", "nan", "inf", "1e999", "-", '["x"]', "{}", "null", "0x", "0.", "nani"),
     *("1e-400", "1e30000000", "1/0", "\0", "٣"),
-]
+]  # fmt: skip
 UNGRADED = {"boxnet", "rush_hour"}
 """Datasets that give no answer to their problems."""
 
