@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from groupwise.errors import UsageError
 from groupwise.server.engine.port import OpenParts, PartsOpened
 from groupwise.types import (
     Completion,
@@ -40,6 +42,8 @@ class FakeParts:
     async def plan(
         self, kind: str, config: Any, longest_prompt: int | None, described: str | None = None
     ) -> dict[str, Any]:
+        if described is not None and not (Path(described) / "config.json").read_text():
+            raise UsageError(f"{described}: its config.json is empty.")
         self.planned.append((kind, config, longest_prompt))
         await self._at("plan")
         return LAYOUT

@@ -8,6 +8,7 @@ walk it: there is no second list.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -97,6 +98,31 @@ class Limits:
     """Requests that a key may make at once before that counts."""
 
 
+class Buckets:
+    """How many requests each key has left: `burst` at once, and so many more each second."""
+
+    def __init__(
+        self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_second = per_second
+        self._burst = burst
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}
+        """Key id -> what was left, and when; those last that have asked last, and none that is full again."""
+
+    def take(self, key_id: str) -> float:
+        """Take one; 0 where there was one, else the seconds until there is."""
+        now = self._clock()
+        full_since = now - self._burst / self._per_second
+        while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:
+            del self._left[oldest]
+        left, since = self._left.pop(key_id, (float(self._burst), now))
+        left = min(left + (now - since) * self._per_second, float(self._burst))
+        enough = left >= 1
+        self._left[key_id] = (left - 1 if enough else left, now)
+        return 0.0 if enough else (1 - left) / self._per_second
+
+
 class Shared:
     """What all requests to one server share. Each server has one of its own kind."""
 
@@ -110,6 +136,13 @@ class Shared:
         self.ending = asyncio.Event()
         """Set when the server has been asked to end."""
         self.bodies = Bodies(limits.max_body_bytes)
+        rate = limits.requests_per_second
+        self._buckets = None if rate is None else Buckets(rate, limits.burst)
+
+    def count(self, key_id: str) -> None:
+        """A key has made a request, whatever protocol it speaks. Raises `rate_limited`."""
+        if self._buckets is not None and (seconds := self._buckets.take(key_id)):
+            raise Refusal("rate_limited", retry_after=seconds)
 
     def end(self) -> None:
         """Take no new work, and none whose body is not here yet."""

@@ -17,17 +17,16 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from groupwise.http.addresses import is_loopback
 from groupwise.http.bodies import LARGE, SHUTTING_DOWN_RETRY, ClientGone, give_memory_back
 from groupwise.http.caller import Caller
 from groupwise.http.declared import SCOPE, Facts, Route, Shared, facts_of
 from groupwise.http.logs import log_request
+from groupwise.http.origins import check_local
 from groupwise.http.refusals import body_of
 from groupwise.wire import keys
 from groupwise.wire.keys import Role
@@ -173,45 +172,14 @@ def _request_id(scope: Scope) -> str:
     return given if _SAFE_ID.fullmatch(given) else secrets.token_hex(8)
 
 
-class Buckets:
-    """How many requests each key has left: `burst` at once, and so many more each second."""
-
-    def __init__(
-        self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._per_second = per_second
-        self._burst = burst
-        self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
-        """Key id -> what was left, and when; those last that have asked last, and none that is full again."""
-
-    def take(self, key_id: str) -> float:
-        """Take one; 0 where there was one, else the seconds until there is."""
-        now = self._clock()
-        full_since = now - self._burst / self._per_second
-        while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:
-            del self._left[oldest]
-        left, since = self._left.pop(key_id, (float(self._burst), now))
-        left = min(left + (now - since) * self._per_second, float(self._burst))
-        enough = left >= 1
-        self._left[key_id] = (left - 1 if enough else left, now)
-        return 0.0 if enough else (1 - left) / self._per_second
-
-
 class Guarded:
     """Lets through whoever may."""
 
     def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
-        limits = shared.limits
         self._app = app
         self._shared = shared
         self._who = who
         self._local_only = local_only
-        self._buckets = (
-            Buckets(limits.requests_per_second, limits.burst)
-            if limits.requests_per_second is not None
-            else None
-        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass it on, or raise why not."""
@@ -227,48 +195,10 @@ class Guarded:
             check_local(headers)
         known = await self._who(headers)
         facts.caller = Caller(known.id, known.role, known.projects)
-        if self._buckets is not None and (seconds := self._buckets.take(known.id)):
-            raise Refusal("rate_limited", retry_after=seconds)
+        self._shared.count(known.id)
         known.require((route.role if route else None) or Role.READ, self._shared.role_words)
         if route is not None and route.works and self._shared.ending.is_set():
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
-
-
-_OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
-
-
-def check_local(headers: Mapping[str, str]) -> None:
-    """Refuse what a page of another site has a browser of this machine send: without a key nothing else would tell it apart.
-
-    Such a request names the site as its Origin; where the site's own name was made to lead to this machine, as its Host. What a proxy
-    passes on comes from anywhere, and its Host may be ours.
-    """
-    if any(name in headers for name in _OF_A_PROXY):
-        raise Refusal(
-            "forbidden",
-            "The server had no key when it began, so that it answers nothing that a proxy passes on. Make a key, and begin it anew.",
-        )
-    host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-    if not is_loopback(host):
-        raise Refusal(
-            "forbidden",
-            "The server has no key, so that it answers only requests to this machine by name: localhost or 127.0.0.1. "
-            "Give it a key to reach it under other names.",
-        )
-    origin = headers.get("origin")
-    if origin is not None and _place(origin) != headers.get("host", "").lower():
-        raise Refusal(
-            "forbidden",
-            "The server has no key, so that it answers no pages of other sites or ports.",
-        )
-
-
-def _place(origin: str) -> str:
-    """The host and port of a page."""
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ""
 
 
 @dataclass(slots=True)

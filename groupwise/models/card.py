@@ -304,5 +304,7 @@ def _made_with(facts: Mapping[str, Any]) -> Iterator[str]:
     """By what it was trained, which need not be what is here; runs of earlier versions have not noted it."""
     used: Mapping[str, list[str]] = facts.get("packages") or {}
     if used:
-        named = (f"{package} {' and '.join(versions)}" for package, versions in used.items())
+        named = (
+            _words(f"{package} {' and '.join(versions)}") for package, versions in used.items()
+        )
         yield f"Made with {', '.join(named)}."

@@ -16,9 +16,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
-from groupwise.http.middleware import Buckets, check_local
+from groupwise.http.declared import Buckets
+from groupwise.http.origins import check_local, is_from_our_page
 from groupwise.wire.keys import LOCAL, Caller, Keyring, Role, caller_of, presented_key
 from groupwise.wire.problems import Refusal
 
@@ -100,7 +100,8 @@ class Door:
     ) -> None:
         """Raise `forbidden` unless they may change something, by a form of ours that a page of ours has sent."""
         if visitor.token and not (
-            hmac.compare_digest(visitor.token.encode(), token.encode()) and _is_of_here(headers)
+            hmac.compare_digest(visitor.token.encode(), token.encode())
+            and is_from_our_page(headers)
         ):
             raise Refusal(
                 "forbidden",
@@ -140,25 +141,9 @@ def cookie_name(headers: Mapping[str, str], above: str) -> str:
 
 def refuse_other_sites(headers: Mapping[str, str]) -> None:
     """Raise `forbidden` for what a page of another site has a browser send; a program says of itself nothing of the kind."""
-    says = any(headers.get(name) for name in ("sec-fetch-site", "origin"))
-    if says and headers.get("sec-fetch-site") != "none" and not _is_of_here(headers):
+    if is_from_our_page(headers) is False:
         raise Refusal("forbidden", "A page of another site has asked for this.")
 
 
 def _or_more(role: Role) -> str:
     return "or ".join(f"{each.word} " for each in Role if each >= role).strip()
-
-
-def _is_of_here(headers: Mapping[str, str]) -> bool:
-    """Whether a browser says that a page of this host has sent it.
-
-    It says so outright where the connection is a safe one, whatever a proxy makes of the host's name; else its Origin, or of an old one
-    its Referer, is that of the host that was asked. No page can have a browser send another `Sec-Fetch-Site`.
-    """
-    if site := headers.get("sec-fetch-site"):
-        return site == "same-origin"
-    page = headers.get("origin") or headers.get("referer")
-    try:
-        return page is not None and urlsplit(page).netloc == headers.get("host", "")
-    except ValueError:
-        return False

@@ -216,18 +216,26 @@ class PartsService:
             self._spare_until = self._clock() + self._silence
             try:
                 with self._described(request.described) as sent:
-                    config = self._config(request.kind, request.config, sent)
-                    layout = await engine.call(
-                        "parts.plan", request.kind, config, request.longest_prompt, sent
-                    )
-            except EngineLost as error:
-                raise Refusal("engine_recovering", str(error), retry_after=1.0) from None
-            except GroupwiseError as error:
-                raise refusal_of(error, otherwise="settings_conflict") from None
+                    return await self._planned(engine, request, sent)
             finally:
                 if engine is not self._spare and not self._is_of_parts(engine):
                     await cast("Engine", engine).close()
-            return PlanAnswer(layout=layout)
+
+    async def _planned(
+        self, engine: Called, request: PlanRequest, described: str | None
+    ) -> PlanAnswer:
+        try:
+            config = self._config(request.kind, request.config, described)
+            layout = await engine.call(
+                "parts.plan", request.kind, config, request.longest_prompt, described
+            )
+        except EngineLost as error:
+            raise Refusal("engine_recovering", str(error), retry_after=1.0) from None
+        except GroupwiseError as error:
+            refusal = refusal_of(error, otherwise="settings_conflict")
+            refusal.detail = refusal.detail.replace(str(described), "the model")
+            raise refusal from None
+        return PlanAnswer(layout=layout)
 
     def _is_of_parts(self, engine: Called) -> bool:
         """Whether somebody has opened parts in it meanwhile."""

@@ -409,7 +409,8 @@ class Host:
 async def _repeated(standing: _Standing, model: str, kind: str, content: bytes) -> None:
     """Do a call once more, whose answer was given."""
     if kind == FORWARD_BACKWARD:
-        asked = translate.forward_of(translate.parsed(content))
+        asked = (await translate.read_aside(content)).asked
+        assert isinstance(asked, translate.Forward)  # because it was answered
         await standing.call("forward_backward", model, [*asked.rows], asked.loss)
     elif kind == requests.OptimStep.__name__:
         params = optimiser_of(requests.OptimStep.model_validate_json(content))

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from groupwise.http.bodies import SHUTTING_DOWN_RETRY
 from groupwise.http.caller import Caller
 from groupwise.http.declared import facts_of
-from groupwise.http.middleware import Buckets, Observed, RouteTable, check_local
+from groupwise.http.middleware import Observed, RouteTable
+from groupwise.http.origins import check_local
 from groupwise.server.engine.port import Engine
 from groupwise.server.keeper import Keeper, Limits
 from groupwise.server.ledger.writer import Ledger
@@ -105,17 +106,13 @@ class InFront:
 
 def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
     """Who may ask: as on every other route."""
-    config = serving.config
-    rate = config.requests_per_second
-    buckets = None if rate is None else Buckets(rate, config.burst)
 
     def authorise(request: Request) -> None:
         if keys is None:
             check_local(request.headers)
         known = caller_of(keys, request.headers)
         facts_of(request.scope).caller = Caller(known.id, known.role)
-        if buckets is not None and (seconds := buckets.take(known.id)):
-            raise Refusal("rate_limited", retry_after=seconds)
+        serving.count(known.id)
         known.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
         if serving.ending.is_set():
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)

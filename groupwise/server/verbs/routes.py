@@ -159,8 +159,8 @@ class _Handlers:
 
     async def forward_backward(self, request: Request) -> Response:
         """Log-probabilities and loss of some data, with or without gradient."""
-        message = await translate.parsed_aside(await self._body(request))
-        return await self._promise(*self._service.training.begin_forward_backward(message))
+        asked = await translate.read_aside(await self._body(request))
+        return await self._promise(*self._service.training.forward_backward(asked))
 
     async def optim_step(self, request: Request) -> Response:
         """Update a model with the gradient that has gathered."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from groupwise.errors import UsageError
 from groupwise.http import strict_json
 from groupwise.server.ledger.calls import CallRow
-from groupwise.server.verbs import requests
+from groupwise.server.verbs import requests, translate
 from groupwise.server.verbs.futures import (
     Answer,
     AnswerGone,
@@ -85,7 +85,9 @@ class VerbService:
             )
             return
         begin: Mapping[str, Callable[[bytes], Any]] = {
-            FORWARD_BACKWARD: self.training.forward_backward,
+            FORWARD_BACKWARD: lambda content: self.training.forward_backward(
+                translate.read(content)
+            ),
             "CreateModel": _reading(requests.CreateModel, self.training.create_model),
             "OptimStep": _reading(requests.OptimStep, self.training.optim_step),
             "SaveWeights": _reading(requests.SaveWeights, self.training.save_weights),

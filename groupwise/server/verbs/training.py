@@ -109,20 +109,14 @@ class TrainingCalls:
 
     # --- training it -----------------------------------------------------------------------------
 
-    def forward_backward(self, body: bytes) -> tuple[str, str]:
-        """A protobuf request, with or without gradient. What it asks wrongly is refused at once, but has used its sequence number."""
-        return self.begin_forward_backward(translate.parsed(body))
-
-    def begin_forward_backward(self, message: Any) -> tuple[str, str]:
-        """See `forward_backward`: of a message that `translate.parsed` has read."""
-        model = self._opened.model(message.model_id)
-        content = message.SerializeToString(deterministic=True)
-        try:
-            asked = translate.forward_of(message)
-        except UsageError as error:
-            if message.seq_id >= 1:
-                model.line.submit(message.seq_id, content, error, FORWARD_BACKWARD)
-            raise
+    def forward_backward(self, request: translate.ForwardRequest) -> tuple[str, str]:
+        """With or without gradient. What is asked wrongly is refused at once, but has used its sequence number."""
+        model = self._opened.model(request.model)
+        asked = request.asked
+        if isinstance(asked, UsageError):
+            if request.sequence >= 1:
+                model.line.submit(request.sequence, request.content, asked, FORWARD_BACKWARD)
+            raise asked
 
         async def work() -> Answer:
             if asked.forward_only:
@@ -133,7 +127,9 @@ class TrainingCalls:
                 model.sums[name] = model.sums.get(name, 0.0) + value
             return Answer(translate.outputs(computed), PROTOBUF, Note())
 
-        return model.id, self._submit(model, asked.sequence, content, work, FORWARD_BACKWARD)
+        return model.id, self._submit(
+            model, request.sequence, request.content, work, FORWARD_BACKWARD
+        )
 
     def optim_step(self, body: requests.OptimStep) -> tuple[str, str]:
         """An update with the gradient that has gathered."""

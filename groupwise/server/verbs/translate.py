@@ -50,13 +50,39 @@ LOSSES: dict[str, ClientLoss] = {
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A request of the client for a forward pass, with or without gradient."""
+    """A forward pass, with or without gradient."""
 
-    model: str
-    sequence: int
     rows: tuple[Row, ...]
     loss: LossSpec
     forward_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """A body of `forward_backward`, as it is put into a model's line."""
+
+    model: str
+    sequence: int
+    content: bytes
+    """The same for every body that asks the same."""
+    asked: Forward | UsageError
+    """Or what is wrong with it: it has used its sequence number all the same."""
+
+
+def read(body: bytes) -> ForwardRequest:
+    """See `ForwardRequest`. UsageError where the body is no such message, so that it has no number."""
+    message = parsed(body)
+    try:
+        asked = forward_of(message)
+    except UsageError as error:
+        asked = error
+    content = message.SerializeToString(deterministic=True)
+    return ForwardRequest(message.model_id, message.seq_id, content, asked)
+
+
+async def read_aside(body: bytes) -> ForwardRequest:
+    """See `read`: in a thread where that takes long."""
+    return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
 
 
 def parsed(body: bytes) -> Any:
@@ -72,11 +98,6 @@ def parsed(body: bytes) -> Any:
             f"The body of forward_backward is no protobuf message ForwardBackwardRequest: {error}."
         ) from error
     return found
-
-
-async def parsed_aside(body: bytes) -> Any:
-    """See `parsed`: in a thread where that takes long."""
-    return await asyncio.to_thread(parsed, body) if len(body) > LARGE else parsed(body)
 
 
 def _check_number(body: bytes, descriptor: Any) -> None:
@@ -128,7 +149,7 @@ def forward_of(message: Any) -> Forward:
         raise UsageError("forward_backward has no data; it needs at least one datum.")
     kind = LOSSES[message.loss_fn]
     rows = tuple(_row(datum, kind, index) for index, datum in enumerate(message.data))
-    return Forward(message.model_id, message.seq_id, rows, loss, message.forward_only)
+    return Forward(rows, loss, message.forward_only)
 
 
 def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:

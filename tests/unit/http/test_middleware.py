@@ -9,8 +9,9 @@ import httpx2
 import pytest
 
 from groupwise.http import bodies
+from groupwise.http.declared import Buckets
 from groupwise.http.logs import ForPrograms
-from groupwise.http.middleware import Buckets, check_local
+from groupwise.http.origins import check_local
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 from tests.processes import wait_until_async
@@ -156,6 +157,10 @@ async def test_bodies_that_are_too_large_or_do_not_come(monkeypatch: pytest.Monk
 async def test_pages_of_other_sites_are_refused_where_there_is_no_key() -> None:
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "127.1.2.3"):
         check_local({"host": host, "origin": f"http://{host}"})
+    linked = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    another = {"host": "localhost", "sec-fetch-site": "cross-site"}
+    for headers in ({}, {"sec-fetch-site": "none"}, {**another, **linked}):
+        check_local({"host": "localhost", **headers})
     hosts = ("evil.example", "localhost.evil.example", "10.0.0.1:8000", "")
     origins = (
         "https://evil.example", "null", "http://[bad", "http://localhost:1", "http://127.0.0.1",
@@ -164,6 +169,11 @@ async def test_pages_of_other_sites_are_refused_where_there_is_no_key() -> None:
         {},
         *({"host": host} for host in hosts),
         *({"host": "localhost", "origin": origin} for origin in origins),
+        another,
+        {**another, "sec-fetch-site": "same-site"},
+        {**another, **linked, "origin": "https://evil.example"},
+        {**another, **linked, "sec-fetch-dest": "iframe"},
+        {"host": "localhost", "referer": "https://evil.example/"},
         {"host": "localhost", "x-forwarded-for": "192.0.2.7"},
         {"host": "localhost", "forwarded": "for=192.0.2.7"},
     ]

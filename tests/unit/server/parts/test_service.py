@@ -359,4 +359,7 @@ async def test_models_that_may_not_be_loaded(tmp_path: Path) -> None:
             plan = {"kind": "training", "config": {"model": model}}
             planned = await ask.http.post("/parts/plan", json=plan)
             assert (said in found.text, said in planned.text) == (True, True)
+        plan = {"kind": "training", "config": {}, "described": ""}
+        planned = await ask.http.post("/parts/plan", json=plan)
+        assert planned.json()["detail"] == "the model: its config.json is empty."
         assert (ask.parts.orders, ask.parts.planned) == ([], [])

@@ -17,6 +17,7 @@ from groupwise.server.verbs.futures import Answer, Failure, NotKept
 from groupwise.server.verbs.journal import LedgerJournal
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import SavedFolders
+from groupwise.server.verbs.translate import read
 from tests.unit.server.verbs.verb_service import Disk, created, gradient, serving, update
 
 TIMEOUT_S = 10.0
@@ -45,7 +46,7 @@ class Loop:
         if number % 3 == 0:
             rate = 9 if number == 9 else number  # one is left out
             return service.training.optim_step(update(model, number, rate))[1]
-        return service.training.forward_backward(gradient(model, number, 10 * number))[1]
+        return service.training.forward_backward(read(gradient(model, number, 10 * number)))[1]
 
     async def go(self, service: VerbService, first: int = 0, last: int = CALLS) -> None:
         for number in range(first, last):

@@ -37,6 +37,15 @@ async def test_requests_need_a_key_of_the_role_and_have_ids_and_metrics(tmp_path
             assert (ended.status_code, ended.headers["Retry-After"]) == (503, "5")
         codes = ("unknown_answer", "forbidden", "unauthorised", "shutting_down")
         assert [serving.metrics.refusals[code] for code in codes] == [1, 1, 1, 1]
+        limits = {"requests_per_second": 0.001, "burst": 2}
+        limited = server.config.model_copy(update=limits)
+        _, answers = Built(server.service, None, verbs).application(limited, ring)
+        transport = httpx2.ASGITransport(answers)
+        async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
+            headers = {"X-API-Key": keys[Role.TRAIN]}
+            asked = [await client.get("/status", headers=headers)]
+            asked += [await client.post("/api/v1/telemetry", headers=headers) for _ in range(2)]
+        assert [each.status_code for each in asked] == [200, 200, 429], "one bucket for both"
         await verbs.shut_down()
 
 

@@ -63,11 +63,12 @@ LOSSES = [
 def test_losses(loss: str, surrogate: str, floats: dict[str, list[float]]) -> None:
     request = _request(loss, forward_only=True)
     _add(request, [5, 6, 7], [6, 7, 8], **floats)
-    asked = translate.forward_of(translate.parsed(request.SerializeToString()))
+    read = translate.read(request.SerializeToString())
     row = _row(sampling_logprobs=tuple(floats.get("logprobs", (0.0, 0.0, 0.0))))
     spec = LossSpec("given", {"surrogate": surrogate})
-    assert asked == translate.Forward("m", 3, (row,), spec, True)
-    from_spec(asked.loss)
+    assert (read.model, read.sequence) == ("m", 3)
+    assert read.asked == translate.Forward((row,), spec, True)
+    from_spec(spec)
 
 
 def test_the_clip_settings_in_either_field() -> None:
