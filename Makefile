@@ -27,9 +27,9 @@ test: ## run the tests (ARGS="-k name" selects), but for those of test-server, t
 test-server: ## run the tests of the training server that start it, and kill it
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
-	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(FLEET_WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/fleet tests/unit/hosts tests/unit/cli/test_fleet_both_ways.py tests/acceptance/test_docs.py
+	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(FLEET_WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/jobs/fleet tests/unit/jobs/hosts tests/unit/cli/fleet/test_both_ways.py tests/acceptance/test_docs.py
 test-launch: ## run the tests of places for jobs: this machine, and real sshd, Slurm (installs them where it may) and Ray (made first: 380 MB)
-	$(READY) && $(BIN)/python scripts/real_servers.py && $(BIN)/python scripts/real_environment.py ray && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "launch and not soak and not gpu" $(ARGS) tests/integration/launch tests/contract/test_cloud_contract.py tests/unit/clouds
+	$(READY) && $(BIN)/python scripts/real_servers.py && $(BIN)/python scripts/real_environment.py ray && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "launch and not soak and not gpu" $(ARGS) tests/integration/launch tests/contract/test_cloud_contract.py tests/unit/jobs/clouds
 test-notebook: ## run the tests of notebooks, in real kernels
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "notebook and not soak and not gpu" $(ARGS) tests/integration/notebook tests/acceptance/test_docs.py
 test-tunix: ## run the tests of the backend tunix, in an environment of its own (made first: 1.5 GB, two minutes)

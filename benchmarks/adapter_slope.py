@@ -31,15 +31,15 @@ from torch import Tensor, nn
 from benchmarks.step import RESULTS, config_of, machine, random_prompt, slug
 from benchmarks.work import Work
 from groupwise.algorithms.registry import make
-from groupwise.learner.slopes import native_ways, slope
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.load import load_model
-from groupwise.models.lora import AdaptedModel, new_lora_config
-from groupwise.models.machine import prepare_process
-from groupwise.models.native.linear import Factors
-from groupwise.models.native.weights import native_model
-from groupwise.types import OptimiserParams, Row
+from groupwise.core.types import OptimiserParams, Row
+from groupwise.engine.learner.gradient_flow import native_ways, slope
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.load import load_model
+from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.machine import prepare_process
+from groupwise.engine.models.native.linear import Factors
+from groupwise.engine.models.native.weights import native_model
 
 RATES = (1e-6, 1e-5, 1e-4)
 UPDATES = 10

@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks.step import RESULTS, machine, slug
 from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, prompts
-from groupwise.loops.rl_start import rl
-from groupwise.models.config import ModelConfig
-from groupwise.models.load import model_folder, read_model_config
-from groupwise.models.tokenizer import load_tokenizer
+from groupwise.engine.backends.tunix.environment import python
+from groupwise.engine.backends.tunix.process import own_environment
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.load import model_folder, read_model_config
+from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.notebook.record import Record
-from groupwise.tunix.environment import python
-from groupwise.tunix.process import own_environment
+from groupwise.training.loops.rl_start import rl
 
 WARM_UP = 3
 SEED = 7

@@ -23,7 +23,7 @@ from statistics import median
 from benchmarks.apart import apart
 from benchmarks.step import RESULTS, config_of, machine, one_step, requests, slug, spread
 from benchmarks.work import W1, Work
-from groupwise import build, machine_layout
+from groupwise.training import build, placement
 
 WORKS = {"W1": W1, "small": Work((20, 30), 8, 8)}
 LAYOUTS = {"processes": 2, "threads": 1}
@@ -61,7 +61,7 @@ def main() -> None:
 def measured(work: Work, threads: int, processes: int, repetitions: int) -> dict[str, Seconds]:
     """Seconds alone and beside a neighbour."""
     config = config_of(work, "auto", threads, processes)
-    layout = machine_layout.choose_layout(config, longest_prompt=work.longest)
+    layout = placement.choose_layout(config, longest_prompt=work.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,

@@ -199,7 +199,7 @@ def write_model(folder: Path) -> None:
     """A small vocabulary, and weights large enough that attention and logits are not flat."""
     import torch
 
-    from groupwise.models import tiny
+    from groupwise.engine.models import tiny
 
     tiny.CHARACTERS = CHARACTERS
     made = tiny.tiny_model(hidden_size=32, layers=2, heads=4, seed=1)

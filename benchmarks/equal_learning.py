@@ -24,9 +24,9 @@ from typing import Any
 from benchmarks.learning import CONFIG, TASK, Curve, Study, recorded, temporary, with_groupwise
 from benchmarks.step import RESULTS, machine, quick_dtype, slug
 from benchmarks.trl_side import loaded, settings
-from groupwise.config import load_config
-from groupwise.data.order import example_of_draw
-from groupwise.models.machine import prepare_process
+from groupwise.engine.models.machine import prepare_process
+from groupwise.tasks.data.order import example_of_draw
+from groupwise.training.config import load_config
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def theirs(overrides: tuple[str, ...], seed: int) -> Curve:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    from groupwise.models.lora import new_lora_config
+    from groupwise.engine.models.lora import new_lora_config
 
     prepare_process(os.cpu_count() or 1)
     config = load_config(CONFIG, [*overrides, f"training.seed={seed}"]).config

@@ -38,17 +38,17 @@ from benchmarks.learning import (
     with_groupwise,
 )
 from benchmarks.step import RESULTS, machine, slug
-from groupwise.config import load_config
-from groupwise.learner.slopes import slope_of
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import Dtype
-from groupwise.models.load import load_model
-from groupwise.models.lora import AdaptedModel, ExactLoraLinear, new_lora_config
-from groupwise.models.tokenizer import load_tokenizer
-from groupwise.models.tokens import prompt_ids
-from groupwise.sampler.weights import ServedAdapter
-from groupwise.types import Row
+from groupwise.core.types import Row
+from groupwise.engine.learner.gradient_flow import slope_of
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.config import Dtype
+from groupwise.engine.models.load import load_model
+from groupwise.engine.models.lora import AdaptedModel, ExactLoraLinear, new_lora_config
+from groupwise.engine.models.tokenizer import load_tokenizer
+from groupwise.engine.models.tokens import prompt_ids
+from groupwise.engine.sampler.weights import ServedAdapter
+from groupwise.training.config import load_config
 
 ARMS = ("exact", "rounded")
 

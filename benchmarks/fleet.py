@@ -34,7 +34,7 @@ import sqlalchemy
 
 from benchmarks import fleet_claims, fleet_dispatch, fleet_polling, fleet_processes
 from benchmarks.step import RESULTS, machine, slug
-from groupwise.fleet.poller import Pace
+from groupwise.jobs.fleet.poller import Pace
 from tests import postgres
 
 JOBS = 3000

@@ -24,10 +24,10 @@ from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.orm import Session
 
 from benchmarks.fleet_dispatch import looked_at_rarely
-from groupwise.fleet.queue import admission, claim, waking
-from groupwise.fleet.store.database import Database, connect, migrate
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
-from groupwise.fleet.up import keep_what_is_there
+from groupwise.jobs.fleet.queue import admission, claim, requeue_pending
+from groupwise.jobs.fleet.store.database import Database, connect, migrate
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
+from groupwise.jobs.fleet.up import keep_what_is_there
 from tests.postgres import server
 
 JOBS = int(os.environ.get("JOBS", "100000"))
@@ -208,7 +208,7 @@ def release_oldest(session: Session) -> None:
         .values(released_at=1.0)
         .returning(Reservation.vm_id)
     ).all()
-    waking.wake(session, vm_ids=set(vm_ids))
+    requeue_pending.wake(session, vm_ids=set(vm_ids))
 
 
 def race(url: str) -> Quantiles:

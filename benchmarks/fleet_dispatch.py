@@ -20,20 +20,20 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts.effects import Gateway
-from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts
-from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.files.artefacts import Collector
-from groupwise.fleet.files.logs import LogMirror
-from groupwise.fleet.files.mirror import CheckpointMirror
-from groupwise.fleet.queue import admission, capacity
-from groupwise.fleet.queue.request import from_document
-from groupwise.fleet.states import FINAL, Contact
-from groupwise.fleet.store.database import Database, connect, migrate, seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Job
-from groupwise.fleet.tasks import ended
-from groupwise.fleet.up import keep_what_is_there
-from groupwise.hosts.files import BlobStore
+from groupwise.jobs.fleet.attempts.effects import Gateway
+from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts
+from groupwise.jobs.fleet.files.artefacts import Collector
+from groupwise.jobs.fleet.files.logs import LogMirror
+from groupwise.jobs.fleet.files.mirror import CheckpointMirror
+from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.queue import admission, capacity
+from groupwise.jobs.fleet.queue.request import from_document
+from groupwise.jobs.fleet.states import FINAL, Contact
+from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job
+from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.up import keep_what_is_there
+from groupwise.jobs.hosts.files import BlobStore
 from groupwise.testing.fake_hosts import FakeHosts, Script
 
 MACHINES = 50

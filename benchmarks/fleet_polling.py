@@ -27,13 +27,13 @@ from typing import Any
 import asyncssh
 from sqlalchemy import func, insert, select
 
-from groupwise.fleet.attempts.records import Machine
-from groupwise.fleet.poller import Pace, Poller
-from groupwise.fleet.store import database as databases
-from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import VM
-from groupwise.fleet.tasks import ended
-from groupwise.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Request
+from groupwise.jobs.fleet.attempts.records import Machine
+from groupwise.jobs.fleet.poller import Pace, Poller
+from groupwise.jobs.fleet.store import database as databases
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import VM
+from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Request
 
 GPUS = 8
 THINKING = 0.02

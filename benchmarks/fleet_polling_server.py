@@ -13,7 +13,7 @@ from pathlib import Path
 import asyncssh
 
 from benchmarks.fleet_polling import THINKING, observed
-from groupwise.hosts.framing import answer_bytes
+from groupwise.jobs.hosts.framing import answer_bytes
 
 
 class _Anybody(asyncssh.SSHServer):

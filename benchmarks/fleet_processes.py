@@ -24,18 +24,18 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.client import FleetClient
-from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.doorbells.nats import NatsDoorbell, access_from
-from groupwise.fleet.doorbells.port import Doorbell
-from groupwise.fleet.doorbells.postgres import PostgresDoorbell
-from groupwise.fleet.queue import admission
-from groupwise.fleet.queue.request import JobRequest, from_document
-from groupwise.fleet.store.database import Database, connect, migrate, seconds
-from groupwise.fleet.store.events import ATTEMPT_ADOPTED
-from groupwise.fleet.store.tables import VM, Attempt, Event, Job
-from groupwise.fleet.verbs import submission
-from groupwise.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.client import FleetClient
+from groupwise.jobs.fleet.notify.base import Doorbell
+from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.notify.nats import NatsDoorbell, access_from
+from groupwise.jobs.fleet.notify.postgres import PostgresDoorbell
+from groupwise.jobs.fleet.queue import admission
+from groupwise.jobs.fleet.queue.request import JobRequest, from_document
+from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.jobs.fleet.store.events import ATTEMPT_ADOPTED
+from groupwise.jobs.fleet.store.tables import VM, Attempt, Event, Job
+from groupwise.jobs.fleet.verbs import submission
+from groupwise.jobs.fleet.verbs.actor import Actor
 from tests import fleet_api, nats
 
 ROOT = Path(__file__).parents[1]

@@ -25,18 +25,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step import RESULTS, learn, machine, requests, rows_of, slug
 from benchmarks.work import LEARNING_RATE, RANK, Work
-from groupwise.errors import OutOfMemoryError
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import LoraConfig
-from groupwise.models.lora import AdaptedModel, new_lora_config
-from groupwise.models.machine import choose_device, prepare_process
-from groupwise.models.tiny import tiny_tokenizer
-from groupwise.runs.durable import write_json
-from groupwise.sampler.queued import DecodeLayout
-from groupwise.sampler.torch_sampler import TorchSampler
-from groupwise.sampler.weights import ServedAdapter
-from groupwise.types import OptimiserParams, Row
+from groupwise.core.atomic_files import write_json
+from groupwise.core.errors import OutOfMemoryError
+from groupwise.core.types import OptimiserParams, Row
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.config import LoraConfig
+from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.machine import choose_device, prepare_process
+from groupwise.engine.models.tiny import tiny_tokenizer
+from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.weights import ServedAdapter
 
 PRODUCT = 8192
 """Rows and columns of the matrices whose product is timed."""

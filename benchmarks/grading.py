@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from groupwise.rewards.mathematics import MathAnswer
+from groupwise.tasks.rewards.mathematics import MathAnswer
 
 Grader = Callable[[str, str], bool]
 

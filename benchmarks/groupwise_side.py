@@ -11,15 +11,15 @@ from typing import Any
 
 from benchmarks.step import config_of, one_step, request
 from benchmarks.work import Work, prompts
-from groupwise import build, machine_layout
-from groupwise.models.tokenizer import load_tokenizer
+from groupwise.engine.models.tokenizer import load_tokenizer
+from groupwise.training import build, placement
 
 
 def serve(connection: Connection, work: Work, dtype: str) -> None:
     """Answer each message with the seconds of a step until one says `end`."""
     config = config_of(work, dtype)
     build.expect_ranks(config)  # as the command line does
-    layout = machine_layout.choose_layout(config, longest_prompt=work.longest)
+    layout = placement.choose_layout(config, longest_prompt=work.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,

@@ -20,7 +20,7 @@ from typing import Any
 import groupwise
 from benchmarks.apart import apart
 from benchmarks.step import machine
-from groupwise.display.plot import Series, moving_mean, svg_curve
+from groupwise.core.terminal.plot import Series, moving_mean, svg_curve
 from groupwise.runs.store import Store
 
 ROOT = Path(__file__).resolve().parents[1]

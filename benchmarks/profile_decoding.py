@@ -22,11 +22,11 @@ from unittest.mock import patch
 
 from benchmarks.step import RESULTS, config_of, machine, quick_dtype, requests, slug, spread
 from benchmarks.work import W1, Work
-from groupwise import build, machine_layout
-from groupwise.models.native.linear import Linear
-from groupwise.sampler.native.compiled_attention import CompiledAttention
-from groupwise.sampler.torch_sampler import TorchSampler
-from groupwise.types import GroupRequest, Sampler
+from groupwise.core.types import GroupRequest, Sampler
+from groupwise.engine.models.native.linear import Linear
+from groupwise.engine.sampler.native.compiled_attention import CompiledAttention
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.training import build, placement
 
 HALF = Work(W1.prompts[::2], W1.members, W1.new_tokens)
 PARTS: tuple[str, ...] = ("products", "head", "attention", "drawing", "rest")
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--store", action="store_true", help="keep the result")
     given = parser.parse_args()
     config = config_of(HALF, given.dtype, threads=1, processes=1)
-    layout = machine_layout.choose_layout(config, longest_prompt=HALF.longest)
+    layout = placement.choose_layout(config, longest_prompt=HALF.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,

@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from benchmarks.apart import apart
 from benchmarks.step import RESULTS, config_of, machine, measure, quick_dtype, slug
 from benchmarks.work import MODEL, W1, Work
-from groupwise import build, machine_layout
-from groupwise.models.config import ModelConfig
-from groupwise.models.load import read_model_config
-from groupwise.models.machine import has_bfloat16, prepare_process
-from groupwise.models.native.packed import Packed
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.load import read_model_config
+from groupwise.engine.models.machine import has_bfloat16, prepare_process
+from groupwise.engine.models.native.packed import Packed
+from groupwise.training import build, placement
 
 MEMORY = 1 << 29
 """Bytes that each process reads to measure memory; far more than the caches hold."""
@@ -112,9 +112,9 @@ def show(result: dict[str, Any]) -> None:
         print(f"  {name:<9} {reached:5.2f} s, at best {floor:5.2f} s: {result['shares'][name]:.0%}")
 
 
-def layout_of(dtype: str) -> machine_layout.Layout:
+def layout_of(dtype: str) -> placement.Layout:
     """How Groupwise lays the work out here."""
-    return machine_layout.choose_layout(config_of(W1, dtype), longest_prompt=W1.longest)
+    return placement.choose_layout(config_of(W1, dtype), longest_prompt=W1.longest)
 
 
 def measured_steps(dtype: str, repetitions: int) -> dict[str, list[float]]:
@@ -138,7 +138,7 @@ def rows_of(work: Work, processes: int) -> dict[str, int]:
 
 
 def floors_of(
-    work: Work, sizes: Sizes, rates: Rates, item_bytes: int, layout: machine_layout.Layout
+    work: Work, sizes: Sizes, rates: Rates, item_bytes: int, layout: placement.Layout
 ) -> dict[str, float]:
     """Seconds of each phase at best."""
     products = rates.products
@@ -183,7 +183,7 @@ def sampling_floor(work: Work, sizes: Sizes, rate: float, weights_per_second: fl
     return (work.new_tokens - 1) * each
 
 
-def measured_rates(layout: machine_layout.Layout, rows: dict[str, int]) -> Rates:
+def measured_rates(layout: placement.Layout, rows: dict[str, int]) -> Rates:
     """Of as many processes as the layout has, all at the same time."""
     spawn = multiprocessing.get_context("spawn")
     with spawn.Manager() as manager:

@@ -24,8 +24,8 @@ from benchmarks.learning import IMAGES
 from benchmarks.memory import Watch
 from benchmarks.step import RESULTS, config_of, machine, measure, one_step, requests, slug
 from benchmarks.work import Work
-from groupwise import build, machine_layout
-from groupwise.display.plot import Series, svg_curve
+from groupwise.core.terminal.plot import Series, svg_curve
+from groupwise.training import build, placement
 
 Cell = dict[str, float]
 """Of one work: its `size` (what the sweep varies), seconds of `sampling` and `learning`, `peak_mib`, and how many `tokens` it samples."""
@@ -82,7 +82,7 @@ def size(sweep: str, work: Work) -> float:
 def measured(work: Work, repetitions: int) -> dict[str, float]:
     """Seconds of the fastest of some steps after one that is not counted, and the most memory in one more, which looking slows down."""
     config = config_of(work, "auto")
-    layout = machine_layout.choose_layout(config, longest_prompt=work.longest)
+    layout = placement.choose_layout(config, longest_prompt=work.longest)
     watch = Watch(os.getpid())
     with (
         tempfile.TemporaryDirectory() as folder,

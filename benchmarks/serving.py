@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.step import RESULTS, machine, slug, spread
 from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, prompts
-from groupwise.client import AsyncTrainingClient, TrainingClient, rewards_for
+from groupwise.api.client import AsyncTrainingClient, TrainingClient, rewards_for
 from groupwise.server.serve import build_service, serve
 from groupwise.server.settings import read_settings
 
@@ -120,8 +120,8 @@ def elsewhere(pairs: int) -> dict[str, Any]:
 
 
 def _prompts(steps: int) -> list[tuple[str, ...]]:
-    from groupwise.models.config import ModelConfig
-    from groupwise.models.tokenizer import load_tokenizer
+    from groupwise.engine.models.config import ModelConfig
+    from groupwise.engine.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(ModelConfig(name=MODEL))
     return [prompts(W1, tokenizer, step) for step in range(steps)]

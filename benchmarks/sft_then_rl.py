@@ -17,7 +17,7 @@ from typing import Any
 import groupwise
 from benchmarks.learning import IMAGES, ROOT, step_values
 from benchmarks.step import RESULTS, machine, slug
-from groupwise.display.plot import Series, moving_mean, svg_curve
+from groupwise.core.terminal.plot import Series, moving_mean, svg_curve
 
 EXAMPLE = ROOT / "examples" / "05_sft_then_rl"
 PICTURE = IMAGES / "sft-then-rl.svg"

@@ -26,8 +26,8 @@ from pathlib import Path
 from benchmarks.learning import CONFIG, ROOT, temporary
 from benchmarks.step import RESULTS, machine, quick_dtype, slug, spread, times
 from benchmarks.trl_side import in_words_of_trl
-from groupwise.config import load_config
-from groupwise.models.tokenizer import resolve
+from groupwise.engine.models.tokenizer import resolve
+from groupwise.training.config import load_config
 
 TASK = Path(__file__).parent / "noting_task.py"
 OVERRIDES = (

@@ -24,10 +24,8 @@ from statistics import median
 from typing import Any, Literal
 
 from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, Work
-from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
-from groupwise.config import RunConfig, load_config
-from groupwise.types import (
+from groupwise.core.types import (
     Completion,
     GroupRequest,
     Learner,
@@ -35,6 +33,8 @@ from groupwise.types import (
     Row,
     SamplingParams,
 )
+from groupwise.training import build, placement
+from groupwise.training.config import RunConfig, load_config
 
 VOCABULARY = 40_000
 RESULTS = Path(__file__).parent / "results"
@@ -52,7 +52,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     config = config_of(W1, given.dtype, given.threads, given.processes)
-    layout = machine_layout.choose_layout(config, longest_prompt=W1.longest)
+    layout = placement.choose_layout(config, longest_prompt=W1.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
@@ -201,7 +201,7 @@ def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     import torch
 
-    from groupwise.models.machine import describe_processor
+    from groupwise.engine.models.machine import describe_processor
 
     return {
         "processor": describe_processor("cpu") + _generation(),
@@ -225,7 +225,7 @@ def _generation() -> str:
 
 def quick_dtype() -> Literal["bfloat16", "float32"]:
     """The number format in which this machine is fastest."""
-    from groupwise.models.machine import choose_device, has_bfloat16
+    from groupwise.engine.models.machine import choose_device, has_bfloat16
 
     return "bfloat16" if has_bfloat16(choose_device()) else "float32"
 

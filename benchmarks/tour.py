@@ -22,17 +22,22 @@ from typing import Any
 import groupwise
 from benchmarks.learning import IMAGES, ROOT
 from benchmarks.step import RESULTS, machine, slug
-from groupwise.config import LoadedConfig, compare_for_resume, load_config, with_task_schema
-from groupwise.display.notebook import Code, Table, as_html
-from groupwise.display.plot import svg_curve, with_mean
-from groupwise.display.text import shorten
-from groupwise.errors import GroupwiseError, UsageError
-from groupwise.runs.durable import write_json
+from groupwise.core.atomic_files import write_json
+from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.terminal.notebook import Code, Table, as_html
+from groupwise.core.terminal.plot import svg_curve, with_mean
+from groupwise.core.terminal.text import shorten
 from groupwise.runs.folder import RECORD, read_config, read_state, read_summary
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.runs.warm_up import warm_up_curve
 from groupwise.tasks.contract import load_task
+from groupwise.training.config import (
+    LoadedConfig,
+    compare_for_resume,
+    load_config,
+    with_task_schema,
+)
 
 TASKS = (
     "sort_words", "math", "crossword", "wordle", "wordle_game", "rush_hour", "reasoning_gym", "rubric_answers",

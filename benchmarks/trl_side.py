@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.step import config_of
 from benchmarks.work import MODEL, Work, prompts
-from groupwise.config import RunConfig
-from groupwise.models.config import ModelConfig
-from groupwise.models.machine import prepare_process
-from groupwise.models.tokenizer import resolve
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.machine import prepare_process
+from groupwise.engine.models.tokenizer import resolve
+from groupwise.training.config import RunConfig
 
 if TYPE_CHECKING:
     from trl import GRPOConfig
@@ -33,7 +33,7 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-    from groupwise.models.lora import new_lora_config
+    from groupwise.engine.models.lora import new_lora_config
 
     prepare_process(os.cpu_count() or 1)
     config = config_of(work, dtype)

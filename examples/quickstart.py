@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import groupwise
-from groupwise.display.plot import terminal_curve, with_mean
-from groupwise.display.text import one_line
-from groupwise.errors import GroupwiseError, RunNotFoundError
+from groupwise.core.errors import GroupwiseError, RunNotFoundError
+from groupwise.core.terminal.plot import terminal_curve, with_mean
+from groupwise.core.terminal.text import one_line
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
 

@@ -13,13 +13,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.callbacks.base import Callback
-    from groupwise.checks.check import check
-    from groupwise.checks.doctor import doctor
-    from groupwise.evaluation.evaluate import EvalResult, evaluate
-    from groupwise.generation.generate import GenerateResult, generate
-    from groupwise.loops.rl_start import RlResult, rl
-    from groupwise.loops.sft_start import SftResult, sft
+    from groupwise.training.callbacks.base import Callback
+    from groupwise.training.checks.check import check
+    from groupwise.training.checks.doctor import doctor
+    from groupwise.training.evaluation.evaluate import EvalResult, evaluate
+    from groupwise.training.generation.generate import GenerateResult, generate
+    from groupwise.training.loops.rl_start import RlResult, rl
+    from groupwise.training.loops.sft_start import SftResult, sft
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,17 +38,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "groupwise.callbacks.base",
-    "EvalResult": "groupwise.evaluation.evaluate",
-    "GenerateResult": "groupwise.generation.generate",
-    "RlResult": "groupwise.loops.rl_start",
-    "SftResult": "groupwise.loops.sft_start",
-    "check": "groupwise.checks.check",
-    "doctor": "groupwise.checks.doctor",
-    "evaluate": "groupwise.evaluation.evaluate",
-    "generate": "groupwise.generation.generate",
-    "rl": "groupwise.loops.rl_start",
-    "sft": "groupwise.loops.sft_start",
+    "Callback": "groupwise.training.callbacks.base",
+    "EvalResult": "groupwise.training.evaluation.evaluate",
+    "GenerateResult": "groupwise.training.generation.generate",
+    "RlResult": "groupwise.training.loops.rl_start",
+    "SftResult": "groupwise.training.loops.sft_start",
+    "check": "groupwise.training.checks.check",
+    "doctor": "groupwise.training.checks.doctor",
+    "evaluate": "groupwise.training.evaluation.evaluate",
+    "generate": "groupwise.training.generation.generate",
+    "rl": "groupwise.training.loops.rl_start",
+    "sft": "groupwise.training.loops.sft_start",
 }
 
 

@@ -461,7 +461,9 @@ def install_pinned(*arguments: str) -> None:
     install("-c", str(CONSTRAINTS), "--build-constraint", str(CONSTRAINTS), *arguments)
 
 
-IMPORTED = "import torch, transformers.models.llama.modeling_llama, peft, numba, groupwise.build"
+IMPORTED = (
+    "import torch, transformers.models.llama.modeling_llama, peft, numba, groupwise.training.build"
+)
 
 
 def keep_byte_code() -> None:

@@ -9,19 +9,19 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from groupwise.fleet.attempts.effects import Death, Gateway, Hook, Side
-from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts
-from groupwise.fleet.files.artefacts import Collector
-from groupwise.fleet.files.logs import LogMirror
-from groupwise.fleet.files.mirror import CheckpointMirror
-from groupwise.fleet.poller import Pace, Poller
-from groupwise.fleet.queue import admission
-from groupwise.fleet.queue.request import from_document
-from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Attempt, Job, Reservation
-from groupwise.fleet.up import Hosts
-from groupwise.fleet.verbs import jobs, machines
-from groupwise.hosts.files import BlobStore
+from groupwise.jobs.fleet.attempts.effects import Death, Gateway, Hook, Side
+from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts
+from groupwise.jobs.fleet.files.artefacts import Collector
+from groupwise.jobs.fleet.files.logs import LogMirror
+from groupwise.jobs.fleet.files.mirror import CheckpointMirror
+from groupwise.jobs.fleet.poller import Pace, Poller
+from groupwise.jobs.fleet.queue import admission
+from groupwise.jobs.fleet.queue.request import from_document
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import Attempt, Job, Reservation
+from groupwise.jobs.fleet.up import Hosts
+from groupwise.jobs.fleet.verbs import jobs, machines
+from groupwise.jobs.hosts.files import BlobStore
 from tests.in_process_fleet import SOMEBODY, NoChance, SilentBell, nothing, quick
 from tests.processes import TIMEOUT_S
 

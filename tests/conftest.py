@@ -42,16 +42,16 @@ SLOWEST_FILES = (
     "integration/server/test_verbs.py", "integration/server/test_kills_of_server.py",
     "integration/server/test_through_http.py", "acceptance/test_docs.py",
     "integration/test_resume.py", "integration/test_ranks.py", "integration/test_samplers.py",
-    "integration/test_fsdp.py", "contract/test_learner_contract.py", "unit/rewards/test_workers.py",
+    "integration/test_fsdp.py", "contract/test_learner_contract.py", "unit/tasks/rewards/test_workers.py",
     "contract/test_builtin_tasks.py", "contract/test_sampler_contract.py",
-    "unit/ranks/test_beside.py", "acceptance/test_gap.py", "acceptance/test_learning.py",
-    "unit/sampler/native/test_engine.py", "integration/test_pushing.py",
-    "unit/rewards/test_python_tests.py", "unit/learner/test_torch_learner.py",
+    "unit/engine/distributed/test_multi_adapter.py", "acceptance/test_gap.py", "acceptance/test_learning.py",
+    "unit/engine/sampler/native/test_engine.py", "integration/test_pushing.py",
+    "unit/tasks/rewards/test_python_tests.py", "unit/engine/learner/test_torch_learner.py",
     "integration/test_generate.py", "integration/test_learners.py", "integration/test_replay.py",
 )  # fmt: skip
 """xdist gives a whole file to one worker, so these start first and no worker finishes long after the others."""
 
-FLEET_FOLDERS = ("integration/fleet", "unit/fleet", "unit/hosts")
+FLEET_FOLDERS = ("integration/fleet", "unit/jobs/fleet", "unit/jobs/hosts")
 """Their tests are the stage `make test-fleet`."""
 FLEET_TIMEOUT_S = 300
 """Timeout of one fleet test: its servers run dozens of processes on two cores."""

@@ -19,31 +19,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import groupwise
-from groupwise.learner.native.attention import attention_of
-from groupwise.learner.native.body import residual_stream
-from groupwise.learner.native.layout import Texts, cut
-from groupwise.learner.slopes import trained_slopes
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import Dtype, LoraConfig, ModelConfig
-from groupwise.models.files import write_tensors
-from groupwise.models.load import load_model
-from groupwise.models.lora import AdaptedModel, fingerprint, new_lora_config
-from groupwise.models.native.weights import Shape, native_model
-from groupwise.models.tiny import tiny_tokenizer
-from groupwise.models.tokenizer import load_tokenizer
+from groupwise.core.types import Completion, GroupRequest, Policy, Row, SamplingParams
+from groupwise.engine.learner.gradient_flow import trained_slopes
+from groupwise.engine.learner.native.attention import attention_of
+from groupwise.engine.learner.native.body import residual_stream
+from groupwise.engine.learner.native.layout import Texts, cut
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
+from groupwise.engine.models.files import write_tensors
+from groupwise.engine.models.load import load_model
+from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.engine.models.native.weights import Shape, native_model
+from groupwise.engine.models.tiny import tiny_tokenizer
+from groupwise.engine.models.tokenizer import load_tokenizer
+from groupwise.engine.sampler.draw import draw_tokens
+from groupwise.engine.sampler.native.graph_engine import KEYS, GraphEngine
+from groupwise.engine.sampler.native.recording import Record
+from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.runs.store import Store
-from groupwise.sampler.draw import draw_tokens
-from groupwise.sampler.native.graph_engine import KEYS, GraphEngine
-from groupwise.sampler.native.recording import Record
-from groupwise.sampler.queued import DecodeLayout
-from groupwise.sampler.torch_sampler import TorchSampler
-from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
-from groupwise.types import Completion, GroupRequest, Policy, Row, SamplingParams
 from tests.integration import toy_run
-from tests.unit.learner.native import test_attention
-from tests.unit.learner.native.test_engine import EVERYTHING, TOTALS, rows_of
-from tests.unit.models.native.families import adapted, family, own_logits, randomised, text
+from tests.unit.engine.learner.native import test_attention
+from tests.unit.engine.learner.native.test_engine import EVERYTHING, TOTALS, rows_of
+from tests.unit.engine.models.native.families import adapted, family, own_logits, randomised, text
 
 BUNDLED = ModelConfig(name="smollm2-135m-instruct")
 LAYOUT = DecodeLayout(slots=16, key_length=640)
@@ -326,7 +326,7 @@ def attention_is_that_of_a_processor(
 @torch.no_grad()
 def kernels_between_products_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
     """Norm, SwiGLU, rotary positions and their gradients, in rows that no block of numbers fits."""
-    from groupwise.models.native import triton_kernels as kernels
+    from groupwise.engine.models.native import triton_kernels as kernels
 
     generator = torch.Generator().manual_seed(0)
 

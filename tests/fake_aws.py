@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from groupwise.clouds.aws import AwsBackend, Patience
-from groupwise.clouds.aws_checks import Access
-from groupwise.clouds.ec2 import IMAGE_PARAMETER, BotoEc2
-from groupwise.clouds.kept import Kept
+from groupwise.jobs.clouds.aws import AwsBackend, Patience
+from groupwise.jobs.clouds.aws_checks import Access
+from groupwise.jobs.clouds.aws_state import Kept
+from groupwise.jobs.clouds.ec2 import IMAGE_PARAMETER, BotoEc2
 from tests.ssh_hosts import LoopbackHost
 
 REGION = "us-east-1"

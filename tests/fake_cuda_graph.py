@@ -24,7 +24,7 @@ class NotRecordableError(Exception):
 
 
 class FakeCudaGraph:
-    """A `groupwise.sampler.native.recording.Record` that counts what was recorded and replayed."""
+    """A `groupwise.engine.sampler.native.recording.Record` that counts what was recorded and replayed."""
 
     def __init__(self) -> None:
         self.recordings = 0

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from groupwise.models.native.weights import NativeModel
+from groupwise.engine.models.native.weights import NativeModel
 
 DEVICE = torch.device("meta")
 

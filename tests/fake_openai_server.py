@@ -65,12 +65,12 @@ def tiny() -> Writer:
     """Answers of the tiny model, drawn by the sampler of this package."""
     import torch
 
-    from groupwise.models.tiny import tiny_model, tiny_tokenizer
-    from groupwise.models.tokens import completion_text, prompt_ids
-    from groupwise.sampler.queued import DecodeLayout
-    from groupwise.sampler.torch_sampler import TorchSampler
-    from groupwise.sampler.weights import ServedModel
-    from groupwise.types import GroupRequest, SamplingParams
+    from groupwise.core.types import GroupRequest, SamplingParams
+    from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+    from groupwise.engine.models.tokens import completion_text, prompt_ids
+    from groupwise.engine.sampler.queued import DecodeLayout
+    from groupwise.engine.sampler.torch_sampler import TorchSampler
+    from groupwise.engine.sampler.weights import ServedModel
 
     tokenizer: Any = tiny_tokenizer()
     model: Any = tiny_model(seed=4)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import UsageError
-from groupwise.server.engine.port import OpenParts, PartsOpened
-from groupwise.types import (
+from groupwise.core.errors import UsageError
+from groupwise.core.types import (
     Completion,
     GroupRequest,
     LossSpec,
@@ -19,6 +18,7 @@ from groupwise.types import (
     Row,
     UpdateResult,
 )
+from groupwise.server.engine.port import OpenParts, PartsOpened
 
 SUMS = {"loss/policy": 0.1 + 0.2, "tokens": 3.0, "ratio/max": float("inf")}
 TRAINED = [(-0.1 - 0.2, float("-inf")), ()]

@@ -27,13 +27,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
-from groupwise.models.lora import CONFIG, AdaptedModel, read_lora_config
-from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.sampler.queued import DecodeLayout
-from groupwise.sampler.torch_sampler import TorchSampler
-from groupwise.sampler.vllm.witness import Witness
-from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
-from groupwise.types import GroupRequest, SamplingParams
+from groupwise.core.types import GroupRequest, SamplingParams
+from groupwise.engine.models.lora import CONFIG, AdaptedModel, read_lora_config
+from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.vllm.witness import Witness
+from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.ports import free_port
 
 Body = dict[str, Any]

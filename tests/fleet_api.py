@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from groupwise.fleet.api.serve import Address, serving
-from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.settings import FleetPlace, FleetSettings
-from groupwise.fleet.store.database import Database
+from groupwise.jobs.fleet.api.serve import Address, serving
+from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
+from groupwise.jobs.fleet.store.database import Database
 
 
 def place_in(folder: Path) -> FleetPlace:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import connect, migrate
+from groupwise.jobs.fleet.store.database import connect, migrate
 from tests.postgres import Postgres
 
 READY = "ready"

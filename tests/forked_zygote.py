@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import pytest
 
-from groupwise.ranks import peer, started, tree, zygote
+from groupwise.engine.distributed import forked_workers, peer, spawned_workers, zygote
 
 Main = Callable[[int, int], object]
 """What the process does for its parent, on a descriptor."""
@@ -73,10 +73,10 @@ def _be(
 
 def fork_zygotes(patch: pytest.MonkeyPatch) -> None:
     """Zygotes are forked as long as the patch holds."""
-    patch.setattr(tree, "Popen", Forked)
+    patch.setattr(forked_workers, "Popen", Forked)
     patch.setattr(zygote, "collect", lambda: None)  # of all that the tests have imported
 
 
 def fork_peers(patch: pytest.MonkeyPatch) -> None:
     """Learners and samplers with models of their own are forked as long as the patch holds."""
-    patch.setattr(started, "Popen", ForkedPeer)
+    patch.setattr(spawned_workers, "Popen", ForkedPeer)

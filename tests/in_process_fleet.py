@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 from sqlalchemy import Select, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts.drive import Collected, Part, Pauses
-from groupwise.fleet.attempts.effects import Gateway, Hook, Side
-from groupwise.fleet.attempts.records import Machine
-from groupwise.fleet.attempts.watching import Pauses as WatchPauses
-from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning
-from groupwise.fleet.queue import admission
-from groupwise.fleet.queue.request import JobRequest
-from groupwise.fleet.states import Cleanup, Contact
-from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
-from groupwise.fleet.verbs import jobs, machines
-from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts.files import BlobStore
-from groupwise.hosts.port import Host
+from groupwise.jobs.fleet.attempts.controller import Collected, Part, Pauses
+from groupwise.jobs.fleet.attempts.effects import Gateway, Hook, Side
+from groupwise.jobs.fleet.attempts.records import Machine
+from groupwise.jobs.fleet.attempts.watching import Pauses as WatchPauses
+from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning
+from groupwise.jobs.fleet.queue import admission
+from groupwise.jobs.fleet.queue.request import JobRequest
+from groupwise.jobs.fleet.states import Cleanup, Contact
+from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.jobs.fleet.verbs import jobs, machines
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.port import Host
 from groupwise.testing.fake_hosts import FakeHosts
 from tests.history_checker import assert_no_violations
 from tests.processes import TIMEOUT_S

@@ -11,25 +11,25 @@ from typing import Any, Generic, TypeVar
 
 import pytest
 
-from groupwise.clouds.aws import AwsBackend
-from groupwise.clouds.aws_checks import Access
-from groupwise.clouds.folder import INCOMING
-from groupwise.clouds.gang import NODES, GangBackend
-from groupwise.clouds.kept import Kept
-from groupwise.clouds.machine import ROOT, MachineBackend
-from groupwise.clouds.modal.backend import ModalBackend
-from groupwise.clouds.modal.port import ModalPort
-from groupwise.clouds.modal.runner import ModalRunner
-from groupwise.clouds.port import Backend, Handle, Order, Outcome, Plan, Status
-from groupwise.clouds.ray import RayBackend
-from groupwise.clouds.slurm import SlurmBackend
-from groupwise.hosts.driver import Runner
-from groupwise.hosts.files import BlobStore
-from groupwise.hosts.local import LocalHost
-from groupwise.hosts.ray import RayRunner
-from groupwise.hosts.slurm import SlurmRunner
-from groupwise.hosts.spec import JobSpec
-from groupwise.hosts.ssh import Address, SshHost
+from groupwise.jobs.clouds.aws import AwsBackend
+from groupwise.jobs.clouds.aws_checks import Access
+from groupwise.jobs.clouds.aws_state import Kept
+from groupwise.jobs.clouds.backend import Backend, Handle, Order, Outcome, Plan, Status
+from groupwise.jobs.clouds.folder import INCOMING
+from groupwise.jobs.clouds.gang import NODES, GangBackend
+from groupwise.jobs.clouds.machine import ROOT, MachineBackend
+from groupwise.jobs.clouds.modal.backend import ModalBackend
+from groupwise.jobs.clouds.modal.port import ModalPort
+from groupwise.jobs.clouds.modal.runner import ModalRunner
+from groupwise.jobs.clouds.ray import RayBackend
+from groupwise.jobs.clouds.slurm import SlurmBackend
+from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.local import LocalHost
+from groupwise.jobs.hosts.ray import RayRunner
+from groupwise.jobs.hosts.slurm import SlurmRunner
+from groupwise.jobs.hosts.spec import JobSpec
+from groupwise.jobs.hosts.ssh import Address, SshHost
 from groupwise.testing.fake_modal import FakeModal
 from tests import fake_aws, ray_cluster, ssh_hosts
 from tests import slurm as real_slurm

@@ -13,11 +13,11 @@ import httpx2
 
 from groupwise.server.app import make_app
 from groupwise.server.engine.core import EngineCore
-from groupwise.server.engine.line import packed, packed_error, unpacked, unpacked_error
+from groupwise.server.engine.messages import packed, packed_error, unpacked, unpacked_error
 from groupwise.server.engine.port import EngineLost
-from groupwise.server.orders import Allowed
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.parts import parts_routes
+from groupwise.server.run.run_config import Allowed
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService
 

@@ -17,13 +17,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from groupwise.hosts import runner
-from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
-from groupwise.hosts.framing import AnswerReader
-from groupwise.hosts.port import Request
+from groupwise.jobs.hosts import runner
+from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
+from groupwise.jobs.hosts.framing import AnswerReader
+from groupwise.jobs.hosts.port import Request
 from tests.processes import TIMEOUT_S, is_gone, wait_until
 
-SOURCE = Path(__file__).parents[1] / "groupwise" / "hosts" / "runner.py"
+SOURCE = Path(__file__).parents[1] / "groupwise" / "jobs" / "hosts" / "runner.py"
 REAL = hashlib.sha256(SOURCE.read_bytes()).hexdigest()
 FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
 HERE = frozenset(

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from groupwise.rollouts.asking import Ask
-from groupwise.rollouts.seeds import member_seed
-from groupwise.types import Completion, Example, GroupRequest, Policy, Prompt, SamplingParams
+from groupwise.core.types import Completion, Example, GroupRequest, Policy, Prompt, SamplingParams
+from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.seeds import member_seed
 
 Say = Callable[[int, str], str]
 """(seed, all that the policy sees as text) -> what it writes."""

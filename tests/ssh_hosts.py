@@ -38,7 +38,7 @@ from tests.required_programs import (
 )
 
 if TYPE_CHECKING:
-    from groupwise.hosts.ssh import Address
+    from groupwise.jobs.hosts.ssh import Address
 
 SUBNET = "10.77.0"
 FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
@@ -85,7 +85,7 @@ class Host:
     @property
     def login(self) -> "Address":
         """How it is reached."""
-        from groupwise.hosts.ssh import Address
+        from groupwise.jobs.hosts.ssh import Address
 
         return Address(self.address, self.user, self.port, str(self.key_path), self.host_key)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from groupwise.rewards.scoring import MemberScore, ScoreRequest
-from groupwise.rewards.text import as_completion
-from groupwise.settings.view import View
+from groupwise.core.reward_call.request import MemberScore, ScoreRequest
+from groupwise.core.reward_call.text import as_completion
+from groupwise.core.settings.view import View
 from groupwise.tasks.contract import Task, load_task
 
 _builtin = cache(load_task)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from groupwise.http.bodies import Bodies
-from groupwise.server.verbs.messages import installed
-from groupwise.server.verbs.routes import verb_routes
-from groupwise.server.verbs.service import VerbService
-from groupwise.wire.problems import Refusal
+from groupwise.api.http.bodies import Bodies
+from groupwise.api.schemas.problems import Refusal
+from groupwise.server.tinker.messages import installed
+from groupwise.server.tinker.routes import verb_routes
+from groupwise.server.tinker.service import VerbService
 
 KEY = "tml-1-secret"
 

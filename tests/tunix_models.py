@@ -30,7 +30,7 @@ def described(family: str) -> Any:
         SiglipVisionConfig,
     )
 
-    from groupwise.models.tiny import tiny_tokenizer
+    from groupwise.engine.models.tiny import tiny_tokenizer
 
     shape = {**SHAPE, "vocab_size": len(tiny_tokenizer())}
     match family:
@@ -71,8 +71,8 @@ def write_model(family: str, folder: Path, layers: int | None = None) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from groupwise.models.tiny import tiny_tokenizer
-    from groupwise.models.tokenizer import quiet
+    from groupwise.engine.models.tiny import tiny_tokenizer
+    from groupwise.engine.models.tokenizer import quiet
 
     config = described(family)
     if layers is not None:

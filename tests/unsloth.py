@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.models.lora import new_lora_config
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.lora import new_lora_config
 
 SITE = Path(__file__).parent / "fake_unsloth"
 """Where it is installed."""
@@ -41,8 +41,8 @@ def told(python: Path, folder: Path, verb: str, *words: str) -> dict[str, Any]:
 
 def tiny(*, gradient_checkpointing: bool = False, longest: int = 64) -> Any:
     """The model `tiny` as the backend loads it, ready for adapters."""
-    from groupwise.unsloth.model import UnslothModel
-    from groupwise.unsloth.parts import load
+    from groupwise.engine.backends.unsloth.model import UnslothModel
+    from groupwise.engine.backends.unsloth.parts import load
 
     shape = new_lora_config(LoraConfig(r=4, alpha=8))
     base = load(TINY, "float32", longest)

@@ -8,18 +8,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from groupwise.endpoints.client import Endpoint
-from groupwise.endpoints.waiting import Timing
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import LoraConfig
-from groupwise.models.lora import AdaptedModel, new_lora_config
-from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.sampler.vllm.adapters import Shared
-from groupwise.sampler.vllm.sampler import VllmSampler
-from groupwise.sampler.vllm.servers import Server, Servers
-from groupwise.sampler.vllm.witness import Witness
-from groupwise.sampler.weights import ServedAdapter
+from groupwise.api.openai_client.client import Endpoint
+from groupwise.api.openai_client.waiting import Timing
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.config import LoraConfig
+from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.sampler.vllm.adapters import Shared
+from groupwise.engine.sampler.vllm.sampler import VllmSampler
+from groupwise.engine.sampler.vllm.servers import Server, Servers
+from groupwise.engine.sampler.vllm.witness import Witness
+from groupwise.engine.sampler.weights import ServedAdapter
 
 KEY = "TEST_VLLM_KEY"
 """The environment variable of the servers' key."""
@@ -82,7 +82,7 @@ def vllm_sampler(
     patience: float = 100.0,
     shared: Shared | None = None,
 ) -> VllmSampler:
-    """Over the base of the learner, as `groupwise.build` makes one."""
+    """Over the base of the learner, as `groupwise.training.build` makes one."""
     timing = (clock or Clock()).timing()
     servers = [Server(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
     served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")

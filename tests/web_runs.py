@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from groupwise.core.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
 from groupwise.runs.store import Store
-from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 
 HOSTILE = (
     "<script>document.body.dataset.owned='yes'</script><img src=x onerror=\"document.body.dataset.owned='yes'\">"

@@ -6,7 +6,7 @@ import zipfile
 from importlib.metadata import distribution, version
 from pathlib import Path
 
-from groupwise.fleet.machines.locks import normal
+from groupwise.jobs.fleet.machines.locks import normal
 
 
 def make_wheel(folder: Path, name: str, release: str, *needs: str) -> Path:

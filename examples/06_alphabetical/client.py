@@ -9,9 +9,9 @@ The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, whe
 import sys
 from itertools import pairwise
 
-from groupwise.client import TrainingClient, train
-from groupwise.display.plot import sparkline
-from groupwise.errors import GroupwiseError
+from groupwise.api.client import TrainingClient, train
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.terminal.plot import sparkline
 
 LENGTH, STEPS = 16, 60
 WORDS = ["apple", "river", "stone", "cloud", "tiger", "piano", "lemon", "ocean"]

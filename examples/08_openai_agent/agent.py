@@ -9,8 +9,8 @@ import sys
 
 import openai
 
-from groupwise.client import TrainingClient
-from groupwise.errors import GroupwiseError
+from groupwise.api.client import TrainingClient
+from groupwise.core.errors import GroupwiseError
 
 URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
 STEPS, CALLS = 30, 8

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from safetensors.torch import load_model, save_model
 from torch.nn.parallel import DistributedDataParallel
 
-from groupwise.hosts.seal import seal
+from groupwise.jobs.hosts.seal import seal
 
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")

@@ -5,7 +5,7 @@ import os
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from groupwise.hosts.seal import seal
+from groupwise.jobs.hosts.seal import seal
 
 
 class Travels(TrainerCallback):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from groupwise.algorithms.knobs import ScaleRewards
-from groupwise.types import Group, Rollout
+from groupwise.core.types import Group, Rollout
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation before dividing by it, as TRL does."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
-from groupwise.types import Group, LossSpec, Weight
+from groupwise.core.types import Group, LossSpec, Weight
 
 Tensor: TypeAlias = Any
 """A torch tensor, float32 or wider; the name ends with its axes (B rows, T completion tokens)."""
@@ -25,7 +25,7 @@ Tensor: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Of each row, sums over the other rows of its rollout; see `groupwise.types.OtherRows`."""
+    """Of each row, sums over the other rows of its rollout; see `groupwise.core.types.OtherRows`."""
 
     tokens_B: Tensor
     log_weights_B: Tensor

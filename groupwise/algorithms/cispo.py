@@ -30,7 +30,7 @@ from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.family import GroupRelative
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
-from groupwise.types import Group, Rollout
+from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

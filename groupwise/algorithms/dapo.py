@@ -28,7 +28,7 @@ from groupwise.algorithms.advantages import Credit, group_relative
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import SCALE_REWARDS, Clash, ScaleRewards, metadata_of
 from groupwise.algorithms.overlong import check_names, punished
-from groupwise.types import Group, Rollout
+from groupwise.core.types import Group, Rollout
 
 CACHE_SHARE = 0.2
 """The cache as a share of the limit, unless it is given: 4,096 / 20,480."""

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 from groupwise.algorithms.advantages import Credit, group_relative, scored_members
 from groupwise.algorithms.clipped import Clipped
-from groupwise.types import Group, Rollout
+from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
 from groupwise.algorithms.knobs import Clash, Clashes, check_knobs
 from groupwise.algorithms.overlong import reward_of_the_task
-from groupwise.types import Group, LossSpec, Rollout, Weight
+from groupwise.core.types import Group, LossSpec, Rollout, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

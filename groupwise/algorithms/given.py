@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 from groupwise.algorithms import ops
 from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
 from groupwise.algorithms.knobs import check_knobs
-from groupwise.types import LossSpec
+from groupwise.core.types import LossSpec
 
 Surrogate = Literal["log_probability", "ratio", "clipped_ratio", "clipped_weight"]
 

@@ -26,7 +26,7 @@ from groupwise.algorithms.advantages import Credit, group_relative, trained_toke
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.family import per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
-from groupwise.types import Group, Rollout
+from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

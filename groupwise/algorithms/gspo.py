@@ -33,7 +33,7 @@ from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.correction import Correction
 from groupwise.algorithms.family import per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
-from groupwise.types import Group, Rollout
+from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

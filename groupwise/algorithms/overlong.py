@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from groupwise.algorithms.advantages import trained_tokens
-from groupwise.errors import TaskError
-from groupwise.types import Group, RewardPart, Rollout
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Group, RewardPart, Rollout
 
 PART = "overlong"
 """Name of the reward part."""

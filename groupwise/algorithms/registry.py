@@ -18,7 +18,7 @@ from groupwise.algorithms.gspo import Gspo
 from groupwise.algorithms.reinforce_pp import ReinforcePp
 from groupwise.algorithms.rloo import Rloo
 from groupwise.algorithms.sft import Sft
-from groupwise.types import LossSpec
+from groupwise.core.types import LossSpec
 
 ALGORITHMS: dict[str, type[GroupRelative]] = {
     kind.name: kind for kind in (Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePp)

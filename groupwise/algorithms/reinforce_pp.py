@@ -36,7 +36,7 @@ from groupwise.algorithms.advantages import (
     to_members,
 )
 from groupwise.algorithms.clipped import Clipped
-from groupwise.types import Group, Rollout
+from groupwise.core.types import Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

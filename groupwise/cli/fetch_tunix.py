@@ -22,8 +22,8 @@ def fetch_tunix(
 ) -> None:
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
     from groupwise.cli.output import write_json
-    from groupwise.errors import UsageError
-    from groupwise.tunix.environment import EXTRAS, Accelerator, install, look
+    from groupwise.core.errors import UsageError
+    from groupwise.engine.backends.tunix.environment import EXTRAS, Accelerator, install, look
 
     kinds: dict[str | None, Accelerator | None] = {None: None, **{each: each for each in EXTRAS}}
     if accelerator not in kinds:

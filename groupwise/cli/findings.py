@@ -9,9 +9,9 @@ from typing import Any
 
 import typer
 
-from groupwise.checks.findings import Finding, Level, Report
 from groupwise.cli.printing import folded
-from groupwise.display.text import clean
+from groupwise.core.terminal.text import clean
+from groupwise.training.checks.findings import Finding, Level, Report
 
 _COLOURS: dict[Level, str] = {
     "ok": "green",

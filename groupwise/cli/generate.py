@@ -231,7 +231,7 @@ def generate(
     What comes back trains with `groupwise sft`. The same command again goes on where it was.
     """
     from groupwise.cli.output import write_json, write_result
-    from groupwise.generation.generate import generate as run
+    from groupwise.training.generation.generate import generate as run
 
     options = {
         "dataset": dataset,
@@ -290,7 +290,7 @@ def _at_once(
     one = concurrency if input_batch_size is None else input_batch_size
     if client_replicas is None:
         return one
-    from groupwise.generation.config import CONCURRENCY
+    from groupwise.training.generation.config import CONCURRENCY
 
     return (CONCURRENCY if one is None else one) * client_replicas
 

@@ -78,11 +78,11 @@ def init(
     as_json: JsonOption = False,
 ) -> None:
     """Write a config: for a task and a model on this machine, or from one of TRL, open-r1 or Unsloth."""
-    from groupwise.checks.init import init as run
-    from groupwise.checks.init_from import init_from
     from groupwise.cli import findings
     from groupwise.cli.output import write_json
-    from groupwise.errors import UsageError
+    from groupwise.core.errors import UsageError
+    from groupwise.training.checks.init import init as run
+    from groupwise.training.checks.init_from import init_from
 
     on_finding = None if as_json else findings.show_finding
     if foreign is not None:

@@ -6,7 +6,7 @@ import codecs
 import sys
 from typing import BinaryIO, TextIO, cast
 
-from groupwise.display.text import clean
+from groupwise.core.terminal.text import clean
 
 
 class LogWriter:

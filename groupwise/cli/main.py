@@ -64,19 +64,19 @@ class LazyGroup(TyperGroup):
 class RunsGroup(LazyGroup):
     """`groupwise runs`."""
 
-    module = "groupwise.cli.runs"
+    module = "groupwise.cli.runs.app"
 
 
 class FleetGroup(LazyGroup):
     """`groupwise fleet`."""
 
-    module = "groupwise.cli.fleet"
+    module = "groupwise.cli.fleet.app"
 
 
 class LaunchGroup(LazyGroup):
     """`groupwise launch`."""
 
-    module = "groupwise.cli.launch"
+    module = "groupwise.cli.launch.app"
 
 
 app = typer.Typer(

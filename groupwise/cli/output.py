@@ -18,10 +18,10 @@ from typing import Any, cast
 
 import typer
 
-from groupwise.display.text import clean
-from groupwise.errors import GroupwiseError
-from groupwise.models.memory import lacks_memory, out_of_memory
-from groupwise.runs.durable import without_nan
+from groupwise.core.atomic_files import without_nan
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.terminal.text import clean
+from groupwise.engine.models.memory import lacks_memory, out_of_memory
 
 PROGRAM = "groupwise"
 
@@ -142,9 +142,9 @@ def _as_word(error: Any) -> str:
     context: Any = getattr(error, "ctx", None)
     if not option or "overrides" not in {each.name for each in context.command.params}:
         return ""
-    from groupwise.config import load_config
-    from groupwise.errors import ConfigError
-    from groupwise.sft_config import load_sft_config
+    from groupwise.core.errors import ConfigError
+    from groupwise.training.config import load_config
+    from groupwise.training.sft_config import load_sft_config
 
     name = option.lstrip("-").replace("-", "_")
     try:

@@ -18,8 +18,8 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.cells import cell_len
 
-from groupwise.display.text import clean, one_line
-from groupwise.runs.durable import without_nan
+from groupwise.core.atomic_files import without_nan
+from groupwise.core.terminal.text import clean, one_line
 
 LEAST_WIDTH = 40
 """Columns for folded text, however narrow the terminal is."""

@@ -58,7 +58,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as on
 def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[str, Any]:
     """The file, or nothing but the defaults, to which the overrides add."""
     if config is None and not overrides:
-        from groupwise.errors import UsageError
+        from groupwise.core.errors import UsageError
 
         raise UsageError(
             "Missing option '--config'. Give a YAML file, or every key that you need as key=value: model.name=tiny …"
@@ -99,7 +99,7 @@ def rl(
     if dry_run:
         collect_seldom()
     from groupwise.cli.printing import next_commands, print_advice, print_section
-    from groupwise.loops.rl_start import rl as train
+    from groupwise.training.loops.rl_start import rl as train
 
     result = train(
         config_of(config, overrides),

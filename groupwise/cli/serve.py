@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from groupwise.api.schemas.keys import Keyring
     from groupwise.server.serve import InFrontOf
     from groupwise.server.settings import ServerConfig
-    from groupwise.wire.keys import Keyring
 
 
 def serve(
@@ -107,13 +107,13 @@ def _dashboard(settings: ServerConfig, keys: Keyring | None) -> InFrontOf | None
     """The pages for browsers; None: it is to have none."""
     if not settings.dashboard:
         return None
-    from groupwise.web.server.mounted import in_front
+    from groupwise.dashboard.mounted import in_front
 
     return in_front(settings, keys)
 
 
 def _refuse_key() -> None:
-    from groupwise.errors import UsageError
+    from groupwise.core.errors import UsageError
     from groupwise.server.settings import RIGHT_WAYS
 
     raise UsageError(
@@ -123,8 +123,8 @@ def _refuse_key() -> None:
 
 
 def _print_new_key(word: str) -> None:
-    from groupwise.errors import UsageError
-    from groupwise.wire.keys import Role, new_key
+    from groupwise.api.schemas.keys import Role, new_key
+    from groupwise.core.errors import UsageError
 
     role = Role.named(word)
     if role is None:
@@ -142,7 +142,7 @@ def _print_new_key(word: str) -> None:
 def _check_installed() -> None:
     from importlib.util import find_spec
 
-    from groupwise.errors import UsageError
+    from groupwise.core.errors import UsageError
 
     missing = [name for name in ("fastapi", "uvicorn", "jinja2") if find_spec(name) is None]
     if missing:

@@ -40,7 +40,7 @@ def sft(
 
     if dry_run:
         collect_seldom()
-    from groupwise.loops.sft_start import sft as train
+    from groupwise.training.loops.sft_start import sft as train
 
     result = train(
         config_of(config, overrides),

@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 from groupwise.cli.output import Stopped, run_command
 from groupwise.cli.rl import JsonOption, Overrides, ways_to_start
-from groupwise.launch.train_grpo import DEFAULTS, PROGRAM
+from groupwise.jobs.launch.train_grpo import DEFAULTS, PROGRAM
 
 ELSEWHERE = {
     **dict.fromkeys(("model_name_or_path", "model_name", "model_id"), "--model"),
@@ -131,8 +131,8 @@ def train_grpo(
 ) -> None:
     """Train a model with GRPO: an ordinary `groupwise rl`, whose config is made of these flags."""
     from groupwise.cli.output import write_json, write_result
-    from groupwise.launch.train_grpo import Flags
-    from groupwise.launch.train_grpo import train_grpo as train
+    from groupwise.jobs.launch.train_grpo import Flags
+    from groupwise.jobs.launch.train_grpo import train_grpo as train
 
     _need(model=model, dataset=dataset, reward_function=reward_function)
     flags = Flags(
@@ -175,7 +175,7 @@ def _need(**given: object) -> None:
     """All that is missing at once."""
     missing = [f"  --{name}: {EXAMPLES[name]}" for name, value in given.items() if value is None]
     if missing:
-        from groupwise.errors import UsageError
+        from groupwise.core.errors import UsageError
 
         raise UsageError("\n".join(["These are needed:", *missing]))
 

@@ -12,8 +12,8 @@ import typer
 from groupwise.cli.output import say
 
 if TYPE_CHECKING:
-    from groupwise.web.fleet.watched import WatchedFleet
-    from groupwise.web.server.watched import WatchedServer
+    from groupwise.dashboard.sources.fleet import WatchedFleet
+    from groupwise.dashboard.sources.server import WatchedServer
 
 
 def web(
@@ -55,10 +55,10 @@ def web(
     """
     import os
 
-    from groupwise.wire.keys import VARIABLE
+    from groupwise.api.schemas.keys import VARIABLE
 
     _expect_installed()
-    from groupwise.web.serve import Settings, serve
+    from groupwise.dashboard.serve import Settings, serve
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
 
@@ -80,9 +80,9 @@ def _watched(told: str | None) -> Generator[WatchedFleet | None]:
     if told is None:
         yield None
         return
-    from groupwise.cli.fleet_access import fleet, require_installed
-    from groupwise.web.fleet.watched import TIMEOUT, WatchedFleet
-    from groupwise.web.ticking import ending
+    from groupwise.cli.fleet.access import fleet, require_installed
+    from groupwise.dashboard.sources.cached_values import ending
+    from groupwise.dashboard.sources.fleet import TIMEOUT, WatchedFleet
 
     require_installed()
     with fleet(told, timeout=TIMEOUT) as found, ending(WatchedFleet(found)) as watched:
@@ -95,9 +95,9 @@ def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
     if url is None:
         yield None
         return
-    from groupwise.client import TrainingClient
-    from groupwise.web.server.watched import PATIENCE, TIMEOUT, WatchedServer
-    from groupwise.web.ticking import ending
+    from groupwise.api.client import TrainingClient
+    from groupwise.dashboard.sources.cached_values import ending
+    from groupwise.dashboard.sources.server import PATIENCE, TIMEOUT, WatchedServer
 
     with (
         TrainingClient(url, patience=PATIENCE, timeout=TIMEOUT) as client,
@@ -109,7 +109,7 @@ def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
 def _expect_installed() -> None:
     from importlib.util import find_spec
 
-    from groupwise.errors import UsageError
+    from groupwise.core.errors import UsageError
 
     missing = [name for name in ("starlette", "uvicorn", "jinja2") if find_spec(name) is None]
     if missing:

@@ -16,26 +16,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.accelerators import accelerator
+    from groupwise.core.accelerators import accelerator
     from groupwise.notebook.config import ColabTrainingConfig, TrainingConfig
     from groupwise.notebook.connection import Connection, connect
     from groupwise.notebook.datasets import prepare_datasets, register_dataset
     from groupwise.notebook.evaluation import evaluate
     from groupwise.notebook.export import export_checkpoint
+    from groupwise.notebook.hyperparameter_search import search
     from groupwise.notebook.prompts import format_prompt
     from groupwise.notebook.quick import quick_test, run_full_pipeline
     from groupwise.notebook.rewards import create_reward_functions, register_reward
     from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
     from groupwise.notebook.search_result import Search
+    from groupwise.notebook.search_space import Between
     from groupwise.notebook.session import (
         ColabSession,
         Session,
         prepare_colab_session,
         prepare_session,
     )
-    from groupwise.notebook.space import Between
     from groupwise.notebook.training import TrainerState, train_grpo
-    from groupwise.notebook.trials import search
 
 __all__ = [
     "Between",
@@ -71,7 +71,7 @@ __all__ = [
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 _ROOMS = {
-    "Between": "space",
+    "Between": "search_space",
     "ColabSession": "session",
     "ColabTrainingConfig": "config",
     "Connection": "connection",
@@ -96,7 +96,7 @@ _ROOMS = {
     "register_dataset": "datasets",
     "register_reward": "rewards",
     "run_full_pipeline": "quick",
-    "search": "trials",
+    "search": "hyperparameter_search",
     "train_grpo": "training",
 }
 

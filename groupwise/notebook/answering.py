@@ -7,17 +7,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from groupwise import build, machine_layout
-from groupwise.awaiting import gather_all, run_to_end
-from groupwise.config import RunConfig
-from groupwise.errors import UsageError
-from groupwise.models.tokens import completion_text, prompt_ids
-from groupwise.ranks import ahead
-from groupwise.rollouts.asking import Ask
-from groupwise.rollouts.prompts import PromptSet
-from groupwise.rollouts.seeds import evaluation_seed
-from groupwise.rollouts.single import Single
-from groupwise.types import Example, Prompt, SamplingParams
+from groupwise.core.errors import UsageError
+from groupwise.core.interruption import gather_all, run_to_end
+from groupwise.core.types import Example, Prompt, SamplingParams
+from groupwise.engine.distributed import prefork
+from groupwise.engine.models.tokens import completion_text, prompt_ids
+from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.prompts import PromptSet
+from groupwise.tasks.rollouts.seeds import evaluation_seed
+from groupwise.tasks.rollouts.single import Single
+from groupwise.training import build, placement
+from groupwise.training.config import RunConfig
 
 
 def answers(
@@ -66,13 +66,13 @@ async def _answers(
 ) -> list[str]:
     longest = config.eval.model_copy(update={"max_completion_length": params.max_tokens})
     config = config.model_copy(update={"eval": longest})
-    tokenizer = ahead.load_tokenizer(config.model)
+    tokenizer = prefork.load_tokenizer(config.model)
     asked = PromptSet(
         tuple(Example(index, prompt) for index, prompt in enumerate(prompts)),
         tuple(prompt_ids(tokenizer, prompt) for prompt in prompts),
     )
-    _refuse_too_long(asked, params.max_tokens, ahead.prompt_room(config.model, params.max_tokens))
-    layout = machine_layout.choose_layout(config, asked.longest)
+    _refuse_too_long(asked, params.max_tokens, prefork.prompt_room(config.model, params.max_tokens))
+    layout = placement.choose_layout(config, asked.longest)
     parts = await build.start_serving(config, layout, weights)
     stops = tuple(sorted({*params.stop_token_ids, *parts.stop_token_ids}))
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.notebook.record import Record
+from groupwise.training.callbacks.base import Callback, RunHandle
 
 TABLES = 8
 """Into so many stretches a training is cut; each ends with a table."""

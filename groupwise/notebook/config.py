@@ -40,14 +40,14 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from groupwise.accelerators import accelerator
-from groupwise.display.notebook import Table
-from groupwise.errors import ConfigError
-from groupwise.notebook.worded import Worded, in_words, plain_number
-from groupwise.rewards.tags import Tag, Tags
+from groupwise.core.accelerators import accelerator
+from groupwise.core.errors import ConfigError
+from groupwise.core.reward_call.tags import Tag, Tags
+from groupwise.core.settings.credentials import holds_secret, is_secret, names_secret
+from groupwise.core.settings.schema import EACH_VALUE_ALONE, Conflict, setting
+from groupwise.core.terminal.notebook import Table
+from groupwise.notebook.friendly_errors import Worded, in_words, plain_number
 from groupwise.runs.config import RESERVED, RUN_NAME
-from groupwise.settings.credentials import holds_secret, is_secret, names_secret
-from groupwise.settings.schema import EACH_VALUE_ALONE, Conflict, setting
 
 Backend = Literal["auto", "torch", "tunix"]
 Devices = Literal["auto"] | int | tuple[int, int]

@@ -17,22 +17,22 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from groupwise.client.calls import status
-from groupwise.errors import UsageError
+from groupwise.api.client.calls import status
+from groupwise.api.schemas.keys import VARIABLE
+from groupwise.core.errors import UsageError
+from groupwise.engine.backends.remote.session import FIRST_PATIENCE, Line
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import prepare_datasets, register_dataset
 from groupwise.notebook.evaluation import evaluate
 from groupwise.notebook.export import export_checkpoint
+from groupwise.notebook.hyperparameter_search import search
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.quick import quick_test, run_full_pipeline
 from groupwise.notebook.rewards import Given, create_reward_functions, register_reward
 from groupwise.notebook.search_result import Search
+from groupwise.notebook.search_space import Space
 from groupwise.notebook.session import Session, prepare_session
-from groupwise.notebook.space import Space
 from groupwise.notebook.training import TrainerState, train_grpo
-from groupwise.notebook.trials import search
-from groupwise.remote.session import FIRST_PATIENCE, Line
-from groupwise.wire.keys import VARIABLE
 
 _given: set[str | None] = set()
 """Keys that somebody gave with a URL; no other server hears them."""

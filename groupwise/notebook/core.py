@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.accelerators import accelerator
-from groupwise.config import LoadedConfig, load_config
-from groupwise.data.config import DatasetConfig
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.core.accelerators import accelerator
+from groupwise.core.errors import ConfigError, GroupwiseError
+from groupwise.core.settings.schema import KeyPath
 from groupwise.notebook.config import CHECKPOINTS, TrainingConfig
 from groupwise.notebook.rewards import ACCURACY
-from groupwise.settings.schema import KeyPath
+from groupwise.tasks.data.config import DatasetConfig
+from groupwise.training.config import LoadedConfig, load_config
 
 SMALL = "smollm2-135m-instruct"
 GEMMA = "google/gemma-3-1b-it"

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from groupwise.data.chat import Account, Row, Rows
-from groupwise.data.sources import ENDINGS, is_local, read_source, sample
-from groupwise.errors import TaskError
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import nearest, run_user_code
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.parts import divided, with_prompts
 from groupwise.notebook.rows import (
@@ -31,8 +30,9 @@ from groupwise.notebook.rows import (
     said_last,
     usable_rows,
 )
-from groupwise.plugins import nearest, run_user_code
-from groupwise.tasks import math, rubric_answers
+from groupwise.tasks.builtin import math, rubric_answers
+from groupwise.tasks.data.chat import Account, Row, Rows
+from groupwise.tasks.data.sources import ENDINGS, is_local, read_source, sample
 
 Loaded: TypeAlias = (
     Iterable[Mapping[str, Any]] | tuple[Iterable[Mapping[str, Any]], Iterable[Mapping[str, Any]]]

@@ -1,7 +1,7 @@
 """Checkpoints on Google Drive, so that a run outlives the machine of a notebook.
 
 The run itself is recorded on the local disk, because a database must not live on a synchronised folder. Each checkpoint carries the record
-up to it (`groupwise.runs.carried`), so a copy of the newest one is all that another machine needs to go on.
+up to it (`groupwise.runs.checkpoint_bundle`), so a copy of the newest one is all that another machine needs to go on.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from groupwise.callbacks.base import Callback, RunEnd, RunHandle
-from groupwise.errors import CheckpointError, UsageError
-from groupwise.notebook.collected import FILE as COLLECTED
+from groupwise.core import atomic_files
+from groupwise.core.errors import CheckpointError, UsageError
 from groupwise.notebook.config import DRIVE, TrainingConfig
 from groupwise.notebook.core import KEPT, run_folder
-from groupwise.notebook.siblings import number_of, sibling
-from groupwise.runs import carried, checkpoints, durable, recovery
+from groupwise.notebook.reward_state import FILE as COLLECTED
+from groupwise.notebook.run_naming import number_of, sibling
+from groupwise.runs import checkpoint_bundle, checkpoints, recovery
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
 from groupwise.runs.store import Store
+from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 MOUNT = "/content/drive"
 MARK = "run.txt"
@@ -85,7 +86,7 @@ def bring_back(place: Path, run: Path) -> list[str]:
             continue
         step = _bring_newest(sibling(place, number) / CHECKPOINTS, own / CHECKPOINTS)
         if step is not None:
-            carried.unpack(own)
+            checkpoint_bundle.unpack(own)
             recovery.recover(own)
             _copy_file(sibling(place, number) / COLLECTED, own / COLLECTED)
             brought.append(f"{own.name}@{step}")
@@ -100,7 +101,7 @@ def _bring_newest(mirrored: Path, own: Path) -> int | None:
         with suppress(CheckpointError):
             checkpoints.read(copy).verify()
             return each.step
-        durable.remove_folder(copy)
+        atomic_files.remove_folder(copy)
     return None
 
 
@@ -153,7 +154,7 @@ class Mirror(Callback):
         begun, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
         if not mark.is_file() and not (self._place / CHECKPOINTS).exists():
             self._place.mkdir(parents=True, exist_ok=True)
-            durable.write_file(mark, begun.encode())
+            atomic_files.write_file(mark, begun.encode())
         if mark.is_file() and mark.read_text() == begun:
             return self._place
         logger.warning(
@@ -181,14 +182,14 @@ def _mount() -> None:
 def _copy_file(file: Path, to: Path) -> None:
     """Where there is one."""
     if file.is_file():
-        durable.write_file(to, file.read_bytes())
+        atomic_files.write_file(to, file.read_bytes())
 
 
 def _copy(folder: Path, to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
-    durable.sweep(to.parent)
+    atomic_files.sweep(to.parent)
 
     def fill(building: Path) -> None:
         shutil.copytree(folder, building, dirs_exist_ok=True)
 
-    durable.make_folder(to, fill, replace=True)
+    atomic_files.make_folder(to, fill, replace=True)

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from groupwise.display.notebook import Table, show, tell
-from groupwise.errors import UsageError
-from groupwise.evaluation.evaluate import evaluate as evaluated
-from groupwise.notebook.collected import collected, comparable, noticed
+from groupwise.core.errors import UsageError
+from groupwise.core.terminal.notebook import Table, show, tell
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, flat
-from groupwise.notebook.earlier import FACTS
+from groupwise.notebook.friendly_errors import plain_number
 from groupwise.notebook.identity import REWARDS, differences, reward_facts
+from groupwise.notebook.previous_runs import FACTS
+from groupwise.notebook.reward_state import collected, comparable, noticed
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, is_count, refuse_other
 from groupwise.notebook.task import NotebookTask
-from groupwise.notebook.worded import plain_number
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
+from groupwise.training.evaluation.evaluate import evaluate as evaluated
 
 
 def _policy(session: Session) -> str:

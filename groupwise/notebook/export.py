@@ -7,19 +7,20 @@ import shutil
 from pathlib import Path
 from shlex import quote
 
-from groupwise.display.notebook import Code, Table, show
-from groupwise.errors import RunNotFoundError, UsageError
-from groupwise.models.bundled import ALIASES
-from groupwise.models.config import ModelConfig
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.core.terminal.notebook import Code, Table, show
+from groupwise.engine.models.bundled import ALIASES
+from groupwise.engine.models.config import ModelConfig
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, run_folder
+from groupwise.notebook.run_naming import number_of
 from groupwise.notebook.session import Session, differing, refuse_no_config, refuse_other
-from groupwise.notebook.siblings import number_of
 from groupwise.notebook.training import TrainerState
-from groupwise.review.export import export
-from groupwise.runs import checkpoints, durable
+from groupwise.runs import checkpoints
 from groupwise.runs.folder import CHECKPOINTS
+from groupwise.training.review.export import export
 
 HF_LORA = "hf_lora"
 """The folder within a checkpoint that holds the exported adapter."""
@@ -98,7 +99,7 @@ def _loading(model: ModelConfig, adapter: Path) -> str:
     base = json.dumps(model.name)
     revision = f", revision={json.dumps(model.revision)}" if model.revision else ""
     if model.name in ALIASES:
-        lines.append("from groupwise.models.bundled import fetch_model")
+        lines.append("from groupwise.engine.models.bundled import fetch_model")
         base = f"fetch_model({base})"
     return "\n".join(
         [
@@ -127,7 +128,7 @@ def _zipped(config: TrainingConfig, run: Path, adapter: Path) -> list[tuple[str,
     if place is None:
         return []
     target = place / f"{run.name}.zip"
-    with durable.explained(target):
-        made = Path(shutil.make_archive(str(durable.building_path(target)), "zip", adapter))
-        durable.publish_file(made, target)
+    with atomic_files.explained(target):
+        made = Path(shutil.make_archive(str(atomic_files.building_path(target)), "zip", adapter))
+        atomic_files.publish_file(made, target)
     return [("zip", str(target))]

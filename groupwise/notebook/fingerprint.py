@@ -28,7 +28,7 @@ from types import (
 )
 from typing import Any, cast
 
-from groupwise.notebook.reached import (
+from groupwise.notebook.code_dependencies import (
     around,
     is_global,
     is_users_class,

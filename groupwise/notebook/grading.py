@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.rewards.answers import last_number, literal_number
-from groupwise.rewards.gold import gold_answers, gold_of_row
-from groupwise.rewards.mathematics import MathAnswer, answer_of, in_words
-from groupwise.rewards.overlap import words
-from groupwise.rewards.tags import Tags, after_reasoning, marks
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.core.reward_call.tags import Tags, after_reasoning, marks
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.tasks.rewards.answers import last_number, literal_number
+from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
+from groupwise.tasks.rewards.mathematics import MathAnswer, answer_of, in_words
+from groupwise.tasks.rewards.overlap import words
 
 
 def grades(

@@ -1,6 +1,6 @@
 """Whether a training is the same as an earlier one: its rows, its marks and its rewards with all that they use, as short fingerprints.
 
-`groupwise.notebook.collected` tells what of the latter a training itself changed, as where a function collects or counts.
+`groupwise.notebook.reward_state` tells what of the latter a training itself changed, as where a function collects or counts.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from groupwise.data.chat import Row
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.fingerprint import Look, digest
-from groupwise.rewards.nesting import stood_for
-from groupwise.rewards.rubric import Rubric
+from groupwise.tasks.data.chat import Row
+from groupwise.tasks.rewards.nesting import stood_for
+from groupwise.tasks.rewards.rubric import Rubric
 
 REWARDS = "rewards"
 """The fact that says by its weight and its code what each part is."""

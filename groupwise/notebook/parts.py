@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from groupwise.data.chat import Account, Row, Rows
-from groupwise.data.order import Stream
-from groupwise.errors import TaskError, UsageError
+from groupwise.core.errors import TaskError, UsageError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.prompts import format_prompt
 from groupwise.notebook.rows import holds, key_of, listed
+from groupwise.tasks.data.chat import Account, Row, Rows
+from groupwise.tasks.data.order import Stream
 
 
 def divided(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
 from groupwise.notebook.config import TrainingConfig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from groupwise.display.notebook import Table, show
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
+from groupwise.core.terminal.notebook import Table, show
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.export import export_checkpoint
 from groupwise.notebook.prompts import format_prompt

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.display.notebook import Table
-from groupwise.display.page import EACH, asked, number, picture
-from groupwise.display.plot import svg_curve, with_mean
-from groupwise.display.text import shorten
-from groupwise.errors import UsageError
-from groupwise.notebook.worded import plain_number
-from groupwise.plugins import nearest
+from groupwise.core.errors import UsageError
+from groupwise.core.plugins import nearest
+from groupwise.core.terminal.notebook import Table
+from groupwise.core.terminal.page import EACH, asked, number, picture
+from groupwise.core.terminal.plot import svg_curve, with_mean
+from groupwise.core.terminal.text import shorten
+from groupwise.core.types import Prompt
+from groupwise.notebook.friendly_errors import plain_number
 from groupwise.runs.folder import RECORD, read_summary
 from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
-from groupwise.types import Prompt
 
 SHOWN = 300
 """Characters of a completion in a table."""

@@ -6,23 +6,23 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from groupwise.data.chat import Row
-from groupwise.errors import TaskError
+from groupwise.core.construct import taken_by
+from groupwise.core.errors import TaskError
+from groupwise.core.reward_call.call import check_function, name_of
+from groupwise.core.reward_call.tags import Tag, Tags
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.core.types import Prompt
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import dataset_of, prepare_datasets
 from groupwise.notebook.grading import grades
 from groupwise.notebook.rows import Kind, kind_of
 from groupwise.notebook.rubrics import Rubric as Criteria
 from groupwise.notebook.rubrics import RubricSet
-from groupwise.parameters import taken_by
-from groupwise.rewards.calling import check_function, name_of
-from groupwise.rewards.nesting import standing_for
-from groupwise.rewards.registry import get_reward_funcs, registered
-from groupwise.rewards.registry import reward as entered
-from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.tags import Tag, Tags
-from groupwise.rewards.text import CompletionText, completion_text
-from groupwise.types import Prompt
+from groupwise.tasks.data.chat import Row
+from groupwise.tasks.rewards.nesting import standing_for
+from groupwise.tasks.rewards.registry import get_reward_funcs, registered
+from groupwise.tasks.rewards.registry import reward as entered
+from groupwise.tasks.rewards.rubric import Rubric
 
 Reward: TypeAlias = Callable[..., Any]
 """f(prompts, completions, **columns) -> list of numbers, None where it does not apply. Prompts and completions are texts."""

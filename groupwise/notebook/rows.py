@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, Literal, cast
 
-from groupwise.data.chat import Account, Row, Rows
-from groupwise.data.messages import Unusable, messages_of
-from groupwise.errors import TaskError
+from groupwise.core.errors import TaskError
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.worded import plain_number
-from groupwise.rewards.mathematics import MathAnswer
-from groupwise.rewards.overlap import RubricOverlap
-from groupwise.tasks.source_rows import SAME, question_key, usable
+from groupwise.notebook.friendly_errors import plain_number
+from groupwise.tasks.data.chat import Account, Row, Rows
+from groupwise.tasks.data.messages import Unusable, messages_of
+from groupwise.tasks.data.source_rows import SAME, question_key, usable
+from groupwise.tasks.rewards.mathematics import MathAnswer
+from groupwise.tasks.rewards.overlap import RubricOverlap
 
 Kind = Literal["numeric", "rubric"]
 """What rows are scored by: an answer, or a rubric and a reference."""

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 from pydantic import Field
 from ruamel.yaml import YAML
 
-from groupwise.errors import ConfigError, StoreError, TaskError, UsageError
-from groupwise.notebook.worded import Worded
-from groupwise.rewards.judge import Judge
-from groupwise.rewards.matching import keyword_share
-from groupwise.rewards.overlap import overlap, words
-from groupwise.rewards.text import CompletionText, completion_text
-from groupwise.runs import durable
-from groupwise.settings.schema import Conflict, setting
-from groupwise.settings.tree import Tree, read_yaml
-from groupwise.settings.validation import validate
+from groupwise.core import atomic_files
+from groupwise.core.errors import ConfigError, StoreError, TaskError, UsageError
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.core.settings.schema import Conflict, setting
+from groupwise.core.settings.tree import Tree, read_yaml
+from groupwise.core.settings.validation import validate
+from groupwise.notebook.friendly_errors import Worded
+from groupwise.tasks.rewards.judge import Judge
+from groupwise.tasks.rewards.matching import keyword_share
+from groupwise.tasks.rewards.overlap import overlap, words
 
 Item = TypeVar("Item")
 
@@ -318,7 +318,7 @@ def _write(path: Path | str, rubrics: Rubric | RubricSet) -> None:
     yaml.dump(rubrics.model_dump(mode="json", exclude_unset=True), text)
     file = Path(path).expanduser()
     try:
-        durable.write_file(file, text.getvalue().encode())
+        atomic_files.write_file(file, text.getvalue().encode())
     except StoreError as error:  # its remedy is that of a run
         reason = getattr(error.__cause__, "strerror", None) or error.__cause__
         raise UsageError(

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from groupwise.display.notebook import Table
-from groupwise.display.page import picture
-from groupwise.display.plot import Series, svg_curve
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
+from groupwise.core.terminal.notebook import Table
+from groupwise.core.terminal.page import picture
+from groupwise.core.terminal.plot import Series, svg_curve
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.space import with_values
+from groupwise.notebook.search_space import with_values
 from groupwise.notebook.study import REASON, REPEATED
 
 if TYPE_CHECKING:

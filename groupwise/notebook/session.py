@@ -14,25 +14,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise import build
-from groupwise.config import LoadedConfig, RunConfig
-from groupwise.data.chat import Row, Rows
-from groupwise.display.notebook import Table, show
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
+from groupwise.core.terminal.notebook import Table, show
+from groupwise.core.types import Prompt, SamplingParams
+from groupwise.engine.backends.tunix.environment import look, mesh_of
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.answering import answers
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
 from groupwise.notebook.datasets import dataset_of, prepare_datasets
-from groupwise.notebook.earlier import described, free_name, newest_alike
+from groupwise.notebook.friendly_errors import plain_number
 from groupwise.notebook.identity import facts_of
 from groupwise.notebook.parts import in_place_of
+from groupwise.notebook.previous_runs import described, free_name, newest_alike
 from groupwise.notebook.record import Record
 from groupwise.notebook.rows import kind_of
-from groupwise.notebook.worded import plain_number
 from groupwise.runs import find
-from groupwise.tunix.environment import look, mesh_of
-from groupwise.types import Prompt, SamplingParams
+from groupwise.tasks.data.chat import Row, Rows
+from groupwise.training import build
+from groupwise.training.config import LoadedConfig, RunConfig
 
 
 @dataclass
@@ -83,15 +83,15 @@ class Session:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer (transformers)."""
-        from groupwise.models.tokenizer import load_tokenizer
+        from groupwise.engine.models.tokenizer import load_tokenizer
 
         return load_tokenizer(self.settings.model)
 
     @cached_property
     def ref_model(self) -> Any:
         """The model as it was before the training (transformers), which the KL penalty refers to. Loaded when first asked for."""
-        from groupwise.models.load import load_model
-        from groupwise.models.machine import choose_dtype
+        from groupwise.engine.models.load import load_model
+        from groupwise.engine.models.machine import choose_dtype
 
         dtype = choose_dtype(self.settings.model, full=False, device="cpu")
         return load_model(self.settings.model, dtype).requires_grad_(False)
@@ -99,19 +99,19 @@ class Session:
     @cached_property
     def model_config(self) -> Any:
         """The model's own configuration (transformers): layers, heads, vocabulary."""
-        from groupwise.models.load import read_model_config
+        from groupwise.engine.models.load import read_model_config
 
         return read_model_config(self.settings.model)
 
     @property
     def lora_policy(self) -> dict[str, Any]:
         """What is trained: rank, alpha, layers, number of parameters."""
-        from groupwise.ranks import ahead
+        from groupwise.engine.distributed import prefork
 
         settings = self.settings
         lora = settings.lora
         assert lora is not None, "the config sets a rank"
-        trained = ahead.trained_parameters(settings.model, lora)
+        trained = prefork.trained_parameters(settings.model, lora)
         return {**lora.model_dump(mode="json"), "parameters": trained}
 
     @property

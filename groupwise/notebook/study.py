@@ -9,9 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import ConfigError, UsageError
-from groupwise.notebook.space import size
-from groupwise.settings.credentials import holds_secret
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.settings.credentials import holds_secret
+from groupwise.notebook.search_space import size
 
 if TYPE_CHECKING:
     from optuna.study import Study

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from groupwise.data.chat import Row, Rows
+from groupwise.core.reward_call.tags import Tags
+from groupwise.core.reward_call.text import CompletionText
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import dataset_of
-from groupwise.notebook.earlier import FACTS
 from groupwise.notebook.grading import grades, is_numeric
 from groupwise.notebook.parts import refuse_shared
+from groupwise.notebook.previous_runs import FACTS
 from groupwise.notebook.rows import kind_of
-from groupwise.rewards.formats import SoftFormat
-from groupwise.rewards.overlap import RubricOverlap
-from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.tags import Tags
-from groupwise.rewards.text import CompletionText
+from groupwise.tasks.data.chat import Row, Rows
+from groupwise.tasks.rewards.formats import SoftFormat
+from groupwise.tasks.rewards.overlap import RubricOverlap
+from groupwise.tasks.rewards.rubric import Rubric
 
 NUMERIC_METRICS = ("accuracy", "within_10_percent", "format_rate")
 RUBRIC_METRICS = ("format_rate", "rubric_overlap")

@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupwise.callbacks.base import Callback, RunHandle
-from groupwise.display.notebook import kernel_display, tell
-from groupwise.evaluation.evaluate import EvalResult
-from groupwise.loops.rl_start import AFTER, BEFORE, RlResult, rl
+from groupwise.core.terminal.notebook import kernel_display, tell
 from groupwise.notebook import drive
-from groupwise.notebook.collected import Collected, collected
 from groupwise.notebook.completions import Completions
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names, run_folder
-from groupwise.notebook.earlier import newest_alike
 from groupwise.notebook.identity import UNSEEN, USED, facts_of
+from groupwise.notebook.previous_runs import newest_alike
+from groupwise.notebook.reward_state import Collected, collected
 from groupwise.notebook.rewards import Given, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
-from groupwise.rewards.rubric import Rubric
 from groupwise.runs import find
 from groupwise.runs.find import RunInfo
 from groupwise.runs.folder import RECORD, read_summary
 from groupwise.runs.store import Store
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.training.callbacks.base import Callback, RunHandle
+from groupwise.training.evaluation.evaluate import EvalResult
+from groupwise.training.loops.rl_start import AFTER, BEFORE, RlResult, rl
 
 
 @dataclass

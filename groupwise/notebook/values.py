@@ -23,7 +23,7 @@ from uuid import UUID
 
 from pydantic import BaseModel
 
-from groupwise.notebook.reached import (
+from groupwise.notebook.code_dependencies import (
     captured,
     is_users_class,
     is_users_function,

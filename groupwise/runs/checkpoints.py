@@ -21,8 +21,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.errors import CheckpointError, ResumeMismatchError, StoreError
-from groupwise.runs import durable, pieces
+from groupwise.core import atomic_files
+from groupwise.core.errors import CheckpointError, ResumeMismatchError, StoreError
+from groupwise.runs import record_segments
 
 FORMAT = 1
 """Of the manifest and of what it promises. A higher one in a file is refused: a newer version wrote it."""
@@ -104,16 +105,16 @@ def save(
     One that is there already is replaced. CheckpointError if the disk refuses; earlier checkpoints stand.
     """
     final = folder / f"step-{step}"
-    building = durable.building_path(final)
+    building = atomic_files.building_path(final)
     shutil.rmtree(building, ignore_errors=True)
     try:
         building.mkdir(parents=True)
         fill(building)
         hashes = _hashes_of_linked_files(folder)
-        durable.write_json(building / MANIFEST, _manifest(building, step, extra or {}, hashes))
+        atomic_files.write_json(building / MANIFEST, _manifest(building, step, extra or {}, hashes))
         if final.exists():
-            durable.remove_folder(final)
-        durable.publish_folder(building, final)
+            atomic_files.remove_folder(final)
+        atomic_files.publish_folder(building, final)
     except StoreError as error:  # it says what to do
         raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
     except OSError as error:
@@ -166,10 +167,10 @@ def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
     old = [found for found in complete(folder)[:-keep] if found.step not in protect]
     for checkpoint in old:
-        pieces.keep_piece(checkpoint.path)
-        durable.remove_folder(checkpoint.path)
+        record_segments.keep_piece(checkpoint.path)
+        atomic_files.remove_folder(checkpoint.path)
     if old:
-        pieces.merge_kept_pieces(folder.parent)
+        record_segments.merge_kept_pieces(folder.parent)
     return [checkpoint.step for checkpoint in old]
 
 
@@ -181,15 +182,15 @@ def drop_after(folder: Path, step: int) -> list[int]:
     """
     later = sorted((path for path in _folders(folder) if _step_of(path) > step), key=_step_of)
     for path in reversed(later):
-        durable.remove_folder(path)
-    pieces.drop_pieces_after(folder.parent, step)
+        atomic_files.remove_folder(path)
+    record_segments.drop_pieces_after(folder.parent, step)
     return [_step_of(path) for path in later]
 
 
 def sweep(folder: Path) -> tuple[str, ...]:
     """Delete what dead writers left under construction; for the holder of the run's lock."""
-    places = [place for place in (folder, folder.parent / pieces.KEPT) if place.is_dir()]
-    return tuple(name for place in places for name in durable.sweep(place))
+    places = [place for place in (folder, folder.parent / record_segments.KEPT) if place.is_dir()]
+    return tuple(name for place in places for name in atomic_files.sweep(place))
 
 
 def _folders(folder: Path) -> list[Path]:

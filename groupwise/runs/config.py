@@ -8,7 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from pydantic import field_validator
 
-from groupwise.settings.schema import Conflict, Strict, setting
+from groupwise.core.settings.schema import Conflict, Strict, setting
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: it is a folder, and is addressed `run@step`."""

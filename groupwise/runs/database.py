@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import StoreError
-from groupwise.runs import durable, text_index
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
+from groupwise.runs import text_index
 from groupwise.runs.schema import (
     APPLICATION_ID,
     MIGRATIONS,
@@ -88,7 +89,7 @@ class Database:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
-                durable.commit(self._connection, action)
+                atomic_files.commit(self._connection, action)
             except BaseException:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")

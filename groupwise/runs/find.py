@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from groupwise.errors import RunNotFoundError, StoreError
+from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.encoding import moment

@@ -5,7 +5,7 @@
         run.db          steps, metrics, rollouts, evaluations (`groupwise.runs.store`)
         summary.json    how it ended
         checkpoints/    step-N/ (`groupwise.runs.checkpoints`)
-        records/        step-N.db, the pieces of the record from checkpoints that are gone (`groupwise.runs.pieces`)
+        records/        step-N.db, the pieces of the record from checkpoints that are gone (`groupwise.runs.record_segments`)
         final/          the trained adapter or model with its tokenizer
         start/          the weights that it was started from, where those of another run were given
         tokenizer/      what reads the record's token ids, there from the beginning
@@ -31,8 +31,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from groupwise.errors import GroupwiseError, RunInUseError, RunNotFoundError, StoreError, UsageError
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import (
+    GroupwiseError,
+    RunInUseError,
+    RunNotFoundError,
+    StoreError,
+    UsageError,
+)
+from groupwise.runs import checkpoints
 from groupwise.runs.config import RESERVED
 from groupwise.runs.lock import LOCK, RunLock, holder, is_held
 from groupwise.runs.records import ResumeRecord
@@ -99,7 +106,7 @@ class RunFolder:
         while True:
             with _place_explained(runs_dir):
                 path = _free_path(runs_dir, name)
-                building = durable.building_path(path)
+                building = atomic_files.building_path(path)
                 shutil.rmtree(building, ignore_errors=True)
                 building.mkdir()
             with suppress(FileExistsError):  # somebody else was faster: look again
@@ -112,7 +119,7 @@ class RunFolder:
         _refuse_reserved(name)
         with _place_explained(runs_dir):
             path = _free_path(runs_dir, name)
-            durable.try_to_write(runs_dir)
+            atomic_files.try_to_write(runs_dir)
         return path
 
     @classmethod
@@ -127,8 +134,8 @@ class RunFolder:
         lock = RunLock.acquire(path)
         folder = cls._held(path, lock, keep_tokens=keep_tokens)
         try:
-            with durable.explained(path):
-                durable.sweep(path)
+            with atomic_files.explained(path):
+                atomic_files.sweep(path)
                 checkpoints.sweep(folder.checkpoints)
             folder.store.set_meta({"state": "running", "error": None})
         except BaseException:
@@ -142,7 +149,7 @@ class RunFolder:
         try:
             store = Store.open(path / RECORD, keep_tokens=keep_tokens)
             try:
-                with durable.explained(path):
+                with atomic_files.explained(path):
                     return cls(path, lock, store)
             except BaseException:
                 store.close()
@@ -163,20 +170,20 @@ class RunFolder:
     def resume(self, config: Mapping[str, Any], record: ResumeRecord) -> None:
         """Note that the run goes on, with this configuration from now on."""
         self.store.record_resume(record)
-        durable.write_json(self.path / CONFIG, dict(config))
+        atomic_files.write_json(self.path / CONFIG, dict(config))
 
     def keep_tokenizer(self, fill: Callable[[Path], None]) -> None:
         """Make `tokenizer/` of the files that `fill` writes, where there is none: so tokens can be read before the run has ended."""
         place = self.path / TOKENIZER
         if not place.is_dir():
-            durable.make_folder(place, fill, replace=False)
+            atomic_files.make_folder(place, fill, replace=False)
 
     def write_final(self, fill: Callable[[Path], None], step: int | None = None) -> Path:
         """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced.
 
         `step`: its weights are those after so many steps; None: after all that were done. `find.final_step` reads it.
         """
-        durable.make_folder(self.final, fill, replace=True)
+        atomic_files.make_folder(self.final, fill, replace=True)
         if step is None:
             last = self.store.last_step()
             step = 0 if last is None else last + 1
@@ -202,7 +209,7 @@ class RunFolder:
     ) -> None:
         """Say in summary.json how the run ends; as long as the record does not say so, a resume goes on with it."""
         ended = {"run": self.name, "state": state, "error": trouble, **(summary or {})}
-        durable.write_json(self.path / SUMMARY, ended)
+        atomic_files.write_json(self.path / SUMMARY, ended)
 
     def close(self) -> None:
         """Let go of the folder. A run that is still `running` then counts as interrupted."""
@@ -272,16 +279,16 @@ def add_result(path: Path, name: str, content: Any, rows: Path | None = None) ->
 
     `rows` is a finished file, on the same disk, that becomes `results/<name>.jsonl`: what is too much for one JSON value.
     Needs no hold on the run: a finished or a live run may be evaluated. StoreError if it cannot be written;
-    `durable.check_can_write` of `result_file` tells so before the work.
+    `atomic_files.check_can_write` of `result_file` tells so before the work.
     """
     folder = path / RESULTS
-    with durable.explained(folder):
+    with atomic_files.explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         file = result_file(path, name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             if rows is None:
-                durable.write_json(file, content, replace=False)
+                atomic_files.write_json(file, content, replace=False)
             else:
                 _add_with_rows(file, content, rows)
             return file
@@ -291,9 +298,9 @@ def add_result(path: Path, name: str, content: Any, rows: Path | None = None) ->
 def _add_with_rows(file: Path, content: Any, rows: Path) -> None:
     """The rows first, so that a result never lacks them. Raises FileExistsError, leaving nothing, if either is there."""
     beside = file.with_suffix(".jsonl")
-    durable.publish_file(rows, beside, replace=False)
+    atomic_files.publish_file(rows, beside, replace=False)
     try:
-        durable.write_json(file, content, replace=False)
+        atomic_files.write_json(file, content, replace=False)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -357,7 +364,7 @@ def _build(
     """Fill the folder beside its place and publish it; the lock that is returned moves with it."""
     lock = RunLock.acquire(building)
     try:
-        durable.write_json(building / CONFIG, dict(config))
+        atomic_files.write_json(building / CONFIG, dict(config))
         with Store.create(building / RECORD) as store:
             store.set_meta(
                 {
@@ -368,10 +375,10 @@ def _build(
                     "error": None,
                 }
             )
-        with durable.explained(building):
+        with atomic_files.explained(building):
             for room in (CHECKPOINTS, RESULTS):
                 (building / room).mkdir()
-        durable.publish_folder(building, path)
+        atomic_files.publish_folder(building, path)
     except BaseException:
         lock.release()
         shutil.rmtree(building, ignore_errors=True)
@@ -381,7 +388,7 @@ def _build(
 
 def _sweep_dead_builders(runs_dir: Path) -> None:
     """Delete runs that died before they were published."""
-    for building in runs_dir.glob(f"{durable.BUILDING}*"):
+    for building in runs_dir.glob(f"{atomic_files.BUILDING}*"):
         lock = building / LOCK
         old = lock.exists() and time.time() - lock.stat().st_mtime > BUILDING_SECONDS
         if old and not is_held(building):

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from groupwise.errors import RunInUseError, UsageError
+from groupwise.core.errors import RunInUseError, UsageError
 
 LOCK = "lock"
 

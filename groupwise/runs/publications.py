@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 
 MEMORY = Path("/dev/shm")
 COPIES = 3
@@ -38,7 +38,7 @@ def claim(run_folder: Path, size: int) -> Path:
 
     Deletes what dead processes left. StoreError if nothing can be written.
     """
-    with durable.explained(Path(tempfile.gettempdir())):
+    with atomic_files.explained(Path(tempfile.gettempdir())):
         mine = _own_folder(_roomy_place(COPIES * size))
         with _alone(mine):
             _sweep(mine)
@@ -65,7 +65,7 @@ def version_folder(publications: Path, version: int) -> Path:
     """Where a version is published, with nothing in it. Raises StoreError if the disk (or memory) refuses."""
     folder = publications / f"v{version:09d}"
     shutil.rmtree(folder, ignore_errors=True)
-    with durable.explained(folder):
+    with atomic_files.explained(folder):
         folder.mkdir(parents=True)
     return folder
 

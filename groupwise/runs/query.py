@@ -17,8 +17,8 @@ from typing import Any, Literal
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import label
 from groupwise.runs.records import RolloutFilter
+from groupwise.runs.search_terms import Wanted, wanted_of
 from groupwise.runs.tables import task_label
-from groupwise.runs.words import Wanted, wanted_of
 
 USUAL_MEMBERS = 8
 """Of a group, about."""

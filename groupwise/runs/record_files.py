@@ -16,8 +16,8 @@ from itertools import count, islice, starmap
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from groupwise.errors import UsageError
-from groupwise.runs import durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import UsageError
 from groupwise.runs.records import EvaluationRecord, RolloutDetail, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -166,7 +166,7 @@ def _warnings(store: Store, steps: int) -> Iterator[Row]:
 
 def _as_json(value: Any) -> str:
     """As every reader of JSON takes it."""
-    return json.dumps(durable.without_nan(value), allow_nan=False)
+    return json.dumps(atomic_files.without_nan(value), allow_nan=False)
 
 
 def _plain_json(stored: str | None) -> str | None:
@@ -194,7 +194,7 @@ def _write_jsonl(file: Path, columns: Mapping[str, str], rows: Iterable[Row]) ->
 
 
 def _line(columns: Iterable[str], row: Row) -> str:
-    plain = durable.without_nan({name: row[name] for name in columns})
+    plain = atomic_files.without_nan({name: row[name] for name in columns})
     return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What is written to and read from the run's record, beside the groups and rollouts of `groupwise.types`."""
+"""What is written to and read from the run's record, beside the groups and rollouts of `groupwise.core.types`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from groupwise.types import EndedBy, Outcome, RewardPart
+from groupwise.core.types import EndedBy, Outcome, RewardPart
 
 TIMING_PREFIXES = ("time/", "perf/")
 """Metrics of these names say how fast it went: they are recorded like the others, but are no part of any equality."""
@@ -128,7 +128,7 @@ class RolloutFilter:
     truncated: bool | None = None
     """Whether a limit cut it off."""
     text: str | None = None
-    """Words that all stand in the prompt, or all in the completion, anywhere; in quotes a phrase. See `groupwise.runs.words`."""
+    """Words that all stand in the prompt, or all in the completion, anywhere; in quotes a phrase. See `groupwise.runs.search_terms`."""
     order: Order = "draw"
     limit: int = 50
     offset: int = 0
@@ -165,7 +165,7 @@ class RolloutDetail:
     """What stands behind one rollout."""
 
     origin: str
-    """Why its example was drawn, as `groupwise.types.Group` says it."""
+    """Why its example was drawn, as `groupwise.core.types.Group` says it."""
     again: int | None
     """The draw whose completions these are, where they were not sampled anew."""
     columns: str

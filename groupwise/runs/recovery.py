@@ -1,8 +1,8 @@
 """Runs that lost their record, found and mended before they are resumed.
 
 A run is found by its record; so one whose `run.db` is missing or damaged is looked for by the name of its folder. If it has a
-checkpoint, its record is put together again from the pieces that came with the checkpoints (`groupwise.runs.pieces`). Where nothing came
-but checkpoints, the rest of its folder is made of what they carry (`groupwise.runs.carried`).
+checkpoint, its record is put together again from the pieces that came with the checkpoints (`groupwise.runs.record_segments`). Where
+nothing came but checkpoints, the rest of its folder is made of what they carry (`groupwise.runs.checkpoint_bundle`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from groupwise.errors import StoreError
-from groupwise.runs import carried, checkpoints
+from groupwise.core.errors import StoreError
+from groupwise.runs import checkpoint_bundle, checkpoints
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD
 from groupwise.runs.lock import RunLock
-from groupwise.runs.pieces import MadeAnew, make_anew, trouble_with
+from groupwise.runs.record_segments import MadeAnew, make_anew, trouble_with
 
 
 def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
@@ -57,6 +57,6 @@ def _meant(reference: str, runs_dir: Path) -> Iterator[Path]:
     if runs_dir.is_dir():
         places += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
     for path in dict.fromkeys(place.resolve() for place in places):
-        carried.unpack(path)
+        checkpoint_bundle.unpack(path)
         if (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir():
             yield path

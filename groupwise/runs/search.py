@@ -6,12 +6,12 @@ import json
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
+from groupwise.core.types import RewardPart
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import plain_number, plain_text
 from groupwise.runs.query import PROMPT, Plan, plan_of, rollout_query, text_query
 from groupwise.runs.records import RolloutDetail, RolloutFilter, RolloutView
 from groupwise.runs.tables import read_parts
-from groupwise.types import RewardPart
 
 
 def find_rollouts(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from groupwise.errors import StoreError
-from groupwise.runs import durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
 
 BUSY_SECONDS = 30.0
 """How long to wait for another connection's transaction; a step's transaction takes milliseconds."""
@@ -61,7 +61,7 @@ def connect_writer(
         connection.execute("PRAGMA synchronous = FULL")
         if version(connection) < kind.newest:
             begin_migration(connection, kind)
-            durable.commit(connection, action)
+            atomic_files.commit(connection, action)
         return connection
 
 

@@ -15,12 +15,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import StoreError
-from groupwise.runs.asked import AskedFilter, find_asked, read_scores
+from groupwise.core.atomic_files import without_nan
+from groupwise.core.errors import StoreError
+from groupwise.core.types import Group, Prompt
 from groupwise.runs.database import Database
-from groupwise.runs.durable import without_nan
 from groupwise.runs.encoding import label, moment, pack_json, plain_text, text, unpack_json
 from groupwise.runs.failures import failure_kinds
+from groupwise.runs.prompt_queries import AskedFilter, find_asked, read_scores
 from groupwise.runs.records import (
     TIMING_PREFIXES,
     CurvePoint,
@@ -39,7 +40,6 @@ from groupwise.runs.records import (
 )
 from groupwise.runs.search import draws_of, every_rollout, find_rollouts
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
-from groupwise.types import Group, Prompt
 
 FINITE = "CASE WHEN abs(value) < 9e999 THEN value END"
 """The value of a metric, where it is a number that a picture can show."""

@@ -1,4 +1,4 @@
-"""Groups as rows: how `groupwise.types.Group`, with all that hangs on it, enters the tables and leaves them again.
+"""Groups as rows: how `groupwise.core.types.Group`, with all that hangs on it, enters the tables and leaves them again.
 
 A group is a row of `groups`, its rollouts are rows of `rollouts`, each with its `segments` and `parts`. What is read
 equals what was written, to the last bit of every log-probability.
@@ -12,7 +12,18 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from groupwise.errors import StoreError
+from groupwise.core.errors import StoreError
+from groupwise.core.types import (
+    DATASET_COLUMN,
+    TASK_COLUMN,
+    Example,
+    Group,
+    Prompt,
+    RewardPart,
+    Rollout,
+    SamplingParams,
+    Segment,
+)
 from groupwise.runs import text_index
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import (
@@ -31,17 +42,6 @@ from groupwise.runs.encoding import (
     unpack_singles,
     unpack_tokens,
     unsigned,
-)
-from groupwise.types import (
-    DATASET_COLUMN,
-    TASK_COLUMN,
-    Example,
-    Group,
-    Prompt,
-    RewardPart,
-    Rollout,
-    SamplingParams,
-    Segment,
 )
 
 LONGEST_TASK = 200

@@ -1,7 +1,8 @@
 """The full-text index of prompts and completions, beside the tables of a record.
 
 It is made where SQLite has FTS5, made anew from the tables whenever it may be stale, and left out elsewhere: search then reads every text.
-Of each text it has the words, and the signs that are looked up one by one (`words.py`); the texts themselves stand in the tables alone.
+Of each text it has the words, and the signs that are looked up one by one (`search_terms.py`); the texts themselves stand in the tables
+alone.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import sqlite3
 from collections.abc import Callable
 from typing import Any
 
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 from groupwise.runs.schema import SIGNS_SINCE, TEXT_INDEX_SINCE
+from groupwise.runs.search_terms import signs_of, words_of
 from groupwise.runs.sqlite_file import version
-from groupwise.runs.words import signs_of, words_of
 
 COLUMNS = "words, signs"
 TEXTS = {
@@ -23,7 +24,9 @@ TEXTS = {
 }
 """Of each index the texts that it is made of: row id and `COLUMNS`."""
 CURRENT = "current, signs 1"
-"""What a record says whose index holds all that is in its tables; with another number where what `words.py` makes of a text is another."""
+"""The version that a record notes with its index: its tables hold all of it, and `search_terms.py` made the terms.
+
+A record with another number is indexed again."""
 WORDS_ALONE = "current"
 """The same of a format that had no signs."""
 Execute = Callable[[str, tuple[Any, ...]], object]
@@ -53,7 +56,7 @@ def prepare(connection: sqlite3.Connection, force: bool = False) -> None:
     connection.execute(
         "INSERT OR REPLACE INTO meta (key, value) VALUES ('text_index', ?)", (json.dumps(wanted),)
     )
-    durable.commit(connection, "text index")
+    atomic_files.commit(connection, "text index")
 
 
 def add(execute: Execute, condition: str, values: tuple[Any, ...] = ()) -> None:

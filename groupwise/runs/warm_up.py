@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from groupwise.errors import StoreError
+from groupwise.core.errors import StoreError
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from groupwise.http.app import About, assemble
-from groupwise.http.declared import Route
+from groupwise.api.http.app import About, assemble
+from groupwise.api.http.declared import Route
+from groupwise.api.schemas.keys import Caller, Keyring, caller_of
 from groupwise.server.routes import events, health, models, training
 from groupwise.server.routes.declared import ServiceLike, Serving
 from groupwise.server.settings import ServerConfig
-from groupwise.wire.keys import Caller, Keyring, caller_of
 
 ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)
 """Of ask/post."""

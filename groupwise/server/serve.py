@@ -27,31 +27,31 @@ from typing import Any, cast
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
-from groupwise.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
-from groupwise.http.caller import Caller
-from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config
-from groupwise.http.listening import address as listening_at
-from groupwise.http.logs import configure
+from groupwise.api.http.caller import Caller
+from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_config
+from groupwise.api.http.listening import address as listening_at
+from groupwise.api.http.logs import configure
+from groupwise.api.schemas.keys import LOCAL, Keyring, Role
+from groupwise.api.schemas.problems import field_errors
+from groupwise.api.schemas.training import EventData, EventKind, StartRequest
+from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
+from groupwise.core.settings.tree import read_yaml
 from groupwise.runs.lock import RunLock, holder
 from groupwise.server.app import make_app
 from groupwise.server.engine.port import Engine
 from groupwise.server.engine.remote import EngineProcess, log_here
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai.service import OpenAIService
-from groupwise.server.orders import Allowed
 from groupwise.server.parts.service import NAME as PARTS
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.declared import ServiceLike, Serving
 from groupwise.server.routes.openai import attach, openai_routes
 from groupwise.server.routes.parts import parts_routes
-from groupwise.server.service import Service
+from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
-from groupwise.server.verbs.document import document
-from groupwise.server.verbs.mount import InFront, Verbs
-from groupwise.settings.tree import read_yaml
-from groupwise.wire.keys import LOCAL, Keyring, Role
-from groupwise.wire.problems import field_errors
-from groupwise.wire.training import EventData, EventKind, StartRequest
+from groupwise.server.tinker.document import document
+from groupwise.server.tinker.mount import InFront, Verbs
 
 logger = logging.getLogger(__name__)
 

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from groupwise.errors import ConfigError, UsageError
-from groupwise.http.addresses import is_loopback
-from groupwise.settings.credentials import secrets_in
-from groupwise.settings.environment import lay_environment_over
-from groupwise.settings.overrides import override
-from groupwise.settings.schema import Conflict, Strict, setting
-from groupwise.settings.tree import Tree, read_yaml
-from groupwise.settings.validation import validate
-from groupwise.wire.keys import VARIABLE, Keyring, read_keys_in
+from groupwise.api.http.addresses import is_loopback
+from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.settings.credentials import secrets_in
+from groupwise.core.settings.environment import lay_environment_over
+from groupwise.core.settings.overrides import override
+from groupwise.core.settings.schema import Conflict, Strict, setting
+from groupwise.core.settings.tree import Tree, read_yaml
+from groupwise.core.settings.validation import validate
 
 ENVIRONMENT = "GROUPWISE_SERVE_"
 """Beginning of the variables that are settings."""

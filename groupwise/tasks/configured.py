@@ -21,10 +21,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.data.chat import Account, Row, Rows
-from groupwise.data.config import DatasetConfig, MixtureEntry
-from groupwise.data.mixture import Part, in_turn, joined, mixed
-from groupwise.data.named import (
+from groupwise.core.errors import TaskError
+from groupwise.core.settings.tree import tree_of
+from groupwise.core.settings.validation import validate
+from groupwise.core.settings.view import View
+from groupwise.core.types import TASK_COLUMN, Example
+from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task
+from groupwise.tasks.data.chat import Account, Row, Rows
+from groupwise.tasks.data.config import DatasetConfig, MixtureEntry
+from groupwise.tasks.data.loading import (
     Unscorable,
     for_training,
     held_out,
@@ -33,17 +38,12 @@ from groupwise.data.named import (
     place_of,
     scorable,
 )
-from groupwise.data.pipelines import find_pipeline
-from groupwise.data.sft_functions import format_rows
-from groupwise.errors import TaskError
-from groupwise.rewards.registry import configured_rubric, registered
-from groupwise.rewards.router import Router
-from groupwise.rewards.rubric import Rubric
-from groupwise.settings.tree import tree_of
-from groupwise.settings.validation import validate
-from groupwise.settings.view import View
-from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task
-from groupwise.types import TASK_COLUMN, Example
+from groupwise.tasks.data.mixture import Part, in_turn, joined, mixed
+from groupwise.tasks.data.pipelines import find_pipeline
+from groupwise.tasks.data.sft_functions import format_rows
+from groupwise.tasks.rewards.registry import configured_rubric, registered
+from groupwise.tasks.rewards.router import Router
+from groupwise.tasks.rewards.rubric import Rubric
 
 SPEC = "groupwise.tasks.configured"
 """What stands for this task where tasks go by name: in the record of a run, and in workers."""

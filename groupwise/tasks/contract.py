@@ -6,10 +6,10 @@
     compute_metrics(prompts, completions, dataset_rows, config, tokenizer)
                                                 dict; its sub-dict `metrics` is printed, everything is written
     get_rl_callbacks(config, tokenizer, output_dir)
-                                                list of callbacks; see `groupwise.callbacks.base`
+                                                list of callbacks; see `groupwise.training.callbacks.base`
     get_environment(config)                     answers the policy turn by turn; see `groupwise.tasks.environment`
     get_config_schema()                         a pydantic model of the config's `task:` section
-    get_sft_dataset(config, tokenizer)          rows of a teacher; see `groupwise.data.sft`
+    get_sft_dataset(config, tokenizer)          rows of a teacher; see `groupwise.tasks.data.sft`
     get_sft_eval_dataset(config, tokenizer)     held-out ones
     get_sft_formatting_func(config, tokenizer)  a function from a row, or a batch, to text or messages
     get_sft_data_collator(config, tokenizer)    a function from rows to a batch with labels
@@ -31,17 +31,16 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel
 
-import groupwise.tasks
-from groupwise.data.chat import Account, Rows
-from groupwise.data.examples import examples_from_rows, read_rows
-from groupwise.data.order import Share
-from groupwise.data.sft import HOLDING
-from groupwise.errors import TaskError
-from groupwise.plugins import load, run_user_code
-from groupwise.rewards.calling import RESERVED
-from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.scoring import unpicklable
-from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import load, run_user_code
+from groupwise.core.reward_call.call import RESERVED
+from groupwise.core.reward_call.request import unpicklable
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.core.types import Example, Prompt
+from groupwise.tasks.data.chat import Account, Rows
+from groupwise.tasks.data.examples import examples_from_rows, read_rows
+from groupwise.tasks.data.order import Share
+from groupwise.tasks.data.sft import HOLDING
 from groupwise.tasks.environment import (
     GIVEN,
     EnvironmentFactory,
@@ -49,8 +48,8 @@ from groupwise.tasks.environment import (
     check_methods,
     check_reset,
 )
+from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.tools import Tools
-from groupwise.types import Example, Prompt
 
 Verb = Literal["rl", "sft", "eval"]
 
@@ -101,17 +100,8 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
     ),
     "eval": ("get_reward_funcs", "get_config_schema", "get_environment"),
 }
-NO_TASKS = (
-    "configured",
-    "contract",
-    "environment",
-    "tools",
-    "wordle_rules",
-    "reasoning_gym_answers",
-    "reasoning_gym_problems",
-    "source_rows",
-)
-"""Modules of this room that are no built-in task."""
+NO_TASKS = ("wordle_rules", "reasoning_gym_answers", "reasoning_gym_problems")
+"""Modules of `tasks/builtin` that are no task."""
 
 
 class Task:
@@ -264,7 +254,7 @@ class Task:
         return schema
 
     def rl_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> Sequence[object]:
-        """What the task wants to be told of its runs; see `groupwise.callbacks.registry`. Nothing without the hook."""
+        """What the task wants to be told of its runs; see `groupwise.training.callbacks.registry`. Nothing without the hook."""
         if not self.has("get_rl_callbacks"):
             return ()
         given = self._call(
@@ -407,7 +397,8 @@ def check_reward_columns(
 
 def builtin_tasks() -> dict[str, str]:
     """The names of the built-in tasks and their modules."""
-    modules = pkgutil.iter_modules(groupwise.tasks.__path__, "groupwise.tasks.")
+    folder = str(Path(__file__).with_name("builtin"))
+    modules = pkgutil.iter_modules([folder], "groupwise.tasks.builtin.")
     named = {module.name.rpartition(".")[2]: module.name for module in modules}
     return {name: module for name, module in named.items() if name not in NO_TASKS}
 

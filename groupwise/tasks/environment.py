@@ -29,9 +29,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from groupwise.errors import TaskError
-from groupwise.plugins import printable
-from groupwise.types import Message, Prompt, RewardPart
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import printable
+from groupwise.core.types import Message, Prompt, RewardPart
 
 Observation = str | list[Message] | None
 """What an environment answers: text, or messages of a chat. Text in a chat is a message of the user."""

@@ -26,10 +26,10 @@ from typing import Any, Protocol, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError, validate_call
 
-from groupwise.errors import TaskError
-from groupwise.http.strict_json import NotStrict, parse_inner
+from groupwise.api.http.strict_json import NotStrict, parse_inner
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Message
 from groupwise.tasks.environment import Step, reset_arguments
-from groupwise.types import Message
 
 Tool = Callable[..., Any]
 Schema = dict[str, Any]

@@ -35,12 +35,23 @@ from statistics import fmean
 from typing import Any, Literal, NoReturn
 
 from groupwise.algorithms.advantages import centred
-from groupwise.errors import ModelError, RunError, RunNotFoundError, UsageError
-from groupwise.models.tokens import prompt_ids
-from groupwise.rollouts.rows import training_rows
-from groupwise.rollouts.seeds import member_seed
-from groupwise.rollouts.single import policy_segment
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import ModelError, RunError, RunNotFoundError, UsageError
+from groupwise.core.types import (
+    Completion,
+    Example,
+    Group,
+    GroupRequest,
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Weight,
+)
+from groupwise.engine.models.tokens import prompt_ids
+from groupwise.runs import checkpoints
 from groupwise.runs.records import StepRecord
 from groupwise.server.engine.port import (
     EngineLost,
@@ -55,20 +66,10 @@ from groupwise.server.engine.port import (
     StepDone,
     WrongOrder,
 )
+from groupwise.tasks.rollouts.rows import training_rows
+from groupwise.tasks.rollouts.seeds import member_seed
+from groupwise.tasks.rollouts.single import policy_segment
 from groupwise.testing.fakes import ALPHABET, END_ID, TABLE, FakeLearner, FakeSampler, FakeTokenizer
-from groupwise.types import (
-    Completion,
-    Example,
-    Group,
-    GroupRequest,
-    LossSpec,
-    OptimiserParams,
-    Policy,
-    Prompt,
-    Rollout,
-    SamplingParams,
-    Weight,
-)
 
 VARIABLE = "GROUPWISE_FAKE_ENGINE"
 NO_SUCH_MODEL = "no-such-model"
@@ -503,7 +504,7 @@ class FakeEngine:
             run.save()
             if finished:
                 table = run.learner.table
-                durable.make_folder(
+                atomic_files.make_folder(
                     run.folder / "final", lambda folder: _write_table(folder, table), replace=True
                 )
             await point("after_write")
@@ -591,7 +592,7 @@ def _write_record(
         "manifests": [asdict(manifest) for manifest in manifests],
         "metrics": {str(step): values for step, values in metrics.items()},
     }
-    durable.write_json(folder / _RECORD, written)
+    atomic_files.write_json(folder / _RECORD, written)
 
 
 def _save_checkpoint(folder: Path, step: int, learner: FakeLearner) -> Path:

@@ -31,10 +31,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from groupwise.clouds.modal.desk import answer
-from groupwise.clouds.modal.port import Call, Image
-from groupwise.clouds.modal.work import Surroundings, work
-from groupwise.hosts.port import RunnerRefused
+from groupwise.jobs.clouds.modal.coordinator import answer
+from groupwise.jobs.clouds.modal.port import Call, Image
+from groupwise.jobs.clouds.modal.worker import Surroundings, work
+from groupwise.jobs.hosts.port import RunnerRefused
 
 THIS = "groupwise.testing.fake_modal"
 SECRETS = "GROUPWISE_SECRETS"
@@ -49,7 +49,7 @@ SUBREAPER = 36
 
 
 class FakeModal:
-    """See `groupwise.clouds.modal.port.ModalPort`. All of one folder are the same Modal."""
+    """See `groupwise.jobs.clouds.modal.port.ModalPort`. All of one folder are the same Modal."""
 
     def __init__(
         self,

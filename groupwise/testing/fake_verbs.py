@@ -1,7 +1,7 @@
 """An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing.fakes`.
 
-It keeps the contract of `groupwise.server.verbs.port` with the true gradient of the loss `given`, plain steps in place of AdamW's, and
-what is saved as files. `calls` tells what it was asked for, in order.
+It keeps the contract of `groupwise.server.engine.adapter_port` with the true gradient of the loss `given`, plain steps in place of AdamW's,
+and what is saved as files. `calls` tells what it was asked for, in order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from groupwise.errors import UsageError
-from groupwise.server.verbs.port import (
+from groupwise.core.errors import UsageError
+from groupwise.core.types import (
+    GroupRequest,
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    Row,
+    UpdateResult,
+)
+from groupwise.server.engine.adapter_port import (
     Base,
     Computed,
     ModelSpec,
@@ -23,14 +31,6 @@ from groupwise.server.verbs.port import (
     VerbSampled,
 )
 from groupwise.testing.fakes import ALPHABET, END_ID, FakeLearner, FakeSampler
-from groupwise.types import (
-    GroupRequest,
-    LossSpec,
-    OptimiserParams,
-    Policy,
-    Row,
-    UpdateResult,
-)
 
 SPEC = "spec.json"
 BASE = Base("letters", 64, (END_ID,), "table", "letters")
@@ -38,7 +38,7 @@ BASE = Base("letters", 64, (END_ID,), "table", "letters")
 
 @dataclass
 class FakeVerbs:
-    """A `groupwise.server.verbs.port.VerbEngine` of one base, in a folder."""
+    """A `groupwise.server.engine.adapter_port.VerbEngine` of one base, in a folder."""
 
     folder: Path
     max_models: int = 4

@@ -2,7 +2,7 @@
 
 The policy is one softmax over a vocabulary of characters that does not look at its context: a table of logits. `FakeSampler` draws from
 it, `FakeLearner` follows the gradient of REINFORCE with the weights that it is given, and publishes the table as a JSON file. Both
-keep the contracts of `groupwise.types` and need no torch. They ignore what needs a real model: the clip, KL, AdamW's moments, and
+keep the contracts of `groupwise.core.types` and need no torch. They ignore what needs a real model: the clip, KL, AdamW's moments, and
 top_k, top_p and min_p.
 """
 
@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.data.order import Stream
-from groupwise.errors import PolicyMismatchError
-from groupwise.runs import durable
-from groupwise.types import (
+from groupwise.core import atomic_files
+from groupwise.core.errors import PolicyMismatchError
+from groupwise.core.types import (
     Completion,
     GroupRequest,
     LossSpec,
@@ -31,6 +30,7 @@ from groupwise.types import (
     SamplingParams,
     UpdateResult,
 )
+from groupwise.tasks.data.order import Stream
 
 END = "\n"
 ALPHABET = END + "abcdefghijklmnopqrstuvwxyz "
@@ -62,7 +62,7 @@ class FakeTokenizer:
 
 
 class FakeSampler:
-    """Draws characters from the table that it loaded; a `groupwise.types.Sampler`."""
+    """Draws characters from the table that it loaded; a `groupwise.core.types.Sampler`."""
 
     def __init__(self) -> None:
         self.table = [0.0] * len(ALPHABET)
@@ -108,7 +108,7 @@ class FakeSampler:
 
 
 class FakeLearner:
-    """Follows the policy gradient of its table by plain steps; a `groupwise.types.Learner`."""
+    """Follows the policy gradient of its table by plain steps; a `groupwise.core.types.Learner`."""
 
     def __init__(self, run: str, folder: Path) -> None:
         self.run = run
@@ -148,7 +148,7 @@ class FakeLearner:
 
     async def publish(self, version: int) -> Policy:
         folder = self.folder / f"v{version}"
-        with durable.explained(folder):
+        with atomic_files.explained(folder):
             self._write(folder)
         return Policy(self.run, version, _fingerprint(self.table), "full", str(folder))
 

@@ -40,40 +40,40 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
-from groupwise import sft_config
+from groupwise.api.http.declared import Route
+from groupwise.api.http.prometheus import Requests
+from groupwise.api.schemas.parts import AnyVerb
+from groupwise.api.schemas.problems import KINDS
+from groupwise.api.schemas.training import EventKind, StartRequest, StatusAnswer
 from groupwise.cli.main import app, main
 from groupwise.cli.train_grpo import app as train_grpo_app
 from groupwise.cli.train_grpo import main as train_grpo
-from groupwise.config import documentation, load_config
-from groupwise.errors import GroupwiseError
-from groupwise.fleet import metrics as fleet_metrics
-from groupwise.fleet import webhooks
-from groupwise.fleet.api.app import ROUTES as FLEET_ROUTES
-from groupwise.fleet.queue.failures import BUDGETS, CHARGED_RETRIES, FREE_RETRIES
-from groupwise.fleet.settings import FleetSettings
-from groupwise.fleet.states import JobStatus
-from groupwise.fleet.store import events as fleet_events
-from groupwise.fleet.verbs import status as fleet_status
-from groupwise.hosts.keys import parse
-from groupwise.http.declared import Route
-from groupwise.http.prometheus import Requests
-from groupwise.launch import preflight
-from groupwise.launch.preflight import Tried
-from groupwise.loops.metrics import TOKEN_MEANS
-from groupwise.models.bundled import ALIASES
+from groupwise.core.errors import GroupwiseError
+from groupwise.engine.models.bundled import ALIASES
+from groupwise.jobs.fleet import metrics as fleet_metrics
+from groupwise.jobs.fleet import webhooks
+from groupwise.jobs.fleet.api.app import ROUTES as FLEET_ROUTES
+from groupwise.jobs.fleet.queue.failures import BUDGETS, CHARGED_RETRIES, FREE_RETRIES
+from groupwise.jobs.fleet.settings import FleetSettings
+from groupwise.jobs.fleet.states import JobStatus
+from groupwise.jobs.fleet.store import events as fleet_events
+from groupwise.jobs.fleet.verbs import status as fleet_status
+from groupwise.jobs.hosts.keys import parse
+from groupwise.jobs.launch import preflight
+from groupwise.jobs.launch.preflight import Tried
 from groupwise.notebook import TrainingConfig
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from groupwise.server.app import ROUTES
-from groupwise.server.metrics import render
 from groupwise.server.routes.parts import parts_routes
+from groupwise.server.routes.prometheus import render
 from groupwise.server.serve import read_start
 from groupwise.server.settings import ServerConfig, read_settings
-from groupwise.sft_config import load_sft_config
-from groupwise.suites.lighteval import PROGRAM_VARIABLE
-from groupwise.wire.parts import AnyVerb
-from groupwise.wire.problems import KINDS
-from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
+from groupwise.training import sft_config
+from groupwise.training.config import documentation, load_config
+from groupwise.training.loops.metrics import TOKEN_MEANS
+from groupwise.training.sft_config import load_sft_config
+from groupwise.training.suites.lighteval import PROGRAM_VARIABLE
 from tests import fleet_pages, ray_cluster, slurm, ssh_hosts
 from tests.fake_openai_server import Service, serve, tiny
 from tests.fleet_pages import FleetDocRunner

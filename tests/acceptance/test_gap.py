@@ -10,16 +10,16 @@ from statistics import fmean
 import pytest
 
 from groupwise.algorithms.registry import make
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import Dtype, LoraConfig, ModelConfig
-from groupwise.models.load import load_model
-from groupwise.models.lora import AdaptedModel, new_lora_config
-from groupwise.models.tokenizer import load_tokenizer
-from groupwise.sampler.queued import DecodeLayout
-from groupwise.sampler.torch_sampler import TorchSampler
-from groupwise.sampler.weights import ServedAdapter
-from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
+from groupwise.core.types import GroupRequest, OptimiserParams, Row, SamplingParams
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
+from groupwise.engine.models.load import load_model
+from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.tokenizer import load_tokenizer
+from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.weights import ServedAdapter
 
 MODEL = ModelConfig(name="smollm2-135m-instruct")
 PROMPTS = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")

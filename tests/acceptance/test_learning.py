@@ -22,10 +22,10 @@ import pytest
 import groupwise
 from benchmarks.choosing_examples import CHARACTERS, write_model
 from groupwise.algorithms.registry import ALGORITHMS
-from groupwise.models import tiny
+from groupwise.core.types import Weight
+from groupwise.engine.models import tiny
 from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
-from groupwise.types import Weight
 from tests.rotation import rotating_params
 
 pytestmark = pytest.mark.slow

@@ -273,7 +273,7 @@ def test_a_broken_task_shows_the_users_own_lines_only(groupwise):
     for word in ("task.py", "helper.py:2", "undefined_name", "NameError"):
         assert word in said.err
     assert "importlib" not in said.err
-    assert "groupwise/plugins.py" not in said.err
+    assert "groupwise/core/plugins.py" not in said.err
 
 
 # Runs that are there
@@ -282,7 +282,7 @@ def test_a_broken_task_shows_the_users_own_lines_only(groupwise):
 def test_runs_that_are_there_are_listed_and_not_overwritten(groupwise):
     assert groupwise("rl", "run.name=first").code == 0
     RunFolder.create(Path("runs"), "half", {}).close()
-    from groupwise.models.tiny import tiny_model, tiny_tokenizer
+    from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 
     tiny_model(hidden_size=32).save_pretrained("bigger")
     tiny_tokenizer().save_pretrained("bigger")

@@ -16,8 +16,8 @@ import pytest
 
 import groupwise
 from groupwise.algorithms.dr_grpo import DrGrpo
+from groupwise.core.types import Rollout, Weight
 from groupwise.runs.store import Store
-from groupwise.types import Rollout, Weight
 
 pytestmark = pytest.mark.slow
 SOAK = pytest.mark.soak(suite="learning")

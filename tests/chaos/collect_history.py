@@ -15,8 +15,8 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.states import AttemptState
-from groupwise.fleet.store.tables import Attempt, Event, Job, Member, Reservation
+from groupwise.jobs.fleet.states import AttemptState
+from groupwise.jobs.fleet.store.tables import Attempt, Event, Job, Member, Reservation
 from tests.chaos.fleet import RealFleet
 from tests.chaos.trainer import printed
 

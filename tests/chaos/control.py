@@ -21,9 +21,9 @@ from typing import TypeVar
 from sqlalchemy.orm import Session
 
 from groupwise.cli.main import main
-from groupwise.fleet import up
-from groupwise.fleet.attempts.effects import Gateway
-from groupwise.fleet.queue.claim import Round
+from groupwise.jobs.fleet import up
+from groupwise.jobs.fleet.attempts.effects import Gateway
+from groupwise.jobs.fleet.queue.claim import Round
 
 T = TypeVar("T")
 

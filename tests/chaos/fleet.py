@@ -30,16 +30,16 @@ from typing import Any, TypeVar
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import admission
-from groupwise.fleet.queue.request import from_document
-from groupwise.fleet.states import FINAL, AttemptState, Cleanup
-from groupwise.fleet.store import database as databases
-from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Reservation
-from groupwise.fleet.verbs import jobs as job_verbs
-from groupwise.fleet.verbs import machines as machine_verbs
-from groupwise.fleet.verbs.actor import Actor
-from groupwise.hosts.files import BlobStore
+from groupwise.jobs.fleet.queue import admission
+from groupwise.jobs.fleet.queue.request import from_document
+from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup
+from groupwise.jobs.fleet.store import database as databases
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Reservation
+from groupwise.jobs.fleet.verbs import jobs as job_verbs
+from groupwise.jobs.fleet.verbs import machines as machine_verbs
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.hosts.files import BlobStore
 from tests import nats, postgres, ssh_hosts
 from tests.nats import Nats
 from tests.postgres import Postgres

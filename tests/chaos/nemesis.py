@@ -22,12 +22,12 @@ from typing import Any
 
 from sqlalchemy import func, insert, select
 
-from groupwise.errors import RunError
-from groupwise.fleet.store.events import ENDS
-from groupwise.fleet.store.tables import GPU, VM, Cursor, Event, Job
-from groupwise.fleet.tracker import NatsOutlet
-from groupwise.fleet.verbs import machines as machine_verbs
-from groupwise.wire.problems import Refusal
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.store.events import ENDS
+from groupwise.jobs.fleet.store.tables import GPU, VM, Cursor, Event, Job
+from groupwise.jobs.fleet.tracker import NatsOutlet
+from groupwise.jobs.fleet.verbs import machines as machine_verbs
 from tests.chaos import collect_history
 from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
 from tests.history_checker import violations

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.types import Learner, Sampler
+from groupwise.core.types import Learner, Sampler
 from tests import unsloth
 from tests.forked_zygote import fork_zygotes
 
@@ -44,43 +44,43 @@ def _fakes(folder: Path) -> Pair:
 
 def _pair(sampler: Sampler, learner: Learner, disturb: Callable[[], None], **more: Any) -> Pair:
     """Of the tiny model's texts."""
-    from groupwise.models.tiny import tiny_tokenizer
+    from groupwise.engine.models.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     return Pair(sampler, learner, tokenizer, tokenizer.eos_token_id, disturb, **more)
 
 
 def _torch_adapter(folder: Path) -> Pair:
-    from groupwise.learner.weights import TrainedAdapter
-    from groupwise.models.config import LoraConfig
-    from groupwise.models.lora import AdaptedModel, new_lora_config
-    from groupwise.models.tiny import tiny_model
-    from groupwise.sampler.weights import ServedAdapter
+    from groupwise.engine.learner.weights import TrainedAdapter
+    from groupwise.engine.models.config import LoraConfig
+    from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+    from groupwise.engine.models.tiny import tiny_model
+    from groupwise.engine.sampler.weights import ServedAdapter
 
     adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=8)))
     return _torch_pair(folder, TrainedAdapter(adapted, seed=1), ServedAdapter(adapted))
 
 
 def _torch_full(folder: Path) -> Pair:
-    from groupwise.learner.weights import TrainedModel
-    from groupwise.models.tiny import tiny_model
-    from groupwise.sampler.weights import ServedModel
+    from groupwise.engine.learner.weights import TrainedModel
+    from groupwise.engine.models.tiny import tiny_model
+    from groupwise.engine.sampler.weights import ServedModel
 
     trained = TrainedModel(tiny_model(), reference=tiny_model())
     return _torch_pair(folder, trained, ServedModel(tiny_model()))
 
 
 def _torch_pair(folder: Path, trained: Any, served: Any) -> Pair:
-    from groupwise.models.tiny import tiny_tokenizer
-    from groupwise.sampler.queued import DecodeLayout
-    from groupwise.sampler.torch_sampler import TorchSampler
+    from groupwise.engine.models.tiny import tiny_tokenizer
+    from groupwise.engine.sampler.queued import DecodeLayout
+    from groupwise.engine.sampler.torch_sampler import TorchSampler
 
     sampler = TorchSampler(served, tiny_tokenizer(), DecodeLayout(slots=8, key_length=64))
     return _pair(sampler, _learner(folder, trained), lambda: _shift(trained.parameters()))
 
 
 def _learner(folder: Path, trained: Any, engine: Any = None) -> Learner:
-    from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.engine.learner.torch_learner import TorchLearner
 
     return TorchLearner(
         trained,
@@ -120,12 +120,12 @@ def _vllm(folder: Path) -> Pair:
 
 def _unsloth(folder: Path) -> Pair:
     """Both over a model that the stand-in of Unsloth has loaded."""
-    from groupwise.learner.weights import TrainedAdapter
-    from groupwise.models.tiny import tiny_tokenizer
-    from groupwise.sampler.queued import DecodeLayout
-    from groupwise.sampler.weights import ServedAdapter
-    from groupwise.unsloth.engine import UnslothEngine
-    from groupwise.unsloth.sampler import UnslothSampler
+    from groupwise.engine.backends.unsloth.engine import UnslothEngine
+    from groupwise.engine.backends.unsloth.sampler import UnslothSampler
+    from groupwise.engine.learner.weights import TrainedAdapter
+    from groupwise.engine.models.tiny import tiny_tokenizer
+    from groupwise.engine.sampler.queued import DecodeLayout
+    from groupwise.engine.sampler.weights import ServedAdapter
 
     adapted = unsloth.tiny()
     trained = TrainedAdapter(adapted, seed=1)
@@ -140,9 +140,9 @@ def _unsloth(folder: Path) -> Pair:
 
 def _ranks(folder: Path) -> Pair:
     """Two ranks over one adapter; they must be forked, so that the tests do not wait for imports."""
-    from groupwise.ranks.learner import RankLearner
-    from groupwise.ranks.sampler import RankSampler
-    from groupwise.ranks.tree import Ranks
+    from groupwise.engine.distributed.forked_workers import Ranks
+    from groupwise.engine.distributed.learner import RankLearner
+    from groupwise.engine.distributed.sampler import RankSampler
 
     ranks = Ranks()
     ranks.begin()
@@ -159,13 +159,13 @@ def _added(processes: int, folder: Path) -> Pair:
     """A model beside another one, over a base that was loaded without any; with ranks one of them computes it."""
     from dataclasses import replace
 
-    from groupwise import build, machine_layout
-    from groupwise.config import load_config
-    from groupwise.models.config import LoraConfig
-    from groupwise.ranks.beside import NewModel
+    from groupwise.engine.distributed.multi_adapter import NewModel
+    from groupwise.engine.models.config import LoraConfig
+    from groupwise.training import build, placement
+    from groupwise.training.config import load_config
 
     config = load_config({"model": {"name": "tiny", "dtype": "float32"}}).config
-    layout = machine_layout.choose_layout(config, 20)
+    layout = placement.choose_layout(config, 20)
     layout = replace(
         layout, processes=processes, threads=processes, slots=8, key_length=64,
         max_tokens_per_microbatch=4096,
@@ -193,10 +193,10 @@ def _added(processes: int, folder: Path) -> Pair:
 
 def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
     """Parts of a training server, by its routes and its engine's calls, without a socket between them."""
-    from groupwise import machine_layout
-    from groupwise.config import load_config
-    from groupwise.models.identity import identity
-    from groupwise.remote.parts import Wanted, start
+    from groupwise.engine.backends.remote.parts import Wanted, start
+    from groupwise.engine.models.identity import identity
+    from groupwise.training import placement
+    from groupwise.training.config import load_config
     from tests.parts_server import HERE, PartsServer
 
     config = load_config(
@@ -205,7 +205,7 @@ def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
             "sampler": {"slots": 8, "max_completion_length": 40}, "training": {"seed": 1},
         }
     ).config  # fmt: skip
-    layout = machine_layout.choose_layout(config, 24)
+    layout = placement.choose_layout(config, 24)
     assert layout.key_length == 64
     wanted = Wanted(
         kind="training",
@@ -229,8 +229,8 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
     """Change the weights of a learner that may be in another process."""
     from safetensors.torch import load_file, save_file
 
-    from groupwise.models.files import FULL_WEIGHTS
-    from groupwise.models.lora import WEIGHTS
+    from groupwise.engine.models.files import FULL_WEIGHTS
+    from groupwise.engine.models.lora import WEIGHTS
 
     folder.mkdir(parents=True, exist_ok=True)
     learner.save(str(folder))
@@ -244,8 +244,8 @@ def _shift_saved(learner: Learner, folder: Path) -> None:
 
 def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
     """A worker in Tunix's environment, over a model of one of its families."""
-    from groupwise import build, machine_layout
-    from groupwise.config import load_config
+    from groupwise.training import build, placement
+    from groupwise.training.config import load_config
     from tests.tunix_models import model_of
 
     config = load_config(
@@ -256,7 +256,7 @@ def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
             "training": {"seed": 1},
         }
     ).config
-    layout = machine_layout.choose_layout(config, 24)
+    layout = placement.choose_layout(config, 24)
     parts = asyncio.run(build.start_training(config, layout, "contract", folder))
     return _pair(
         parts.sampler,

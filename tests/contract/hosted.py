@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from groupwise.learner.replicas import Replicas
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import LoraConfig
-from groupwise.models.lora import AdaptedModel, new_lora_config
-from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.ranks.hosted import Hosted
-from groupwise.sampler.queued import DecodeLayout
-from groupwise.sampler.torch_sampler import TorchSampler
-from groupwise.sampler.weights import ServedAdapter
+from groupwise.engine.distributed.worker_state import Hosted
+from groupwise.engine.learner.replicas import Replicas
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.config import LoraConfig
+from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.weights import ServedAdapter
 
 
 @dataclass

@@ -28,18 +28,18 @@ from typing import Any
 
 import pytest
 
-from groupwise.checks.check import check
-from groupwise.checks.check_gold import GARBAGE, echo
-from groupwise.config import load_config, view, with_task_schema
-from groupwise.evaluation.measures import Success
-from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.scoring import MemberScore, ScoreRequest
-from groupwise.rewards.text import as_completion
-from groupwise.settings.view import View
-from groupwise.tasks import reasoning_gym
+from groupwise.core.reward_call.request import MemberScore, ScoreRequest
+from groupwise.core.reward_call.text import as_completion
+from groupwise.core.settings.view import View
+from groupwise.core.types import Example, Rollout
+from groupwise.tasks.builtin import reasoning_gym
 from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task, require
 from groupwise.tasks.environment import as_step, reset_arguments
-from groupwise.types import Example, Rollout
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.training.checks.check import check
+from groupwise.training.checks.check_gold import GARBAGE, echo
+from groupwise.training.config import load_config, view, with_task_schema
+from groupwise.training.evaluation.measures import Success
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -152,7 +152,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:task.rubric_in_prompt:UserWarnin
 
 SERVING = """
 import json, sys
-from groupwise.tasks.reasoning_gym_problems import _rows
+from groupwise.tasks.builtin.reasoning_gym_problems import _rows
 for line in sys.stdin:
     print(json.dumps(_rows(json.loads(line))), flush=True)
 """

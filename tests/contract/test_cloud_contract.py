@@ -25,10 +25,18 @@ from typing import TypeAlias
 
 import pytest
 
-from groupwise.clouds.port import Backend, CloudError, Handle, NameTaken, NotHere, Outcome, Phase
-from groupwise.errors import UsageError
-from groupwise.hosts.failures import FailureClass
-from groupwise.hosts.spec import Limits
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import (
+    Backend,
+    CloudError,
+    Handle,
+    NameTaken,
+    NotHere,
+    Outcome,
+    Phase,
+)
+from groupwise.jobs.hosts.failures import FailureClass
+from groupwise.jobs.hosts.spec import Limits
 from tests import launch_backends
 from tests.launch_backends import SAVES, TIMEOUT_S, WAITS, BackendSpec, client, name, tree
 from tests.processes import is_gone
@@ -139,8 +147,8 @@ async def test_one_name_is_one_job_and_runs_once(spec: BackendSpec, client: Laun
 SUBMITS = """\
 import asyncio, json, sys
 from pathlib import Path
-from groupwise.clouds.port import Order
-from groupwise.hosts.files import BlobStore
+from groupwise.jobs.clouds.backend import Order
+from groupwise.jobs.hosts.files import BlobStore
 from tests.launch_backends import BackendSpec
 async def main(spec, order, store):
     await BackendSpec(**spec).reach().submit(Order.from_document(order), BlobStore(Path(store)))

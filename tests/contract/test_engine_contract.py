@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import GroupwiseError, UsageError
-from groupwise.rollouts.seeds import member_seed
+from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.types import Group
 from groupwise.server.engine.port import Engine, OpenRun, Plan, Sampled, SampleOrder, Sampling
-from groupwise.types import Group
+from groupwise.tasks.rollouts.seeds import member_seed
 
 LONGEST_PROMPT = 16
 MEMBERS = 3

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.hosts.local import LocalHost
-from groupwise.hosts.port import (
+from groupwise.jobs.hosts.local import LocalHost
+from groupwise.jobs.hosts.port import (
     Answer,
     Host,
     HostUnreachable,
@@ -27,7 +27,7 @@ from groupwise.hosts.port import (
     Request,
     RunnerRefused,
 )
-from groupwise.hosts.ssh import Address, SshHost
+from groupwise.jobs.hosts.ssh import Address, SshHost
 from tests import ssh_hosts
 
 pytestmark = pytest.mark.fleet

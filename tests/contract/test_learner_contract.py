@@ -23,7 +23,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.algorithms.registry import make
-from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams, Withheld
+from groupwise.core.types import GroupRequest, OptimiserParams, Row, SamplingParams, Withheld
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
 STEP = OptimiserParams(learning_rate=0.05, max_grad_norm=None)

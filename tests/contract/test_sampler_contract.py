@@ -23,8 +23,8 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.errors import PolicyMismatchError
-from groupwise.types import Completion, GroupRequest, SamplingParams, from_json, to_json
+from groupwise.core.errors import PolicyMismatchError
+from groupwise.core.types import Completion, GroupRequest, SamplingParams, from_json, to_json
 
 PROMPT = "sort these"
 pytestmark = pytest.mark.asyncio(loop_scope="module")

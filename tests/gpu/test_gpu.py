@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.learner import slopes
-from groupwise.models.machine import prepare_process
-from groupwise.ranks import ahead
-from groupwise.sampler.native.graph_engine import GraphEngine
-from groupwise.sampler.native.recording import cuda_graphs, plainly
-from groupwise.sampler.torch_sampler import TorchSampler
+from groupwise.engine.distributed import prefork
+from groupwise.engine.learner import gradient_flow
+from groupwise.engine.models.machine import prepare_process
+from groupwise.engine.sampler.native.graph_engine import GraphEngine
+from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
+from groupwise.engine.sampler.torch_sampler import TorchSampler
 from tests import device_checks
 from tests.device_checks import DeviceCase
-from tests.unit.learner.native import test_attention
+from tests.unit.engine.learner.native import test_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,7 +119,7 @@ def test_triton_kernels_give_what_torch_does(dtype):
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
 def test_small_steps_act_in_full(monkeypatch, tmp_path, rate):
-    monkeypatch.setattr(slopes, "TOKENS", 1 << 15)
+    monkeypatch.setattr(gradient_flow, "TOKENS", 1 << 15)
     device_checks.small_steps_act_in_full(DeviceCase(GPU, cuda_graphs, tmp_path, held), rate)
 
 
@@ -133,8 +133,8 @@ def test_the_sampler_takes_the_engine_for_gpus(enforce_eager):
 
 
 def test_a_zygote_that_is_asked_knows_of_it():
-    ahead.begin()
+    prefork.begin()
     try:
-        assert ahead.choose_device() == "cuda"
+        assert prefork.choose_device() == "cuda"
     finally:
-        ahead.give_up()
+        prefork.give_up()

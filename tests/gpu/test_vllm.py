@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise import build, machine_layout
-from groupwise.config import load_config
+from groupwise.core.types import GroupRequest, SamplingParams
 from groupwise.runs.store import Store
-from groupwise.types import GroupRequest, SamplingParams
+from groupwise.training import build, placement
+from groupwise.training.config import load_config
 
 URL = os.environ.get("GROUPWISE_VLLM_URL")
 MODEL = os.environ.get("GROUPWISE_VLLM_MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -47,7 +47,7 @@ def settings(runs: Path, **sections: Any) -> dict[str, Any]:
 async def test_it_draws_what_it_is_asked_for(tmp_path):
     """Loading probes it: this fails for other weights, an adapter that does not act, or raw log-probabilities."""
     config = load_config(settings(tmp_path)).config
-    layout = machine_layout.choose_layout(config, 128)
+    layout = placement.choose_layout(config, 128)
     parts = await build.start_training(config, layout, "live", tmp_path / "published")
     try:
         for version in range(2):

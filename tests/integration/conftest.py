@@ -27,16 +27,16 @@ def whole_toy(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     import torch
 
     import groupwise
-    from groupwise.runs import durable
+    from groupwise.core import atomic_files
     from tests.integration.toy_run import TOY, config, what_must_be_equal
 
     torch.set_num_threads(1)
     runs = tmp_path_factory.mktemp("whole-toy")
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         result = groupwise.rl(config(runs), TOY)
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     assert result.exit_code == 0
     return WholeRun(runs, result, points, what_must_be_equal(runs / "toy"))

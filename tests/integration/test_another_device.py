@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from groupwise.learner.forward import Targets, Wanted
-from groupwise.learner.native import beside, fused_attention
-from groupwise.learner.native.body import residual_stream
-from groupwise.learner.native.head import token_numbers
-from groupwise.learner.native.layout import FlatBatch, Texts, cut
-from groupwise.models.decoder import Decoder
-from groupwise.models.native.linear import Factors
-from groupwise.models.native.weights import NativeModel
-from groupwise.sampler import torch_sampler
-from groupwise.sampler.draw import draw_tokens
-from groupwise.sampler.native.graph_engine import GraphEngine
-from groupwise.sampler.native.recording import plainly
-from groupwise.sampler.restrict import truncated, without_early_stops
-from groupwise.sampler.slot_engine import SlotEngine
-from groupwise.sampler.weights import ServedModel
-from groupwise.types import Row, SamplingParams
+from groupwise.core.types import Row, SamplingParams
+from groupwise.engine.learner.forward import Targets, Wanted
+from groupwise.engine.learner.native import fused_attention, padded_attention
+from groupwise.engine.learner.native.body import residual_stream
+from groupwise.engine.learner.native.head import token_numbers
+from groupwise.engine.learner.native.layout import FlatBatch, Texts, cut
+from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.native.linear import Factors
+from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.sampler import torch_sampler
+from groupwise.engine.sampler.draw import draw_tokens
+from groupwise.engine.sampler.native.graph_engine import GraphEngine
+from groupwise.engine.sampler.native.recording import plainly
+from groupwise.engine.sampler.restrict import truncated, without_early_stops
+from groupwise.engine.sampler.slot_engine import SlotEngine
+from groupwise.engine.sampler.weights import ServedModel
 from tests.fake_device import DEVICE, FakeDevice
-from tests.unit.models.native.families import FAMILIES
+from tests.unit.engine.models.native.families import FAMILIES
 
 SOAK = pytest.mark.soak(suite="engine")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -73,7 +73,7 @@ def device(monkeypatch) -> FakeDevice:
     monkeypatch.setattr(fused_attention, "real_places", real_places)
     for lengths in ((3, 3), (5, 4, 2)):
         given = Texts(0, lengths), torch.device("cpu")
-        assert str(real_places(*given)) == str(beside.real_places(*given)), (
+        assert str(real_places(*given)) == str(padded_attention.real_places(*given)), (
             "the same by other means"
         )
     return FakeDevice()

@@ -19,11 +19,12 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import CallbackError
-from groupwise.loops import held_out
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import CallbackError
+from groupwise.runs import checkpoints
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
+from groupwise.training.loops import held_out
 from tests.integration import toy_task
 from tests.integration.toy_callbacks import HISTORY
 from tests.integration.toy_run import STEPS, TOY, config, die, in_child, what_must_be_equal
@@ -143,7 +144,7 @@ def crash_at(point: str, given: dict[str, Any]) -> int:
             die()
 
     def run() -> None:
-        durable.on_write = count_down
+        atomic_files.on_write = count_down
         groupwise.rl(given, TOY)
 
     return in_child(run)

@@ -22,9 +22,10 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.rollouts.seeds import member_seed
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.runs import checkpoints
 from groupwise.runs.store import Store
+from groupwise.tasks.rollouts.seeds import member_seed
 from tests.integration.toy_run import TOY, config, crash_at, go_on, what_must_be_equal
 from tests.rotation import turn
 
@@ -39,11 +40,11 @@ def undisturbed(runs: Path, way: str) -> tuple[Path, list[str]]:
     """Its folder, and its durable writes in order."""
     torch.set_num_threads(1)
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         assert groupwise.rl(config(runs, **WAYS[way]), TOY).exit_code == 0
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     return runs / "toy", points
 
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.loops import drawing
+from groupwise.core.types import Group
 from groupwise.runs.store import Store
-from groupwise.types import Group
+from groupwise.training.loops import drawing
 from tests.integration.toy_run import config, what_must_be_equal
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.models.config import ModelConfig
-from groupwise.models.tokenizer import load_tokenizer
-from groupwise.models.tokens import rendered
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.tokenizer import load_tokenizer
+from groupwise.engine.models.tokens import rendered
 from groupwise.runs.records import RolloutFilter
 from groupwise.runs.store import Store
 from groupwise.tasks.environment import Step
@@ -81,7 +81,7 @@ def test_a_dry_run_shows_the_prompt_that_the_run_records(tmp_path: Path, environ
 
 
 def test_a_dry_run_refuses_an_environment_that_cannot_begin(tmp_path: Path):
-    with pytest.raises(groupwise.errors.TaskError, match=r"(?s)of row 0: .*KeyError"):
+    with pytest.raises(groupwise.core.errors.TaskError, match=r"(?s)of row 0: .*KeyError"):
         groupwise.rl(settings(tmp_path), task(Broken), dry_run=True)
 
 

@@ -18,8 +18,8 @@ import torch
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.evaluation import evaluate as evaluation
 from groupwise.runs.store import Store
+from groupwise.training.evaluation import evaluate as evaluation
 from tests.integration.toy_run import TOY, config
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.cli.main import main
 from groupwise.cli.train_grpo import main as train_grpo
-from groupwise.launch.kinds import EVAL, GRPO, SFT
+from groupwise.jobs.launch.kinds import EVAL, GRPO, SFT
 from tests.integration.fleet import tiny_grpo
 
 PROGRAMS = {"groupwise": main, "groupwise-train-grpo": train_grpo}

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 import groupwise
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.ranks.hosted import Hosted
-from groupwise.ranks.learner import RankLearner
-from groupwise.ranks.line import Line
+from groupwise.engine.distributed.learner import RankLearner
+from groupwise.engine.distributed.messages import Line
+from groupwise.engine.distributed.worker_state import Hosted
+from groupwise.engine.learner.torch_learner import TorchLearner
 from tests.forked_zygote import fork_peers
 from tests.integration.test_learners import (
     ALL_WEIGHTS,

@@ -9,8 +9,9 @@ import torch
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.errors import CheckpointError, StoreError
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import CheckpointError, StoreError
+from groupwise.runs import checkpoints
 from tests.disks import fill, small_disk
 from tests.integration.toy_run import TOY, config, what_must_be_equal
 
@@ -47,7 +48,7 @@ def test_the_checkpoint_stands_and_the_run_goes_on(
 
         settings = config(disk / "runs")
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "on_write", full)
+            patch.setattr(atomic_files, "on_write", full)
             with pytest.raises(
                 (CheckpointError, StoreError), match=rf"cannot .*{told}.* (full|No space left)"
             ):

@@ -25,15 +25,15 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 import groupwise
+from groupwise.api.openai_client import waiting
 from groupwise.cli.main import main
-from groupwise.endpoints import waiting
-from groupwise.errors import (
+from groupwise.core.errors import (
     ResumeMismatchError,
     RunInUseError,
     UsageError,
 )
-from groupwise.generation.journal import Answers
 from groupwise.runs.lock import RunLock
+from groupwise.training.generation.journal import Answers
 from tests.fake_hub import Hub, serve_hub, use_hub
 from tests.fake_openai_server import Service, Writer, scripted, serve, tiny
 from tests.integration.toy_run import begun_in_child

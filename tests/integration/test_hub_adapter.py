@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import constants
 
 import groupwise
-from groupwise.errors import ResumeMismatchError
-from groupwise.models import adapters
+from groupwise.core.errors import ResumeMismatchError
+from groupwise.engine.models import adapters
 from groupwise.runs.folder import read_config
 from tests.integration.toy_run import TOY, config
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import groupwise
-from groupwise import build
-from groupwise.checks import doctor_cost
-from groupwise.checks import init as module
-from groupwise.checks.init import init
 from groupwise.cli.main import main
-from groupwise.config import load_config, resolved
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
 from groupwise.runs.store import Store
-from groupwise.sft_config import load_sft_config
+from groupwise.training import build
+from groupwise.training.checks import doctor_cost
+from groupwise.training.checks import init as module
+from groupwise.training.checks.init import init
+from groupwise.training.config import load_config, resolved
+from groupwise.training.sft_config import load_sft_config
 from tests.integration.toy_run import TOY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.cli.main import main
-from groupwise.errors import RunNotFoundError
+from groupwise.core.errors import RunNotFoundError
 from groupwise.runs.find import newest_unfinished
 from tests.integration.toy_run import TOY, config, what_must_be_equal
 

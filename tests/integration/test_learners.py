@@ -22,10 +22,10 @@ import pytest
 from safetensors.torch import load_file
 
 import groupwise
-from groupwise import build
-from groupwise.errors import WorkerLostError
-from groupwise.loops import rl as loop
-from groupwise.ranks.learner import RankLearner
+from groupwise.core.errors import WorkerLostError
+from groupwise.engine.distributed.learner import RankLearner
+from groupwise.training import build
+from groupwise.training.loops import rl as loop
 from tests.forked_zygote import fork_peers
 from tests.integration.test_ranks import SFT, below, killed_after_a_checkpoint, metrics, supervised
 from tests.integration.toy_run import (

@@ -22,8 +22,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupwise.evaluation.suites import SuitesAsked, evaluate_suites
-from groupwise.suites.lighteval import PROGRAM
+from groupwise.training.evaluation.suite_evaluation import SuitesAsked, evaluate_suites
+from groupwise.training.suites.lighteval import PROGRAM
 from tests.fake_openai_server import Service, listening, scripted, serve
 
 COMMIT = "a" * 40

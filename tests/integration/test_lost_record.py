@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.errors import StoreError
-from groupwise.review.replay import replay
+from groupwise.core.errors import StoreError
+from groupwise.training.review.replay import replay
 from tests.integration.toy_run import TOY, config, what_must_be_equal
 
 SFT = str(Path(__file__).with_name("sft_task.py"))

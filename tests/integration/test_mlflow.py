@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 from groupwise.runs.store import Store
 from tests.integration.toy_run import STEPS, TOY, config, die, go_on, in_child
 
@@ -88,7 +88,7 @@ def test_a_killed_run_is_whole_in_one_of_mlflow_once_it_went_on(environment, tmp
     left = iter(range(3))
 
     def run() -> None:
-        durable.on_write = lambda at: (
+        atomic_files.on_write = lambda at: (
             die() if at == "commit:step:after" and next(left, None) is None else None
         )
         groupwise.rl(given, TOY)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import NonFiniteError
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.loops import training
+from groupwise.core.errors import NonFiniteError
+from groupwise.core.types import Row, from_json
+from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.runs.checkpoints import newest
 from groupwise.runs.store import Store
-from groupwise.types import Row, from_json
+from groupwise.training.loops import training
 from tests.integration.toy_run import STEPS, TOY, config
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.learner import slopes
-from groupwise.learner.native import attention
-from groupwise.learner.native.fused_attention import fused_attention
-from groupwise.models.native.weights import NativeModel
-from groupwise.sampler.native.graph_engine import KEYS
+from groupwise.engine.learner import gradient_flow
+from groupwise.engine.learner.native import attention
+from groupwise.engine.learner.native.fused_attention import fused_attention
+from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.sampler.native.graph_engine import KEYS
 from tests import device_checks
 from tests.device_checks import DeviceCase
 from tests.fake_cuda_graph import FakeCudaGraph
@@ -27,7 +27,7 @@ HALF, WHOLE = torch.bfloat16, torch.float32
 @pytest.fixture
 def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceCase:
     """Torch alone computes: no kernels of our own, and no weights in another order."""
-    monkeypatch.setattr("groupwise.models.native.compiled.suits", lambda tensor: False)
+    monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
     monkeypatch.setattr(attention, "piece_attention", fused_attention)
     monkeypatch.setattr(NativeModel, "pack", lambda self: None)
     gc.collect()
@@ -107,5 +107,5 @@ def test_sampler_and_learner_agree(case):
 @SOAK
 @pytest.mark.parametrize(("rate", "tokens", "within"), [(1e-6, 8192, 0.5), (1e-4, 2048, 0.1)])
 def test_small_steps_act_in_full(case, monkeypatch, rate, tokens, within):
-    monkeypatch.setattr(slopes, "TOKENS", tokens)
+    monkeypatch.setattr(gradient_flow, "TOKENS", tokens)
     device_checks.small_steps_act_in_full(case, rate, within)

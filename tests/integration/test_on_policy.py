@@ -17,9 +17,9 @@ import torch
 
 import groupwise
 from groupwise.algorithms.registry import ALGORITHMS
-from groupwise.errors import PolicyMismatchError
+from groupwise.core.errors import PolicyMismatchError
+from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.runs.store import Store
-from groupwise.sampler.torch_sampler import TorchSampler
 from tests.integration.toy_run import STEPS, TOY, config, ratios_of
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.callbacks.base import Callback
-from groupwise.errors import UsageError
-from groupwise.sampler.vllm.own import gpus_beside
+from groupwise.core.errors import UsageError
+from groupwise.engine.sampler.vllm.own import gpus_beside
+from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import VllmServer
 from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
@@ -81,7 +81,7 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
 def test_one_that_cannot_begin_says_why(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("groupwise.sampler.vllm.own.LOOKS_EVERY", 0.05)
+    monkeypatch.setattr("groupwise.engine.sampler.vllm.own.LOOKS_EVERY", 0.05)
     python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 1\n")
     with pytest.raises(UsageError, match=r"ended\..*\n.*module named vllm"):
         groupwise.rl(settings(tmp_path, python), TOY)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import groupwise
-from groupwise.errors import RunNotFoundError
-from groupwise.evaluation import policies
-from groupwise.evaluation.policies import find_policy
+from groupwise.core.errors import RunNotFoundError
+from groupwise.training.evaluation import policies
+from groupwise.training.evaluation.policies import find_policy
 from tests.integration.toy_run import TOY, config
 
 

@@ -21,8 +21,8 @@ from starlette.responses import Response
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.errors import UsageError
-from groupwise.models import hub_queue
+from groupwise.core.errors import UsageError
+from groupwise.engine.models import hub_queue
 from tests.fake_hub import Hub, serve_hub, use_hub
 from tests.integration.toy_run import TOY, config, go_on, in_child, what_must_be_equal
 

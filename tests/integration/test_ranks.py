@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise import build
 from groupwise.cli.main import main
-from groupwise.errors import RunError
-from groupwise.loops import rl as loop
-from groupwise.ranks.tree import Ranks
-from groupwise.review.replay import replay
+from groupwise.core.errors import RunError
+from groupwise.engine.distributed.forked_workers import Ranks
 from groupwise.runs.store import Store
+from groupwise.training import build
+from groupwise.training.loops import rl as loop
+from groupwise.training.review.replay import replay
 from tests.forked_zygote import fork_zygotes
 from tests.integration.toy_run import (
     STEPS,

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import ResumeMismatchError, RunNotFoundError, UsageError
-from groupwise.review import replay as module
-from groupwise.review.replay import Replay, replay
+from groupwise.core.errors import ResumeMismatchError, RunNotFoundError, UsageError
 from groupwise.runs import checkpoints
 from groupwise.runs.encoding import pack_floats, unpack_floats
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
+from groupwise.training.review import replay as module
+from groupwise.training.review.replay import Replay, replay
 from tests.integration.toy_run import TOY, config
 
 

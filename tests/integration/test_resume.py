@@ -19,14 +19,15 @@ from types import SimpleNamespace
 import pytest
 
 import groupwise
-from groupwise.errors import NothingScoredError, RunInUseError
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.loops import held_out, schedules
-from groupwise.loops import rl as loop
-from groupwise.loops import rl_start as start_module
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import NothingScoredError, RunInUseError
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.runs import checkpoints
 from groupwise.runs.store import Store
-from groupwise.sampler.torch_sampler import TorchSampler
+from groupwise.training.loops import held_out, schedules
+from groupwise.training.loops import rl as loop
+from groupwise.training.loops import rl_start as start_module
 from tests.integration import toy_task
 from tests.integration.toy_run import (
     STEPS,
@@ -178,11 +179,11 @@ def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
         return made
 
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         groupwise.rl(settings("whole"), task)
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     steps = [number for number, point in enumerate(points) if point == "commit:step:after"]
     assert crash_at(steps[3], lambda: groupwise.rl(settings("crashed"), task)) == 17
     go_on(settings("crashed"), task)
@@ -331,11 +332,11 @@ def test_a_run_that_starts_from_another_one_survives_crashes(whole_toy, tmp_path
         groupwise.rl(settings, TOY, init_from=str(whole_toy.runs / "toy"))
 
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         begin(config(tmp_path / "whole", max_steps=2))
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     whole = what_must_be_equal(tmp_path / "whole" / "toy")
     failed: list[str] = []
     for number in range(turn() % every, len(points), every):

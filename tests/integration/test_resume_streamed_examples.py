@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import ResumeMismatchError
+from groupwise.core.errors import ResumeMismatchError
 from groupwise.runs.store import Store
 from tests.integration import toy_task
 from tests.integration.toy_run import config

@@ -21,15 +21,15 @@ from pathlib import Path
 import pytest
 
 import groupwise
-from groupwise import build
-from groupwise.errors import PolicyMismatchError, RunError
-from groupwise.ranks.hosted import Hosted
-from groupwise.ranks.learner import RankLearner
-from groupwise.ranks.line import Cancel
-from groupwise.ranks.sampler import RankSampler
-from groupwise.ranks.samplers import MOST_ENDS, Samplers
-from groupwise.review.replay import replay
-from groupwise.sampler.torch_sampler import TorchSampler
+from groupwise.core.errors import PolicyMismatchError, RunError
+from groupwise.engine.distributed.learner import RankLearner
+from groupwise.engine.distributed.messages import Cancel
+from groupwise.engine.distributed.sampler import RankSampler
+from groupwise.engine.distributed.sampler_workers import MOST_ENDS, Samplers
+from groupwise.engine.distributed.worker_state import Hosted
+from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.training import build
+from groupwise.training.review.replay import replay
 from tests.forked_zygote import fork_peers
 from tests.integration.test_learners import (
     NAMES,

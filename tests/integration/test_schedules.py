@@ -19,12 +19,12 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.loops import drawing
-from groupwise.loops import rl as loop
-from groupwise.loops.run import Drawn
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
+from groupwise.training.loops import drawing
+from groupwise.training.loops import rl as loop
+from groupwise.training.loops.run import Drawn
 from tests.integration.toy_run import STEPS, TOY, config, crash_at, go_on, what_must_be_equal
 from tests.rotation import turn
 
@@ -114,11 +114,11 @@ def lagged(request, tmp_path_factory):
     runs = tmp_path_factory.mktemp(f"lag{request.param}")
     torch.set_num_threads(1)
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         folder = trained(runs, lag=request.param)
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     return request.param, what_must_be_equal(folder), points
 
 

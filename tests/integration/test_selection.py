@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.errors import ConfigError, TaskError
-from groupwise.runs import durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import ConfigError, TaskError
+from groupwise.core.types import Group, Rollout, Segment
 from groupwise.runs.store import Store
-from groupwise.types import Group, Rollout, Segment
 from tests.integration.toy_run import TOY, config, crash_at, go_on
 from tests.rotation import rotating_params
 
@@ -109,11 +109,11 @@ def test_the_free_schedule_loses_and_repeats_nothing(tmp_path, part):
         "data": {"easy_pool": EASY, "replay": {**REPLAY, "mode": "completions"}},
     }
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         groupwise.rl({**settings, "run": {**settings["run"], "name": "whole"}}, TOY)
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     assert crash_at(part * len(points) // 5, lambda: groupwise.rl(settings, TOY)) == 17
     go_on(settings)
     steps = recorded(tmp_path)

@@ -18,18 +18,19 @@ import torch
 from safetensors.torch import load_file
 
 import groupwise
-from groupwise.errors import (
+from groupwise.core import atomic_files
+from groupwise.core.errors import (
     ConfigError,
     ModelError,
     ResumeMismatchError,
     TaskError,
 )
-from groupwise.evaluation.policies import find_policy
-from groupwise.learner.torch_learner import TorchLearner
-from groupwise.loops import sft as loop
-from groupwise.review.export import export
-from groupwise.runs import checkpoints, durable
+from groupwise.engine.learner.torch_learner import TorchLearner
+from groupwise.runs import checkpoints
 from groupwise.runs.store import Store
+from groupwise.training.evaluation.policies import find_policy
+from groupwise.training.loops import sft as loop
+from groupwise.training.review.export import export
 from tests.integration import sft_task, toy_run
 from tests.integration.toy_run import TOY, what_must_be_equal
 from tests.integration.toy_run import config as rl_config
@@ -191,11 +192,11 @@ def test_a_crash_at_durable_writes(tmp_path, every):
 def writes_that_crash(folder: Path, every: int) -> list[str]:
     """Crash points that lead elsewhere than the run that was not disturbed."""
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         groupwise.sft(short(folder / "whole"), TASK)
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     whole = what_must_be_equal(folder / "whole" / "sft")
     assert {name.split(":")[0] for name in points} == {"file", "folder", "remove", "commit"}
     failed: list[str] = []

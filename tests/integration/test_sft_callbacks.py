@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 from groupwise.runs.store import Store
 from tests.integration.test_sft import STEPS, TASK, config
 from tests.integration.toy_callbacks import HISTORY
@@ -37,11 +37,11 @@ def observed(tmp_path_factory):
     runs = tmp_path_factory.mktemp("observed")
     torch.set_num_threads(1)
     points: list[str] = []
-    durable.on_write = points.append
+    atomic_files.on_write = points.append
     try:
         groupwise.sft(settings(runs, f"{FILE}:History", "loss_logging"), TASK)
     finally:
-        durable.on_write = lambda name: None
+        atomic_files.on_write = lambda name: None
     return runs / "sft", points
 
 

@@ -17,7 +17,7 @@ import torch
 from pyarrow import parquet
 
 import groupwise
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 from groupwise.runs.store import Store
 from tests.integration.toy_run import STEPS, TOY, config, die, go_on, in_child, what_must_be_equal
 
@@ -76,7 +76,9 @@ def test_files_of_the_folder_show_the_record_whatever_killed_the_run(unobserved,
         left = iter(range(int(count) - 1))
 
         def run() -> None:
-            durable.on_write = lambda at: die() if at == name and next(left, None) is None else None
+            atomic_files.on_write = lambda at: (
+                die() if at == name and next(left, None) is None else None
+            )
             groupwise.rl(given, TOY)
 
         assert in_child(run) == 17
@@ -106,7 +108,7 @@ def assert_jsonl_is_the_record(folder: Path) -> None:
         curves = store.metrics()
     for name, curve in curves.items():
         shown = [(line["step"] - 1, line[name]) for line in lines if name in line]
-        assert shown == [(step, durable.without_nan(value)) for step, value in curve], name
+        assert shown == [(step, atomic_files.without_nan(value)) for step, value in curve], name
     assert [line["step"] for line in lines if "eval/reward" in line] == EVALUATED
     assert [row["step"] for row in rollouts] == [
         step for step in range(1, STEPS + 1) for _ in range(8)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError, UsageError
-from groupwise.loops import recording
-from groupwise.loops import rl as loop
+from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoundError, UsageError
 from groupwise.runs.folder import RunFolder, read_config
 from groupwise.runs.store import Store
+from groupwise.training.loops import recording
+from groupwise.training.loops import rl as loop
 from tests.integration.toy_run import STEPS, TOY, config, what_must_be_equal
 
 

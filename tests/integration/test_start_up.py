@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import groupwise
-from groupwise import build
-from groupwise.models.tiny import write_tiny_model
+from groupwise.engine.models.tiny import write_tiny_model
+from groupwise.training import build
 from tests.integration.toy_run import TOY, config
 
 BY_ARITHMETIC = ("torch", "peft", "datasets", "accelerate", "transformers.configuration_utils")
-BY_ARITHMETIC += ("mpmath", "groupwise.tunix.environment")
+BY_ARITHMETIC += ("mpmath", "groupwise.engine.backends.tunix.environment")
 SFT = str(Path(__file__).with_name("sft_task.py"))
 HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
 OF_RANKS = (
@@ -49,9 +49,9 @@ def test_a_dry_run_begins_none(tmp_path, monkeypatch):
 
 
 def test_nothing_heavy_is_imported_until_then_nor_to_validate_a_config():
-    modules = "groupwise.loops.rl_start, groupwise.loops.sft_start, groupwise.evaluation.evaluate"
+    modules = "groupwise.training.loops.rl_start, groupwise.training.loops.sft_start, groupwise.training.evaluation.evaluate"
     code = (
-        f"import sys, {modules}; from groupwise.config import load_config\n"
+        f"import sys, {modules}; from groupwise.training.config import load_config\n"
         "load_config({'model': {'name': 'x'}})\n"
         f"print([m for m in {HEAVY!r} if m in sys.modules])"
     )
@@ -74,7 +74,7 @@ for words in {given!r}:
         main()
     except SystemExit as ended:
         assert not ended.code, words
-    heavy = {BY_ARITHMETIC!r} + ("groupwise.callbacks.base",) * (words[0] == "check")
+    heavy = {BY_ARITHMETIC!r} + ("groupwise.training.callbacks.base",) * (words[0] == "check")
     print("heavy", [m for m in heavy if m in sys.modules], gc.get_threshold()[0])
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 from groupwise.runs.store import Store
 from tests.integration.toy_run import TOY, config, die, go_on, in_child, what_must_be_equal
 
@@ -39,7 +39,7 @@ def test_what_it_kept_is_part_of_the_checkpoints(tmp_path):
     left = iter(range(3))
 
     def run() -> None:
-        durable.on_write = lambda at: (
+        atomic_files.on_write = lambda at: (
             die() if at == "commit:step:before" and next(left, None) is None else None
         )
         groupwise.rl(settings(crashed, by_callback=True), TOY)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.config import load_config, view
-from groupwise.rewards.scoring import ScoreRequest
-from groupwise.rewards.text import as_completion
+from groupwise.core.reward_call.request import ScoreRequest
+from groupwise.core.reward_call.text import as_completion
 from groupwise.runs.store import Store
 from groupwise.tasks.contract import load_task
+from groupwise.training.config import load_config, view
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "tasks_of_others"
 TALK = [

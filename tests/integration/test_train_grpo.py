@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import groupwise
 from groupwise.cli.main import main as groupwise_main
 from groupwise.cli.train_grpo import main
-from groupwise.launch.train_grpo import Flags, config_of, put_whole_model
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.jobs.launch.train_grpo import Flags, config_of, put_whole_model
+from groupwise.runs import checkpoints
 from tests.integration.fleet import tiny_grpo
 from tests.integration.toy_run import die, in_child, what_must_be_equal
 
@@ -112,7 +113,9 @@ def test_half_a_model_is_never_taken_for_a_whole_one(whole: Path, work: Path) ->
     shutil.copytree(whole / "outputs", work / "outputs")
 
     def put() -> None:
-        durable.on_write = lambda name: die() if name == "file:model.safetensors:after" else None
+        atomic_files.on_write = lambda name: (
+            die() if name == "file:model.safetensors:after" else None
+        )
         put_whole_model(work / "outputs/grpo", work / "outputs")
 
     assert in_child(put) == 17
@@ -143,7 +146,7 @@ def test_it_is_an_ordinary_run(whole: Path, work: Path) -> None:
 
 def killed_after(step: int, words: list[str], command: Any = main) -> None:
     def work() -> None:
-        durable.on_write = lambda name: die() if name == f"folder:step-{step}:after" else None
+        atomic_files.on_write = lambda name: die() if name == f"folder:step-{step}:after" else None
         command(words)
 
     assert in_child(work) == 17

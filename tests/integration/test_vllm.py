@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.config import load_config
-from groupwise.errors import ConfigError, PolicyMismatchError, UsageError
-from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.core.errors import ConfigError, PolicyMismatchError, UsageError
+from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.runs.store import Store
+from groupwise.training.config import load_config
 from tests.fake_vllm_server import VllmServer, refusal
 from tests.forked_zygote import fork_peers
 from tests.integration.toy_run import STEPS, TOY, config

@@ -10,12 +10,12 @@ import pytest
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.config import load_config
-from groupwise.errors import ConfigError, UsageError
-from groupwise.loops import sft as loop
-from groupwise.ranks.config import ScaleConfig
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.engine.distributed.config import ScaleConfig
 from groupwise.runs.store import Store
-from groupwise.sft_config import config_of_warm_up, holds
+from groupwise.training.config import load_config
+from groupwise.training.loops import sft as loop
+from groupwise.training.sft_config import config_of_warm_up, holds
 from tests.integration import toy_run
 
 TASK = "from tests.integration.sft_task import *\nfrom tests.integration.toy_task import *\n"

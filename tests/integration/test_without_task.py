@@ -98,7 +98,7 @@ def test_one_run_trains_on_three_tasks_and_records_each_part_by_task() -> None:
 def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    source = "from groupwise.tasks.sort_words import *\n"
+    source = "from groupwise.tasks.builtin.sort_words import *\n"
     Path("sorting.py").write_text(source)
     task = {"task": "sorting.py", "config": {"train_size": 4, "eval_size": 4}}
     given = config(dataset_mixture=[{"source": "one.jsonl", "label": "one"}, task])

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import groupwise
-from groupwise.errors import RunNotFoundError
-from groupwise.runs import durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunNotFoundError
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
 
@@ -101,7 +101,7 @@ def crash_at(number: int, work: Callable[[], object]) -> int:
             die()
 
     def counted() -> None:
-        durable.on_write = count
+        atomic_files.on_write = count
         work()
 
     return in_child(counted)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.clouds.modal.backend import ModalBackend
-from groupwise.clouds.modal.live import LiveModal
-from groupwise.clouds.modal.runner import ModalRunner
-from groupwise.clouds.port import Order, Outcome
-from groupwise.hosts.files import BlobStore
-from groupwise.hosts.spec import JobSpec, Limits
+from groupwise.jobs.clouds.backend import Order, Outcome
+from groupwise.jobs.clouds.modal.backend import ModalBackend
+from groupwise.jobs.clouds.modal.live import LiveModal
+from groupwise.jobs.clouds.modal.runner import ModalRunner
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.spec import JobSpec, Limits
 
 ASKED = "GROUPWISE_LIVE_MODAL"
 pytestmark = [

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, model_validator
 
-from groupwise.config import RunConfig, load_config, with_task_schema
-from groupwise.errors import ConfigError
-from groupwise.settings.schema import EACH_VALUE_ALONE, Strict, leaves
-from groupwise.settings.tree import parse_yaml
-from groupwise.sft_config import SftConfig
+from groupwise.core.errors import ConfigError
+from groupwise.core.settings.schema import EACH_VALUE_ALONE, Strict, leaves
+from groupwise.core.settings.tree import parse_yaml
+from groupwise.training.config import RunConfig, load_config, with_task_schema
+from groupwise.training.sft_config import SftConfig
 from tests.rotation import turn
 
 KEY_OF_ANOTHER_ALGORITHM = "algorithm.scale_rewards=group"

@@ -28,10 +28,10 @@ import httpx2
 import pytest
 from ruamel.yaml import YAML
 
-from groupwise.errors import UsageError
+from groupwise.api.schemas.keys import Role, new_key
+from groupwise.api.schemas.training import MAX_WAIT
+from groupwise.core.errors import UsageError
 from groupwise.server.settings import ENVIRONMENT, ServerConfig, read_settings
-from groupwise.wire.keys import Role, new_key
-from groupwise.wire.training import MAX_WAIT
 from tests.processes import TIMEOUT_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

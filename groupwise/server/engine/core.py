@@ -1,7 +1,7 @@
 """The real engine: a model with its sampler and learner, and one run that takes the steps it is given.
 
-It is opened once, hosts that run until its process ends, and owns no maths: a step is `groupwise.loops.rl.take_step`, completions come
-from the same `sample_group` as in `groupwise rl`, with seeds that follow from the draw. What it leaves on the disk is an ordinary run
+It is opened once, hosts that run until its process ends, and owns no maths: a step is `groupwise.training.loops.rl.take_step`, completions
+come from the same `sample_group` as in `groupwise rl`, with seeds that follow from the draw. What it leaves on the disk is an ordinary run
 folder. What clients did is not its business: whoever drives it has that on disk, and asks again for what came after the last checkpoint.
 """
 
@@ -21,38 +21,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from groupwise import build, machine_layout, task_parts
-from groupwise.awaiting import Interruption
-from groupwise.config import LoadedConfig, RunConfig, load_config
-from groupwise.data.messages import Unusable, messages_of
-from groupwise.data.signals import Signals
-from groupwise.errors import ConfigError, TaskError, UsageError
-from groupwise.loops.drawing import check_served
-from groupwise.loops.metrics import Timings
-from groupwise.loops.outcome import end, first_and_last, summarise, write_curve
-from groupwise.loops.prepare import Prepared, check_start
-from groupwise.loops.resume import (
-    ResumePoint,
-    check_resume,
-    find_resume_point,
-    keep_start,
-    open_folder,
-    start_to_keep,
-    take_back,
-    with_start_of,
-)
-from groupwise.loops.rl import publish, take_step
-from groupwise.loops.run import Drawn
-from groupwise.loops.training import save_checkpoint
-from groupwise.machine_layout import refuse_on_server
-from groupwise.models.card import packages_used
-from groupwise.models.identity import identity
-from groupwise.models.tokens import completion_text, prompt_ids, rendered
-from groupwise.ranks import ahead
-from groupwise.rollouts.dialogue import first_ids
-from groupwise.rollouts.seeds import member_seed
-from groupwise.rollouts.single import sample_group
-from groupwise.runs import checkpoints, durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import ConfigError, TaskError, UsageError
+from groupwise.core.interruption import Interruption
+from groupwise.core.types import Example, Policy, Prompt, SamplingParams
+from groupwise.engine.distributed import prefork
+from groupwise.engine.models.card import packages_used
+from groupwise.engine.models.identity import identity
+from groupwise.engine.models.tokens import completion_text, prompt_ids, rendered
+from groupwise.runs import checkpoints
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
@@ -71,10 +48,34 @@ from groupwise.server.engine.port import (
     StepDone,
     WrongOrder,
 )
+from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
-from groupwise.server.scored import PART
 from groupwise.tasks.contract import Task
-from groupwise.types import Example, Policy, Prompt, SamplingParams
+from groupwise.tasks.data.messages import Unusable, messages_of
+from groupwise.tasks.data.reward_hacking import Signals
+from groupwise.tasks.rollouts.dialogue import first_ids
+from groupwise.tasks.rollouts.seeds import member_seed
+from groupwise.tasks.rollouts.single import sample_group
+from groupwise.training import build, placement, rollout_builder
+from groupwise.training.config import LoadedConfig, RunConfig, load_config
+from groupwise.training.loops.drawing import check_served
+from groupwise.training.loops.metrics import Timings
+from groupwise.training.loops.outcome import end, first_and_last, summarise, write_curve
+from groupwise.training.loops.prepare import Prepared, check_start
+from groupwise.training.loops.resume import (
+    ResumePoint,
+    check_resume,
+    find_resume_point,
+    keep_start,
+    open_folder,
+    start_to_keep,
+    take_back,
+    with_start_of,
+)
+from groupwise.training.loops.rl import publish, take_step
+from groupwise.training.loops.run import Drawn
+from groupwise.training.loops.training import save_checkpoint
+from groupwise.training.placement import refuse_on_server
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class EngineCore:
         loaded = load_config(dict(order.config))
         refuse_on_server(loaded.config)
         build.expect_ranks(loaded.config)
-        self._scope.callback(ahead.give_up)
+        self._scope.callback(prefork.give_up)
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None
         manifests, self._undone = _committed(point)
         if point is not None:
@@ -223,7 +224,7 @@ class EngineCore:
         """A new run that could not begin leaves nothing; any other one can be gone on with."""
         folder.close()
         if new and self._opened is None:
-            durable.remove_folder(folder.path)
+            atomic_files.remove_folder(folder.path)
 
     @property
     def _current(self) -> _Open:
@@ -474,10 +475,10 @@ def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     """Everything that can be wrong with a config is found here, before the model is loaded."""
     config = loaded.config
     check_start(loaded)
-    tokenizer = ahead.load_tokenizer(config.model)
+    tokenizer = prefork.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
     _check_algorithm(config)
-    room = ahead.prompt_room(config.model, task_parts.longest_completion(config))
+    room = prefork.prompt_room(config.model, rollout_builder.longest_completion(config))
     if longest_prompt > room:
         raise ConfigError(
             f"max_prompt_length is {longest_prompt}, but beside a completion of {config.sampler.max_completion_length} tokens "
@@ -489,7 +490,7 @@ def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
         task=Task(object(), CLIENTS, None, None),
         tokenizer=tokenizer,
         max_steps=config.training.max_steps,
-        layout=machine_layout.choose_layout(config, longest_prompt),
+        layout=placement.choose_layout(config, longest_prompt),
         facts={"task": CLIENTS, "task_file": "", "base": identity(config.model)},
     )
 
@@ -497,7 +498,7 @@ def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
 def _check_algorithm(config: RunConfig) -> None:
     algorithm = build.build_algorithm(config)
     try:
-        algorithm.check(task_parts.longest_written(config), (PART,))
+        algorithm.check(rollout_builder.longest_written(config), (PART,))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if algorithm.resample_rounds:

@@ -18,19 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise import build, machine_layout
-from groupwise.config import load_config
-from groupwise.errors import UsageError
-from groupwise.machine_layout import Layout
-from groupwise.models.bundled import BUNDLED
-from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.models.tokenizer import resolve
-from groupwise.ranks import ahead
-from groupwise.ranks.beside import ModelParts, Models, NewModel
-from groupwise.runs import durable
-from groupwise.server.engine.port import OpenModels
-from groupwise.server.pulse import Pulse
-from groupwise.server.verbs.port import (
+from groupwise.core import atomic_files
+from groupwise.core.condition import Pulse
+from groupwise.core.errors import UsageError
+from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Policy, Row, UpdateResult
+from groupwise.engine.distributed import prefork
+from groupwise.engine.distributed.multi_adapter import ModelParts, Models, NewModel
+from groupwise.engine.models.bundled import BUNDLED
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.tokenizer import resolve
+from groupwise.server.engine.adapter_port import (
     Base,
     Computed,
     ModelSpec,
@@ -38,8 +35,11 @@ from groupwise.server.verbs.port import (
     VerbSample,
     VerbSampled,
 )
-from groupwise.server.verbs.stored import Saved, SavedFolders
-from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Policy, Row, UpdateResult
+from groupwise.server.engine.port import OpenModels
+from groupwise.server.engine.saved_adapters import Saved, SavedFolders
+from groupwise.training import build, placement
+from groupwise.training.config import load_config
+from groupwise.training.placement import Layout
 
 SAMPLERS = 4
 """Sets of weights that are served at once; each costs the memory of two adapters. Others wait until one is free."""
@@ -148,9 +148,9 @@ class EngineModels:
             }
         ).config
         build.expect_ranks(config)
-        self._scope.callback(ahead.give_up)
-        longest = min(order.longest, ahead.prompt_room(config.model, 0))
-        layout = machine_layout.choose_layout(config, longest - 1)
+        self._scope.callback(prefork.give_up)
+        longest = min(order.longest, prefork.prompt_room(config.model, 0))
+        layout = placement.choose_layout(config, longest - 1)
         parts = await build.start_base(config, layout)
         self._scope.callback(parts.close)
         models = build.models_over(parts, order.most + SAMPLERS)
@@ -278,7 +278,7 @@ class EngineModels:
             return
         learner, folders = self._model(model).parts.learner, self._here.folders
         place = folders.automatic(model, call)
-        durable.make_folder(place, lambda folder: learner.save(str(folder)), replace=True)
+        atomic_files.make_folder(place, lambda folder: learner.save(str(folder)), replace=True)
         folders.forget_automatic(model, before=call)
 
     def _write(self, stored: Stored, call: int, write: Callable[[Path], Any]) -> None:
@@ -289,7 +289,7 @@ class EngineModels:
             write(folder)
             folders.describe(folder, saved)
 
-        durable.make_folder(folders.place(stored), fill, replace=True)
+        atomic_files.make_folder(folders.place(stored), fill, replace=True)
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ def _open(
     stop_token_ids: tuple[int, ...],
     room: int,
 ) -> _Open:
-    longest_row = ahead.prompt_room(config, 0)
+    longest_row = prefork.prompt_room(config, 0)
     location = resolve(config)
     base = Base(
         name=order.base,
@@ -401,7 +401,7 @@ def _open(
         tokenizer=BUNDLED[config.name].hub_id if config.name in BUNDLED else location.location,
     )
     folders = SavedFolders(Path(order.folder))
-    return _Open(base, models, folders, ahead.vocabulary(config), longest_row, room)
+    return _Open(base, models, folders, prefork.vocabulary(config), longest_row, room)
 
 
 def _architecture(folder: Path) -> str:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from groupwise.algorithms.registry import from_spec
-from groupwise.errors import UsageError
-from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
+from groupwise.core.errors import UsageError
+from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
 
 PER_TOKEN = ("mask", "sampling_logprobs", "reference_logprobs", "proximal_logprobs", "credits")
 """Fields of a row that are as long as its completion."""

@@ -1,7 +1,7 @@
 """Sampler and learner of this engine for a loop that runs elsewhere: made as for a loop in this process, and called one by one.
 
-They are the parts that `groupwise.build` makes for a run, with the same layout, ranks and numbers, so that a loop that drives them over
-a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are where the loop is.
+They are the parts that `groupwise.training.build` makes for a run, with the same layout, ranks and numbers, so that a loop that drives them
+over a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are where the loop is.
 Paths that come from there are within the folder of the parts, and stay within it.
 """
 
@@ -15,23 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise import build, machine_layout
-from groupwise.config import RunConfig, load_config
-from groupwise.errors import ModelError, UsageError
-from groupwise.machine_layout import Layout
-from groupwise.models.cores import available_cores
-from groupwise.models.files import check_sent
-from groupwise.models.identity import identity
-from groupwise.ranks import ahead
-from groupwise.server.engine.part_checks import (
-    check_loss,
-    check_optimiser,
-    check_request,
-    check_rows,
-)
-from groupwise.server.engine.port import OpenParts, PartsOpened
-from groupwise.sft_config import SftConfig, load_sft_config
-from groupwise.types import (
+from groupwise.api.schemas.parts import PartsKind
+from groupwise.core.errors import ModelError, UsageError
+from groupwise.core.types import (
     Completion,
     GroupRequest,
     Learner,
@@ -44,7 +30,21 @@ from groupwise.types import (
     Sampler,
     UpdateResult,
 )
-from groupwise.wire.parts import PartsKind
+from groupwise.engine.distributed import prefork
+from groupwise.engine.models.cores import available_cores
+from groupwise.engine.models.files import check_sent
+from groupwise.engine.models.identity import identity
+from groupwise.server.engine.part_checks import (
+    check_loss,
+    check_optimiser,
+    check_request,
+    check_rows,
+)
+from groupwise.server.engine.port import OpenParts, PartsOpened
+from groupwise.training import build, placement
+from groupwise.training.config import RunConfig, load_config
+from groupwise.training.placement import Layout
+from groupwise.training.sft_config import SftConfig, load_sft_config
 
 PUBLISHED = "published"
 """Folder of the parts that holds what the learner published."""
@@ -108,11 +108,11 @@ class EngineParts:
         _check_base(config, order.base)
         layout = _layout(config, order.longest_prompt)
         build.expect_ranks(config)
-        self._scope.callback(ahead.give_up)
+        self._scope.callback(prefork.give_up)
         made = await _made(config, layout, order, folder)
         self._scope.callback(made.close)
         stops = () if isinstance(made, build.LearningParts) else made.stop_token_ids
-        self._opened = _Open(made, folder, ahead.vocabulary(config.model), layout.key_length)
+        self._opened = _Open(made, folder, prefork.vocabulary(config.model), layout.key_length)
         serving = "" if order.kind == "supervised" else self._opened.sampler.fingerprint()
         return PartsOpened(stops, asdict(layout), serving)
 
@@ -125,21 +125,21 @@ class EngineParts:
     # --- the sampler -----------------------------------------------------------------------------
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
-        """See `groupwise.types.Sampler.generate`."""
+        """See `groupwise.core.types.Sampler.generate`."""
         here = self._here
         sampler = here.sampler
         check_request(request, here.vocabulary, here.longest)
         return await sampler.generate(request)
 
     async def load(self, policy: Policy) -> str:
-        """See `groupwise.types.Sampler.load`; gives what `fingerprint` says afterwards."""
+        """See `groupwise.core.types.Sampler.load`; gives what `fingerprint` says afterwards."""
         sampler, there = self._here.sampler, self._there(policy.path)
         check_sent(there)
         await sampler.load(replace(policy, path=str(there)))
         return sampler.fingerprint()
 
     async def fingerprint(self) -> str:
-        """See `groupwise.types.Sampler.fingerprint`."""
+        """See `groupwise.core.types.Sampler.fingerprint`."""
         return self._here.sampler.fingerprint()
 
     # --- the learner -----------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class EngineParts:
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
-        """See `groupwise.types.Learner.forward_backward`."""
+        """See `groupwise.core.types.Learner.forward_backward`."""
         learner = self._here.learner
         check_rows(rows, self._here.vocabulary)
         check_loss(loss, denominators)
@@ -162,38 +162,38 @@ class EngineParts:
             ) from None
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.types.Learner.trained_logprobs`."""
+        """See `groupwise.core.types.Learner.trained_logprobs`."""
         return await self._here.learner.trained_logprobs()
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
-        """See `groupwise.types.Learner.update`."""
+        """See `groupwise.core.types.Learner.update`."""
         learner = self._here.learner
         check_optimiser(params)
         return await learner.update(params)
 
     async def discard(self) -> None:
-        """See `groupwise.types.Learner.discard`."""
+        """See `groupwise.core.types.Learner.discard`."""
         self._here.learner.discard()
 
     async def publish(self, version: int) -> Policy:
-        """See `groupwise.types.Learner.publish`; the path is within the folder of the parts."""
+        """See `groupwise.core.types.Learner.publish`; the path is within the folder of the parts."""
         policy = await self._here.learner.publish(version)
         return replace(policy, path=str(Path(policy.path).relative_to(self._here.folder)))
 
     async def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
-        """See `groupwise.types.Learner.logprobs`."""
+        """See `groupwise.core.types.Learner.logprobs`."""
         learner = self._here.learner
         check_rows(rows, self._here.vocabulary)
         return await learner.logprobs(rows, role)
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
-        """See `groupwise.types.Learner.predictions`."""
+        """See `groupwise.core.types.Learner.predictions`."""
         learner = self._here.learner
         check_rows(rows, self._here.vocabulary)
         return await learner.predictions(rows)
 
     async def save_state(self, folder: str) -> None:
-        """See `groupwise.types.Learner.save`; the folder is made, and must be new."""
+        """See `groupwise.core.types.Learner.save`; the folder is made, and must be new."""
         learner = self._here.learner
         place = self._here.folder / folder
         if place.exists():
@@ -206,7 +206,7 @@ class EngineParts:
             raise
 
     async def load_state(self, folder: str) -> None:
-        """See `groupwise.types.Learner.load`."""
+        """See `groupwise.core.types.Learner.load`."""
         self._here.learner.load(str(self._there(folder)))
 
     def _there(self, path: str) -> Path:
@@ -228,24 +228,24 @@ def _read(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
 
 
 def _layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
-    machine_layout.refuse_on_server(config)
-    most = max(machine_layout.MAX_PROCESSES, 2 * available_cores())
+    placement.refuse_on_server(config)
+    most = max(placement.MAX_PROCESSES, 2 * available_cores())
     if (config.run.processes or 1) > most:
         raise UsageError(
             f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at most {most}."
         )
     if isinstance(config, SftConfig):
-        return machine_layout.supervised_layout(config)
+        return placement.supervised_layout(config)
     if longest_prompt is None:
         raise UsageError("longest_prompt is missing: what samples has to know it.")
-    room = ahead.prompt_room(config.model, 0)
-    needed = machine_layout.key_length(config, longest_prompt)
+    room = prefork.prompt_room(config.model, 0)
+    needed = placement.key_length(config, longest_prompt)
     if longest_prompt > room:
         raise UsageError(
             f"longest_prompt is {longest_prompt}, for which {needed} tokens would be kept, but {config.model.name} has positions for "
             f"{room}."
         )
-    return machine_layout.choose_layout(config, longest_prompt)
+    return placement.choose_layout(config, longest_prompt)
 
 
 async def _made(

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from groupwise.errors import RunError, UsageError
+from groupwise.api.schemas.parts import PartsKind
+from groupwise.core.errors import RunError, UsageError
+from groupwise.core.types import Group, Policy, Prompt
 from groupwise.runs.records import StepRecord
-from groupwise.types import Group, Policy, Prompt
-from groupwise.wire.parts import PartsKind
 
 
 class EngineLost(RunError):
@@ -48,7 +48,7 @@ class OpenRun:
     """A run to be begun, or to be gone on with."""
 
     config: Mapping[str, Any]
-    """As `groupwise.config.load_config` takes it: model, lora, sampler, algorithm, training, run."""
+    """As `groupwise.training.config.load_config` takes it: model, lora, sampler, algorithm, training, run."""
     longest_prompt: int
     """Tokens that a prompt may have; with the longest completion it decides the decode shape."""
     run: str | None = None
@@ -109,7 +109,7 @@ class SampleOrder:
     prompt_ids: tuple[int, ...] | None = None
     """The prompt as the client has tokenised it; refused with UsageError where the engine's own ids for `prompt` differ."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the chat template receives beside the messages, by the columns of rows that hold it; see `groupwise.data.template_columns`."""
+    """What the chat template receives beside the messages, by column; see `groupwise.api.schemas.template_columns`."""
     trains: bool = True
     """Whether it may be learnt from; then restricted sampling (top_p, top_k, min_p) is refused with UsageError."""
 
@@ -172,7 +172,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class OpenModels:
-    """A base that models are to be trained over by verbs (`groupwise.server.verbs`), beside a run or without one."""
+    """A base that models are to be trained over by verbs (`groupwise.server.tinker`), beside a run or without one."""
 
     base: str
     """What to load, as `model.name` of a config."""
@@ -209,7 +209,7 @@ class PartsOpened:
 
     stop_token_ids: tuple[int, ...]
     layout: Mapping[str, Any]
-    """As `groupwise.machine_layout.Layout` has it."""
+    """As `groupwise.training.placement.Layout` has it."""
     fingerprint: str
     """Of the weights that the sampler serves; empty where there is none."""
     tells_trained_logprobs: bool = True

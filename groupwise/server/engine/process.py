@@ -23,11 +23,11 @@ from contextlib import suppress
 from operator import attrgetter
 from typing import Any, NoReturn
 
-from groupwise.errors import GroupwiseError
-from groupwise.plugins import load
-from groupwise.ranks.rank import tell_log
-from groupwise.rewards.processes import MARK, tie_to_parent
-from groupwise.server.engine.line import (
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.plugins import load
+from groupwise.core.processes.family import MARK, tie_to_parent
+from groupwise.engine.distributed.rank import tell_log
+from groupwise.server.engine.messages import (
     CANCELLED_VERBS,
     MAKING,
     Answered,

@@ -30,12 +30,13 @@ from dataclasses import dataclass, field
 from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
-from groupwise.errors import GroupwiseError
-from groupwise.models.memory import REMEDY
-from groupwise.plugins import explain
-from groupwise.rewards.output import Output
-from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
-from groupwise.server.engine.line import (
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.plugins import explain
+from groupwise.core.processes.family import MARK, end_family, has_ended, how_it_ended
+from groupwise.core.processes.output import Output
+from groupwise.core.types import Prompt
+from groupwise.engine.models.memory import REMEDY
+from groupwise.server.engine.messages import (
     CANCELLED_VERBS,
     MAKING,
     Answered,
@@ -60,7 +61,6 @@ from groupwise.server.engine.port import (
     Saved,
     StepDone,
 )
-from groupwise.types import Prompt
 
 LIMITS: Mapping[str, float] = {
     "open": 1800.0,  # loads a model, perhaps from the hub or a slow disk, and starts ranks

@@ -17,9 +17,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from groupwise.display.progress import Progress
-from groupwise.loops.run import Run
+from groupwise.core.terminal.progress import Progress
 from groupwise.runs.records import WarningRecord
+from groupwise.training.loops.run import Run
 
 
 class Gate:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.wire.problems import Refusal
 
 KEPT_SECONDS = 24 * 3600.0
 """For which an answer is kept, of time in which the server runs: a clock that jumps forgets none. Servers of before wrote wall time."""

@@ -1,4 +1,4 @@
-"""What clients that train by verbs have opened and asked for, and what it came to; see `groupwise.server.verbs`.
+"""What clients that train by verbs have opened and asked for, and what it came to; see `groupwise.server.tinker`.
 
 A call is here before its client is told that it was taken, and what it came to before that is told. So a client's loop goes on whatever
 ends: the engine's models are made again from the state that was kept last, by repeating the calls that came after it (`to_repeat`);

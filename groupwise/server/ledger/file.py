@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from groupwise.errors import StoreError
+from groupwise.core.errors import StoreError
 from groupwise.runs.sqlite_file import FREE_SPACE, Format, connect_writer, is_full, remedy
 from groupwise.server.ledger.schema import APPLICATION_ID, MIGRATIONS
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.types import Group, Prompt, from_json, to_json
 from groupwise.runs.encoding import label
+from groupwise.server.ledger.group_states import TABLE, State, after, before
 from groupwise.server.ledger.runs import need_active
 from groupwise.server.ledger.schema import FREE, listed
 from groupwise.server.ledger.transaction import Row, Transaction
-from groupwise.server.states import TABLE, State, after, before
-from groupwise.types import Group, Prompt, from_json, to_json
-from groupwise.wire.problems import Refusal
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.groups import GroupRow, read_group
 from groupwise.server.ledger.rewards import Include, Post, Posted, accept_rewards
 from groupwise.server.ledger.runs import need_active
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.wire.problems import FieldError, Refusal
 
 GRACE = 1.0
 """Seconds by which the lease of a group is extended so that it can be rewarded with what there is."""

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from groupwise.runs import durable
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.core import atomic_files
 from groupwise.runs.encoding import label, pack_json, unpack_json
+from groupwise.server.ledger.group_states import MoveError, after, before
 from groupwise.server.ledger.groups import GroupRow, move, read_group
 from groupwise.server.ledger.runs import need_active
 from groupwise.server.ledger.transaction import Row, Transaction
-from groupwise.server.states import MoveError, after, before
-from groupwise.wire.problems import FieldError, Refusal
 
 PlanState = Literal["planned", "trained", "quarantined"]
 
@@ -103,7 +103,7 @@ def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained
             trained.fingerprint_out,
             trained.version_out,
             trained.policy_path,
-            pack_json(durable.without_nan(trained.metrics)),
+            pack_json(atomic_files.without_nan(trained.metrics)),
             transaction.now,
             plan.id,
         ),

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
+from groupwise.server.ledger.group_states import State, after
 from groupwise.server.ledger.groups import Echo, GroupRow, matching, read_group
 from groupwise.server.ledger.runs import need_active
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.states import State, after
-from groupwise.wire.problems import FieldError, Refusal
 
 Include = Literal["next", "hold"]
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.runs.encoding import label, pack_json, unpack_json
+from groupwise.server.ledger.tokenizers import Tokenizer
 from groupwise.server.ledger.transaction import Row, Transaction
-from groupwise.server.tokenizers import Tokenizer
-from groupwise.wire.problems import Refusal
 
 RunState = Literal["active", "stopped", "finished", "failed", "replaced"]
 

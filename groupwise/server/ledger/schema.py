@@ -14,7 +14,7 @@ one column changes.
 
 from __future__ import annotations
 
-from groupwise.server.states import TABLE, State, moves
+from groupwise.server.ledger.group_states import TABLE, State, moves
 
 APPLICATION_ID = 0x47525053
 """Marks the file as the ledger of a training server (`GRPS`)."""
@@ -38,7 +38,7 @@ def _moves_trigger() -> str:
     return f"""
     CREATE TRIGGER group_moves BEFORE UPDATE OF state ON groups
     WHEN (OLD.state, NEW.state) NOT IN (VALUES {pairs})
-    BEGIN SELECT RAISE(ABORT, 'a group does not move so: see groupwise.server.states'); END;
+    BEGIN SELECT RAISE(ABORT, 'a group does not move so: see groupwise.server.ledger.group_states'); END;
     """
 
 

@@ -12,7 +12,7 @@ consistent state, because they are operations like any other.
 - A caller that goes away does not take its operation with it: what was queued is done.
 - `close` refuses what comes later and finishes what came before.
 
-Each commit is a crash point `commit:<names of the operations that changed something, sorted, joined by +>` (`groupwise.runs.durable`).
+Each commit is a crash point `commit:<names of the operations that changed something, sorted, joined by +>` (`groupwise.core.atomic_files`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from groupwise.errors import StoreError
-from groupwise.runs import durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
 from groupwise.server.ledger import uptime
 from groupwise.server.ledger.file import explained, explanation, open_file
 from groupwise.server.ledger.transaction import Clock, Transaction
@@ -136,7 +136,7 @@ class Ledger:
         transaction = self._transaction()
         changed = {job.name for job in batch if self._perform(job, transaction)}
         if changed:
-            durable.commit(self._connection, "+".join(sorted(changed)))
+            atomic_files.commit(self._connection, "+".join(sorted(changed)))
         else:
             self._connection.execute("ROLLBACK")
 
@@ -179,7 +179,7 @@ class Ledger:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             uptime.tick(self._transaction())
-            durable.commit(self._connection, "tick")
+            atomic_files.commit(self._connection, "tick")
         except sqlite3.Error:
             self._undo()
         finally:

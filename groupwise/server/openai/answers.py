@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, Literal
 
-from groupwise.plugins import printable
-from groupwise.server.openai.completed import Completed, Written
-from groupwise.wire.openai import (
+from groupwise.api.schemas.openai import (
     CalledFunction,
     ChatChoice,
     ChatCompletion,
@@ -26,6 +24,8 @@ from groupwise.wire.openai import (
     ToolCallData,
     Usage,
 )
+from groupwise.core.plugins import printable
+from groupwise.server.openai.completed import Completed, Written
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from groupwise.data.messages import with_arguments
-from groupwise.data.template_columns import columns_of
+from groupwise.api.schemas.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.template_columns import columns_of
+from groupwise.api.schemas.training import MAX_COMPLETIONS
+from groupwise.core.types import Prompt
 from groupwise.server.engine.port import Sampling
-from groupwise.types import Prompt
-from groupwise.wire.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
-from groupwise.wire.problems import FieldError, Refusal
-from groupwise.wire.training import MAX_COMPLETIONS
+from groupwise.tasks.data.messages import with_arguments
 
 
 @dataclass(frozen=True, slots=True)

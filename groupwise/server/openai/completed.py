@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from groupwise.api.schemas.openai import FinishReason
+from groupwise.core.types import Rollout
 from groupwise.server.openai.asking import Ask
 from groupwise.server.openai.texts import cut, showable
 from groupwise.tasks.tools import HermesCalls, ToolCall
-from groupwise.types import Rollout
-from groupwise.wire.openai import FinishReason
 
 TokenTexts = tuple[str, ...]
 """Each token of a completion as text by itself."""

@@ -1,8 +1,8 @@
 """Refusals in the form that OpenAI's clients read, for every answer of the routes under /v1.
 
-They are the problems of the table (`groupwise.wire.problems`), made into the other form where they leave the server, so that a refusal
-of the framework, of the key check and of the service all look the same. The statuses are the table's, but that a request that is not
-valid is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
+They are the problems of the table (`groupwise.api.schemas.problems`), made into the other form where they leave the server, so that a
+refusal of the framework, of the key check and of the service all look the same. The statuses are the table's, but that a request that is
+not valid is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
 says what the table does.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from groupwise.wire.openai import ErrorAnswer, ErrorData
-from groupwise.wire.problems import KINDS, MEDIA_TYPE, Problem, Refusal
+from groupwise.api.schemas.openai import ErrorAnswer, ErrorData
+from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, Problem, Refusal
 
 PREFIX = "/v1/"
 AS_OPENAI = {422: 400}

@@ -20,10 +20,13 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
-from groupwise.awaiting import gather_all
-from groupwise.errors import GroupwiseError
-from groupwise.http.caller import Caller
-from groupwise.server.conductor import Conductor, Standing
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.openai import ModelData
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import MAX_DRAW
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import Rollout
 from groupwise.server.engine.port import Engine, Sampled, SampleOrder, Sampling
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.answers import Answer
@@ -33,12 +36,9 @@ from groupwise.server.openai import storing
 from groupwise.server.openai.asking import Ask, Gather
 from groupwise.server.openai.completed import Completed, TokenTexts, Written, showable_of, written
 from groupwise.server.openai.storing import Keeping, Kept, Render
+from groupwise.server.run.conductor import Conductor, Standing
+from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
-from groupwise.server.versions import LATEST
-from groupwise.types import Rollout
-from groupwise.wire.openai import ModelData
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import MAX_DRAW
 
 T = TypeVar("T")
 

@@ -6,16 +6,16 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from groupwise.http.caller import Caller
+from groupwise.api.http.caller import Caller
+from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.port import Sampled
-from groupwise.server.keeping import named
 from groupwise.server.ledger import counters, groups, members
 from groupwise.server.ledger.answers import Answer, once
 from groupwise.server.ledger.groups import GroupRow, NewGroup
 from groupwise.server.ledger.members import Gathering, Given
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.completed import Completed, Written
-from groupwise.types import Group, Rollout, from_json
+from groupwise.server.run.ledger_operations import named
 
 Render = Callable[[Completed], Answer]
 """What a client is sent."""

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.errors import GroupwiseError, UsageError
-from groupwise.server.pulse import Pulse
-from groupwise.wire.parts import AnyVerb, CallAnswer, CallError, CallRequest
-from groupwise.wire.problems import Refusal
+from groupwise.api.schemas.parts import AnyVerb, CallAnswer, CallError, CallRequest
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.condition import Pulse
+from groupwise.core.errors import GroupwiseError, UsageError
 
 MOST_CALLS = 4096
 """Under way, or not fetched yet."""

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from groupwise.server.keeper import FULL_SECONDS, is_full
-from groupwise.wire.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
-from groupwise.wire.problems import FieldError, Refusal
+from groupwise.api.schemas.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
 
 _PATH = re.compile(PATH_PATTERN)
 

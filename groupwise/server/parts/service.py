@@ -23,16 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
-from groupwise.errors import GroupwiseError, UsageError
-from groupwise.server.engine.port import Engine, EngineLost, OpenParts, PartsOpened
-from groupwise.server.engine_refusals import refusal_of
-from groupwise.server.keeper import Keeper
-from groupwise.server.orders import Allowed, allowed_model
-from groupwise.server.parts.calls import Calls
-from groupwise.server.parts.files import Files
-from groupwise.wire import parts as wire
-from groupwise.wire.activity import LoopElsewhere
-from groupwise.wire.parts import (
+from groupwise.api.schemas import parts as wire
+from groupwise.api.schemas.activity import LoopElsewhere
+from groupwise.api.schemas.parts import (
     OF_RUN,
     PIECE,
     SECTIONS,
@@ -45,7 +38,14 @@ from groupwise.wire.parts import (
     PlanAnswer,
     PlanRequest,
 )
-from groupwise.wire.problems import Refusal
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.server.engine.port import Engine, EngineLost, OpenParts, PartsOpened
+from groupwise.server.parts.calls import Calls
+from groupwise.server.parts.files import Files
+from groupwise.server.run.engine_errors import refusal_of
+from groupwise.server.run.engine_supervisor import Keeper
+from groupwise.server.run.run_config import Allowed, allowed_model
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ GoneCode = Literal["parts_gone", "parts_taken"]
 
 
 class Runs(Protocol):
-    """What else may have the machine; see `groupwise.server.service.Service`."""
+    """What else may have the machine; see `groupwise.server.run.service.Service`."""
 
     turn: asyncio.Lock
 
@@ -150,14 +150,14 @@ class PartsService:
         await self._keeper.end()
 
     async def make_way(self) -> None:
-        """A run or models are to begin. Refused as `run_active` while there are parts; see `groupwise.server.service.Beside`."""
+        """A run or models are to begin. Refused as `run_active` while there are parts; see `groupwise.server.run.service.Beside`."""
         await self._end_if_silent()
         if self._parts is not None:
             raise _taken(self._parts)
         await self._end_spare()
 
     async def let_go(self) -> None:
-        """A run is started with `replace: true`; see `groupwise.server.start_stop.Beside`."""
+        """A run is started with `replace: true`; see `groupwise.server.run.lifecycle.Beside`."""
         await self._end("a run of the server was started in their place", "parts_taken")
 
     async def _end_spare(self) -> None:

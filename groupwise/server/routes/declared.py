@@ -16,19 +16,12 @@ from typing import Annotated, Protocol
 from fastapi import Depends, Request
 from fastapi.responses import Response
 
-from groupwise.http.caller import AnswerKey, Caller
-from groupwise.http.declared import Facts, Limits, Shared, facts_of
-from groupwise.server.activity import known_clients
-from groupwise.server.downloads import OpenVersion
-from groupwise.server.idempotent import UnderWay
-from groupwise.server.keeper import FULL_SECONDS
-from groupwise.server.ledger.answers import Answer
-from groupwise.server.ledger.file import DiskFull
-from groupwise.server.settings import ServerConfig
-from groupwise.wire.activity import ActivityAnswer
-from groupwise.wire.idempotency import body_hash, idempotency_key
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import (
+from groupwise.api.http.caller import AnswerKey, Caller
+from groupwise.api.http.declared import Facts, Limits, Shared, facts_of
+from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.idempotency import body_hash, idempotency_key
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import (
     CheckpointAnswer,
     CheckpointsAnswer,
     CompletionsRequest,
@@ -45,6 +38,13 @@ from groupwise.wire.training import (
     StopAnswer,
     TokenizerAnswer,
 )
+from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.file import DiskFull
+from groupwise.server.ledger.idempotent_answers import UnderWay
+from groupwise.server.run.activity import known_clients
+from groupwise.server.run.downloads import OpenVersion
+from groupwise.server.run.engine_supervisor import FULL_SECONDS
+from groupwise.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 

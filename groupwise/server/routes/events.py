@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from fastapi import Depends, Header
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from groupwise.http.declared import Route
+from groupwise.api.http.declared import Route
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.routes.declared import AskedHere, Serving
-from groupwise.wire.keys import Role
-from groupwise.wire.problems import Refusal
 
 TAG = "training"
 AT_ONCE = 100

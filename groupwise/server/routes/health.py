@@ -5,12 +5,12 @@ from __future__ import annotations
 from fastapi import Request
 from fastapi.responses import Response
 
-from groupwise.http.declared import Route, sent_model
-from groupwise.http.prometheus import MEDIA_TYPE
-from groupwise.server.metrics import render
+from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.http.prometheus import MEDIA_TYPE
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.training import HealthAnswer
 from groupwise.server.routes.declared import AskedHere, Serving
-from groupwise.wire.keys import Role
-from groupwise.wire.training import HealthAnswer
+from groupwise.server.routes.prometheus import render
 
 TAG = "health"
 

@@ -11,15 +11,10 @@ from fastapi import Query
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from groupwise.http.bodies import ClientGone
-from groupwise.http.declared import Route, sent_model
-from groupwise.server.downloads import OpenVersion, zipped
-from groupwise.server.idempotent import answer_of
-from groupwise.server.ledger.answers import Answer
-from groupwise.server.routes.declared import AskedHere
-from groupwise.server.routes.training import OF_ENGINE
-from groupwise.wire.keys import Role
-from groupwise.wire.training import (
+from groupwise.api.http.bodies import ClientGone
+from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.training import (
     MAX_ADDRESS,
     CheckpointAnswer,
     CheckpointRequest,
@@ -27,6 +22,11 @@ from groupwise.wire.training import (
     ModelRequest,
     TokenizerAnswer,
 )
+from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.idempotent_answers import answer_of
+from groupwise.server.routes.declared import AskedHere
+from groupwise.server.routes.training import OF_ENGINE
+from groupwise.server.run.downloads import OpenVersion, zipped
 
 TAG = "models"
 VERSION_HEADER = "X-Model-Version"

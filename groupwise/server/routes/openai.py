@@ -17,18 +17,10 @@ from fastapi import Depends, FastAPI, Header, Path
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from groupwise.http.declared import Route, sent_model
-from groupwise.server.ledger.answers import Answer
-from groupwise.server.openai.answers import Kind, Pieces, event, whole
-from groupwise.server.openai.asking import Ask, Said, ask_of
-from groupwise.server.openai.completed import Completed
-from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
-from groupwise.server.openai.service import Begun, OpenAIService, Piece
-from groupwise.server.routes.declared import Asked, AskedHere
-from groupwise.server.routes.training import OF_ENGINE, OF_RUN
-from groupwise.wire.idempotency import HEADER as IDEMPOTENCY_KEY
-from groupwise.wire.keys import Role
-from groupwise.wire.openai import (
+from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.schemas.idempotency import HEADER as IDEMPOTENCY_KEY
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.openai import (
     MAX_VALUE,
     ChatCompletion,
     ChatRequest,
@@ -37,8 +29,16 @@ from groupwise.wire.openai import (
     TextCompletion,
     TextRequest,
 )
-from groupwise.wire.problems import FieldError, Refusal
-from groupwise.wire.training import MAX_ADDRESS, MAX_COMPLETIONS
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
+from groupwise.server.ledger.answers import Answer
+from groupwise.server.openai.answers import Kind, Pieces, event, whole
+from groupwise.server.openai.asking import Ask, Said, ask_of
+from groupwise.server.openai.completed import Completed
+from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
+from groupwise.server.openai.service import Begun, OpenAIService, Piece
+from groupwise.server.routes.declared import Asked, AskedHere
+from groupwise.server.routes.training import OF_ENGINE, OF_RUN
 
 TAG = "openai"
 

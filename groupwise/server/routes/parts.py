@@ -16,13 +16,11 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from groupwise.http import strict_json
-from groupwise.http.declared import Route, sent_model
-from groupwise.http.strict_json import NotStrict
-from groupwise.server.parts.service import PartsService
-from groupwise.server.routes.declared import AskedHere
-from groupwise.wire.keys import Role
-from groupwise.wire.parts import (
+from groupwise.api.http import strict_json
+from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.http.strict_json import NotStrict
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.parts import (
     DEFAULT_CALL_WAIT,
     ID_PATTERN,
     MAX_CALL_WAIT,
@@ -37,7 +35,9 @@ from groupwise.wire.parts import (
     PlanAnswer,
     PlanRequest,
 )
-from groupwise.wire.problems import Refusal
+from groupwise.api.schemas.problems import Refusal
+from groupwise.server.parts.service import PartsService
+from groupwise.server.routes.declared import AskedHere
 
 TAG = "parts"
 MAX_SIZE = 2**53
@@ -134,7 +134,7 @@ class _Handlers:
 
 
 def _sent(answer: CallAnswer) -> Response:
-    """Numbers that are not finite as texts; see `groupwise.wire.parts`."""
+    """Numbers that are not finite as texts; see `groupwise.api.schemas.parts`."""
     status = 202 if answer.state == "working" else 200
     plain = {
         "number": answer.number,

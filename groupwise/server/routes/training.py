@@ -12,19 +12,10 @@ from fastapi import Body as BodyOf
 from fastapi import Path
 from fastapi.responses import Response
 
-from groupwise.http.declared import Route, sent_model
-from groupwise.server.idempotent import (
-    answer_of,
-    completions_answer,
-    rewards_answer,
-    rewards_of,
-    step_answer,
-)
-from groupwise.server.ledger.answers import Answer
-from groupwise.server.routes.declared import AskedHere
-from groupwise.wire.activity import ActivityAnswer
-from groupwise.wire.keys import Role
-from groupwise.wire.training import (
+from groupwise.api.http.declared import Route, sent_model
+from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.training import (
     GROUP_ID_PATTERN,
     MAX_ID,
     Body,
@@ -44,6 +35,15 @@ from groupwise.wire.training import (
     StepRequest,
     StopAnswer,
 )
+from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.idempotent_answers import (
+    answer_of,
+    completions_answer,
+    rewards_answer,
+    rewards_of,
+    step_answer,
+)
+from groupwise.server.routes.declared import AskedHere
 
 TAG = "training"
 OF_ENGINE = ("engine_recovering", "engine_failed", "timed_out")

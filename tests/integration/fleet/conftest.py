@@ -1,11 +1,11 @@
-"""The real servers of a worker. A suite of `tests/unit/fleet` that is imported here runs on PostgreSQL; on SQLite it runs there."""
+"""The real servers of a worker. A suite of `tests/unit/jobs/fleet` that is imported here runs on PostgreSQL; on SQLite it runs there."""
 
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from groupwise.fleet.store.database import Database, connect
+from groupwise.jobs.fleet.store.database import Database, connect
 from tests.fleet_databases import migrated_file, new_fleet
 from tests.postgres import Postgres, server
 from tests.ssh_hosts import full_machines, network_of_the_fleet, plain_machines

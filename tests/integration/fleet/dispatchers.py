@@ -6,9 +6,9 @@ import time
 
 from sqlalchemy import select, update
 
-from groupwise.fleet.queue import claim, waking
-from groupwise.fleet.store.database import Database, Session, connect, seconds
-from groupwise.fleet.store.tables import Attempt, Job, Reservation
+from groupwise.jobs.fleet.queue import claim, requeue_pending
+from groupwise.jobs.fleet.store.database import Database, Session, connect, seconds
+from groupwise.jobs.fleet.store.tables import Attempt, Job, Reservation
 
 
 def main(url: str, owner: str, seed: int) -> None:
@@ -55,7 +55,7 @@ def end(session: Session, epoch: int, status: str) -> None:
         .values(released_at=now)
         .returning(Reservation.vm_id)
     ).all()
-    waking.wake(session, vm_ids=set(vm_ids))
+    requeue_pending.wake(session, vm_ids=set(vm_ids))
 
 
 def give_back(database: Database, owner: str) -> int:

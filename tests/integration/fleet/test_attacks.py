@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from groupwise.fleet.machines import observation
-from groupwise.hosts import answers
-from groupwise.hosts.framing import BadAnswer
-from tests.unit.fleet.api.test_hostile_values import *  # noqa: F403
-from tests.unit.fleet.machines.test_observation import SAID, Fleet, fleet, leaves
+from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.hosts import answers
+from groupwise.jobs.hosts.framing import BadAnswer
+from tests.unit.jobs.fleet.api.test_hostile_values import *  # noqa: F403
+from tests.unit.jobs.fleet.machines.test_observation import SAID, Fleet, fleet, leaves
 
 __all__ = ["fleet"]
 pytestmark = pytest.mark.soak(suite="attacks")

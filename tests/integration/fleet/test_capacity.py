@@ -1,3 +1,3 @@
-"""The suite of `tests/unit/fleet/queue/test_capacity.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/jobs/fleet/queue/test_capacity.py` on a real PostgreSQL."""
 
-from tests.unit.fleet.queue.test_capacity import *  # noqa: F403
+from tests.unit.jobs.fleet.queue.test_capacity import *  # noqa: F403

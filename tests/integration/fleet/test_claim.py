@@ -1,3 +1,3 @@
-"""The suite of `tests/unit/fleet/queue/test_claim.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/jobs/fleet/queue/test_claim.py` on a real PostgreSQL."""
 
-from tests.unit.fleet.queue.test_claim import *  # noqa: F403
+from tests.unit.jobs.fleet.queue.test_claim import *  # noqa: F403

@@ -21,14 +21,14 @@ import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import admission, capacity, claim, waking
-from groupwise.fleet.queue.request import from_document
-from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
+from groupwise.jobs.fleet.queue import admission, capacity, claim, requeue_pending
+from groupwise.jobs.fleet.queue.request import from_document
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import Attempt, Event, Job, Project, Reservation
 from tests.integration.fleet import dispatchers
 from tests.processes import TIMEOUT_S, wait_until
-from tests.unit.fleet.queue_helpers import (
+from tests.unit.jobs.fleet.queue_helpers import (
     add_machine,
     claim_some,
     claimed_ids,
@@ -173,7 +173,7 @@ def in_background(work: Callable[[], object]) -> threading.Thread:
 @pytest.fixture
 def nothing_is_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims that find the queue empty would mend what was missed."""
-    monkeypatch.setattr(waking, "wake_unnoticed", lambda *_: 0)
+    monkeypatch.setattr(requeue_pending, "wake_unnoticed", lambda *_: 0)
 
 
 @contextmanager
@@ -206,7 +206,7 @@ def test_released_between_the_look_and_the_mark(
     could be woken."""
     add_machine(database, "vm-1", gpus)
     one_begun_and_one_that_waits(database, after=after)
-    with a_claim_that_stops(second, stops_in(monkeypatch, waking, "lock_marking")):
+    with a_claim_that_stops(second, stops_in(monkeypatch, requeue_pending, "lock_marking")):
         assert finish(database, "r") == 0
     assert statuses(database)["w"] == "queued"
     assert claimed_ids(database, limit=1) == ["w"]
@@ -350,7 +350,7 @@ def test_many_thousand_at_once(database: Database, second: Database, many: int) 
         database.run(lambda s, job_id=job_id: end(s, job_id))
     best = select(Job.job_id).where(Job.status == "pending").order_by(Job.rank, Job.job_id).limit(3)
     next_ones = database.run(lambda s: list(s.scalars(best)))
-    assert database.run(waking.wake) == 3
+    assert database.run(requeue_pending.wake) == 3
     assert claimed_ids(database) == next_ones
 
 

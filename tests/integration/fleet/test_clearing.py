@@ -1,9 +1,9 @@
-"""What `test_clearing.py` in `tests/unit/fleet/machines` and `tests/unit/fleet/files` ask of the database alone, on PostgreSQL."""
+"""On PostgreSQL: what `test_clearing.py` in `tests/unit/jobs/fleet/machines` and in `files` beside it ask of the database alone."""
 
 import inspect
 
-from tests.unit.fleet.files import test_clearing as files
-from tests.unit.fleet.machines import test_clearing as machines
+from tests.unit.jobs.fleet.files import test_clearing as files
+from tests.unit.jobs.fleet.machines import test_clearing as machines
 
 disk = files.disk
 globals().update(

@@ -22,18 +22,18 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.store.database import (
+from groupwise.jobs.fleet.store.database import (
     CommitUnknown,
     Database,
     DatabaseFailure,
     connect,
 )
-from groupwise.fleet.store.engine import parse
-from groupwise.fleet.store.tables import Cursor
+from groupwise.jobs.fleet.store.engine import parse
+from groupwise.jobs.fleet.store.tables import Cursor
 from tests.fleet_databases import copied
 from tests.postgres import Postgres
-from tests.unit.fleet.store.test_database import *  # noqa: F403
-from tests.unit.fleet.store.test_database import names, put
+from tests.unit.jobs.fleet.store.test_database import *  # noqa: F403
+from tests.unit.jobs.fleet.store.test_database import names, put
 
 # --- killed ---------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ def test_a_read_only_server_makes_the_client_reconnect(
     naps, sleep = second_nap(lambda: only_reads(postgres, ready_url, False))
     only_reads(postgres, ready_url, True)
     with monkeypatch.context() as impatient, closing(connect(ready_url)) as database:
-        impatient.setattr("groupwise.fleet.store.database.PATIENCE", 0.0)
+        impatient.setattr("groupwise.jobs.fleet.store.database.PATIENCE", 0.0)
         with pytest.raises(DatabaseFailure, match="read-only") as raised:
             database.run(put("a"))
         assert (database.read(names), raised.value.passing) == ([], True)

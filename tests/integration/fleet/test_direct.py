@@ -1,3 +1,3 @@
-"""The suite of `tests/unit/fleet/test_direct.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/jobs/fleet/test_direct.py` on a real PostgreSQL."""
 
-from tests.unit.fleet.test_direct import *  # noqa: F403
+from tests.unit.jobs.fleet.test_direct import *  # noqa: F403

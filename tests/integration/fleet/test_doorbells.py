@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.doorbells.nats import NatsAccess, NatsDoorbell
-from groupwise.fleet.doorbells.postgres import CHANNEL, PostgresDoorbell
-from groupwise.fleet.doorbells.several import SeveralDoorbells
+from groupwise.jobs.fleet.notify.composite import SeveralDoorbells
+from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.notify.nats import NatsAccess, NatsDoorbell
+from groupwise.jobs.fleet.notify.postgres import CHANNEL, PostgresDoorbell
 from tests import nats
 from tests.postgres import Postgres
 from tests.processes import TIMEOUT_S, wait_until_async
@@ -37,8 +37,8 @@ def absent(tmp_path: Path) -> Iterator[nats.Nats]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.fleet.doorbells.nats.CHECKED", 0.2)
-    monkeypatch.setattr("groupwise.fleet.doorbells.nats.ANSWERING", 1)
+    monkeypatch.setattr("groupwise.jobs.fleet.notify.nats.CHECKED", 0.2)
+    monkeypatch.setattr("groupwise.jobs.fleet.notify.nats.ANSWERING", 1)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import threading
 import pytest
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.store.database import Database
-from tests.unit.fleet.store.test_events import *  # noqa: F403
-from tests.unit.fleet.store.test_events import happens, read
+from groupwise.jobs.fleet.store.database import Database
+from tests.unit.jobs.fleet.store.test_events import *  # noqa: F403
+from tests.unit.jobs.fleet.store.test_events import happens, read
 
 
 class Late:

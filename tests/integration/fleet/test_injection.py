@@ -22,13 +22,13 @@ import psycopg
 import pytest
 from sqlalchemy import select
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.cli.main import main
-from groupwise.errors import UsageError
-from groupwise.fleet.client import FleetClient
-from groupwise.fleet.files.artefacts import artefact_folder
-from groupwise.fleet.files.logs import log_path
-from groupwise.fleet.store.tables import VM, Job
-from groupwise.wire.problems import Refusal
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.client import FleetClient
+from groupwise.jobs.fleet.files.artefacts import artefact_folder
+from groupwise.jobs.fleet.files.logs import log_path
+from groupwise.jobs.fleet.store.tables import VM, Job
 from tests.integration.fleet.whole_fleet import WholeFleet, stand_ins, whole_fleet
 from tests.postgres import Postgres
 

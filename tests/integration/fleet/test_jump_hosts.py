@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from groupwise.cli.main import main
-from groupwise.hosts import keys
-from groupwise.hosts.keys import Alias
+from groupwise.jobs.hosts import keys
+from groupwise.jobs.hosts.keys import Alias
 from tests import ssh_hosts
 from tests.ssh_hosts import LoopbackHost
 

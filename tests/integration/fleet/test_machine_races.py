@@ -12,22 +12,22 @@ import pytest
 from sqlalchemy import Select, select, text
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts import ending, records
-from groupwise.fleet.attempts.decide import Move
-from groupwise.fleet.machines import observation
-from groupwise.fleet.queue import claim
-from groupwise.fleet.states import AttemptState, Outcome
-from groupwise.fleet.store.database import Database, seconds
-from groupwise.fleet.store.tables import GPU, VM, Project
-from groupwise.fleet.verbs import machines
-from groupwise.fleet.verbs.actor import Actor
-from groupwise.fleet.verbs.machines import NewMachine
-from groupwise.hosts.failures import FailureClass
-from groupwise.wire.problems import Refusal
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.attempts import ending, records
+from groupwise.jobs.fleet.attempts.decide import Move
+from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.queue import claim
+from groupwise.jobs.fleet.states import AttemptState, Outcome
+from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.tables import GPU, VM, Project
+from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.machines import NewMachine
+from groupwise.jobs.hosts.failures import FailureClass
 from tests.integration.fleet.test_claim_races import somebody_has
 from tests.processes import TIMEOUT_S, wait_until
-from tests.unit.fleet.machines.test_observation import gpu, running, seen
-from tests.unit.fleet.queue_helpers import add_machine, claim_some, statuses, submit
+from tests.unit.jobs.fleet.machines.test_observation import gpu, running, seen
+from tests.unit.jobs.fleet.queue_helpers import add_machine, claim_some, statuses, submit
 
 ADA = Actor("user:ada")
 WAITING = text(

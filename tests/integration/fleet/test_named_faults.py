@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from groupwise.fleet.store.events import VM_RETURNED
-from groupwise.fleet.store.tables import VM, Event
-from groupwise.fleet.verbs import machines
-from groupwise.fleet.verbs.machines import NewMachine
+from groupwise.jobs.fleet.store.events import VM_RETURNED
+from groupwise.jobs.fleet.store.tables import VM, Event
+from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs.machines import NewMachine
 from tests.chaos.collect_history import whole_history
 from tests.chaos.fleet import OPERATOR, Control, RealFleet, real_fleet
 from tests.history_checker import violations

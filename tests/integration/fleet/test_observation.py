@@ -1,3 +1,3 @@
-"""The suite of `tests/unit/fleet/machines/test_observation.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/jobs/fleet/machines/test_observation.py` on a real PostgreSQL."""
 
-from tests.unit.fleet.machines.test_observation import *  # noqa: F403
+from tests.unit.jobs.fleet.machines.test_observation import *  # noqa: F403

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.fleet_polling import Shape, measure
-from groupwise.fleet.poller import Pace
+from groupwise.jobs.fleet.poller import Pace
 from tests.postgres import Postgres
 
 

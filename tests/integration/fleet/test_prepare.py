@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.machines.prepare import PrepareError, builds_of
-from groupwise.hosts.ssh import SshHost
+from groupwise.jobs.fleet.machines.prepare import PrepareError, builds_of
+from groupwise.jobs.hosts.ssh import SshHost
 from tests.processes import wait_until_async
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
-from tests.unit.fleet.machines.prepared_place import Place
+from tests.unit.jobs.fleet.machines.prepared_place import Place
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.hosts import driver
-from groupwise.hosts.answers import MemberState, RunnerState
-from groupwise.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
-from groupwise.hosts.local import LocalHost
-from groupwise.hosts.spec import JobSpec
+from groupwise.jobs.hosts import driver
+from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
+from groupwise.jobs.hosts.local import LocalHost
+from groupwise.jobs.hosts.spec import JobSpec
 from tests.processes import TIMEOUT_S, is_gone
 from tests.runner_machine import Machine
 

@@ -1,3 +1,3 @@
-"""The suite of `tests/unit/fleet/test_requeue.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/jobs/fleet/test_requeue.py` on a real PostgreSQL."""
 
-from tests.unit.fleet.test_requeue import *  # noqa: F403
+from tests.unit.jobs.fleet.test_requeue import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The suite of `tests/unit/fleet/store/test_schema.py` on a real PostgreSQL; and what a migration does to those who go on meanwhile."""
+"""The suite of `tests/unit/jobs/fleet/store/test_schema.py` on a real PostgreSQL, and migrations while others go on."""
 
 from collections.abc import Generator
 from contextlib import closing, contextmanager
@@ -7,11 +7,11 @@ import psycopg
 import pytest
 from sqlalchemy import text
 
-from groupwise.fleet.store import triggers
-from groupwise.fleet.store.database import Database, check_schema, connect, migrate
-from groupwise.fleet.store.engine import parse
-from groupwise.fleet.store.triggers import Rule
-from tests.unit.fleet.store.test_schema import *  # noqa: F403
+from groupwise.jobs.fleet.store import triggers
+from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate
+from groupwise.jobs.fleet.store.engine import parse
+from groupwise.jobs.fleet.store.triggers import Rule
+from tests.unit.jobs.fleet.store.test_schema import *  # noqa: F403
 
 
 @pytest.fixture

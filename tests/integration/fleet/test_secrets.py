@@ -20,7 +20,7 @@ import httpx2
 import psycopg
 import pytest
 
-from groupwise.fleet.files.artefacts import artefact_folder
+from groupwise.jobs.fleet.files.artefacts import artefact_folder
 from tests.integration.fleet.whole_fleet import WholeFleet, hearing, whole_fleet
 from tests.postgres import Postgres
 

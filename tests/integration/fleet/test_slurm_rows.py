@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import Database, connect
-from groupwise.hosts import engines
+from groupwise.jobs.fleet.store.database import Database, connect
+from groupwise.jobs.hosts import engines
 from tests import slurm
 from tests.cluster_fleet import SAVES, SAYS, ClusterFleet
 from tests.fleet_databases import copied

@@ -11,10 +11,10 @@ from typing import Any
 import asyncssh
 import pytest
 
-from groupwise.hosts.driver import Launch, Runner
-from groupwise.hosts.port import HostError, HostKeyError, HostUnreachable, OutcomeUnknown
-from groupwise.hosts.spec import JobSpec
-from groupwise.hosts.ssh import Patience, SshHost, read_host_key
+from groupwise.jobs.hosts.driver import Launch, Runner
+from groupwise.jobs.hosts.port import HostError, HostKeyError, HostUnreachable, OutcomeUnknown
+from groupwise.jobs.hosts.spec import JobSpec
+from groupwise.jobs.hosts.ssh import Patience, SshHost, read_host_key
 from tests import ssh_hosts
 from tests.contract.test_host_contract import arrived, ask, request
 from tests.required_programs import require_programs

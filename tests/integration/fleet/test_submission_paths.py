@@ -25,12 +25,12 @@ import httpx2
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet.client import FleetClient
-from groupwise.fleet.files.artefacts import artefact_folder
-from groupwise.fleet.files.logs import log_path
-from groupwise.fleet.store.tables import VM, Checkpoint, Job
-from groupwise.fleet.verbs import machines
-from groupwise.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.client import FleetClient
+from groupwise.jobs.fleet.files.artefacts import artefact_folder
+from groupwise.jobs.fleet.files.logs import log_path
+from groupwise.jobs.fleet.store.tables import VM, Checkpoint, Job
+from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs.actor import Actor
 from tests.integration.fleet import tiny_grpo
 from tests.integration.fleet.whole_fleet import (
     WholeFleet,

@@ -1,3 +1,3 @@
-"""The suite of `tests/unit/fleet/attempts/test_together.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/jobs/fleet/attempts/test_write_batching.py` on a real PostgreSQL."""
 
-from tests.unit.fleet.attempts.test_together import *  # noqa: F403
+from tests.unit.jobs.fleet.attempts.test_write_batching import *  # noqa: F403

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from groupwise.fleet import tracker
-from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
-from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Cursor, Job
-from groupwise.fleet.tasks import ended
-from groupwise.fleet.tracker import NatsOutlet, Tracker, position_of
+from groupwise.jobs.fleet import tracker
+from groupwise.jobs.fleet.notify.nats import NatsAccess, NatsLink
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import Cursor, Job
+from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.fleet.tracker import NatsOutlet, Tracker, position_of
 from tests import nats
 from tests.processes import TIMEOUT_S, wait_until_async
 
@@ -64,7 +64,7 @@ def kept(database: Database) -> int:
 async def test_a_restart_of_the_server_loses_nothing(
     server: nats.Nats, database: Database, caplog: pytest.LogCaptureFixture
 ):
-    caplog.set_level(logging.DEBUG, "groupwise.fleet.tracker")
+    caplog.set_level(logging.DEBUG, "groupwise.jobs.fleet.tracker")
     async with tracking(server, database):
         with server.subscribed("jobs.completed") as good, server.subscribed("jobs.errored") as bad:
             end(database, "a")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet.store.tables import Checkpoint
+from groupwise.jobs.fleet.store.tables import Checkpoint
 from tests.integration.fleet.whole_fleet import WholeFleet, whole_fleet
 from tests.postgres import Postgres
 

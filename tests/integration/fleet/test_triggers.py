@@ -1,4 +1,4 @@
-"""The suite of `tests/unit/fleet/store/test_triggers.py` on a real PostgreSQL; and two who write at once are no way around it."""
+"""The suite of `tests/unit/jobs/fleet/store/test_triggers.py` on a real PostgreSQL; and two who write at once are no way around it."""
 
 import threading
 
@@ -7,10 +7,17 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.store.database import Database
+from groupwise.jobs.fleet.store.database import Database
 from tests.processes import wait_until
-from tests.unit.fleet.store.test_triggers import *  # noqa: F403
-from tests.unit.fleet.store.test_triggers import RESERVE, attempt, job, machine, reservation, value
+from tests.unit.jobs.fleet.store.test_triggers import *  # noqa: F403
+from tests.unit.jobs.fleet.store.test_triggers import (
+    RESERVE,
+    attempt,
+    job,
+    machine,
+    reservation,
+    value,
+)
 
 
 @pytest.mark.parametrize("share", [None, 600])

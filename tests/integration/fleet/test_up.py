@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from groupwise.cli.main import main
-from groupwise.fleet.settings import DATABASE_FILE
+from groupwise.jobs.fleet.settings import DATABASE_FILE
 from tests.disks import read_only, small_disk
 from tests.integration.fleet.whole_fleet import call
 from tests.processes import TIMEOUT_S, wait_until
@@ -210,7 +210,7 @@ def test_jobs_survive_a_fleet_that_is_killed_and_are_finished_once(tmp_path: Pat
     assert "The fleet has ended." in fleet.log.read_text()
 
 
-@pytest.mark.soak(suite="fleet")  # in each run `tests/unit/fleet/test_up.py` moves one
+@pytest.mark.soak(suite="fleet")  # in each run `tests/unit/jobs/fleet/test_up.py` moves one
 def test_a_fleet_that_was_moved_goes_on_where_it_is(tmp_path: Path) -> None:
     """A job that is running knows only the old path, so it needs a link there until it ends."""
     flag, old, new = (tmp_path / name for name in ("flag", "before", "now"))

@@ -1,3 +1,3 @@
-"""The suite of `tests/unit/fleet/store/test_views.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/jobs/fleet/store/test_views.py` on a real PostgreSQL."""
 
-from tests.unit.fleet.store.test_views import *  # noqa: F403
+from tests.unit.jobs.fleet.store.test_views import *  # noqa: F403

@@ -27,8 +27,8 @@ import psycopg
 from sqlalchemy import select
 
 from groupwise.cli.main import main
-from groupwise.fleet.settings import FleetPlace, find
-from groupwise.fleet.store.tables import VM, Attempt, Job
+from groupwise.jobs.fleet.settings import FleetPlace, find
+from groupwise.jobs.fleet.store.tables import VM, Attempt, Job
 from tests import fleet_api, nats
 from tests.chaos.fleet import Control, FleetProcesses
 from tests.postgres import Postgres

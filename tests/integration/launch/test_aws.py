@@ -21,12 +21,9 @@ from typing import Any, TypeAlias
 import boto3
 import pytest
 
-from groupwise.clouds import aws, spot_notice
-from groupwise.clouds.aws import MARGIN_MINUTES, AwsBackend, Patience
-from groupwise.clouds.boot import ARM
-from groupwise.clouds.ec2 import BotoEc2, Refused
-from groupwise.clouds.machine import MachineBackend
-from groupwise.clouds.port import (
+from groupwise.jobs.clouds import aws, spot_notice
+from groupwise.jobs.clouds.aws import MARGIN_MINUTES, AwsBackend, Patience
+from groupwise.jobs.clouds.backend import (
     CloudError,
     Handle,
     NameTaken,
@@ -36,11 +33,14 @@ from groupwise.clouds.port import (
     Phase,
     Unreachable,
 )
-from groupwise.hosts.driver import Runner
-from groupwise.hosts.failures import FailureClass
-from groupwise.hosts.port import HostUnreachable
-from groupwise.hosts.spec import Limits
-from groupwise.launch import places
+from groupwise.jobs.clouds.boot import ARM
+from groupwise.jobs.clouds.ec2 import BotoEc2, Refused
+from groupwise.jobs.clouds.machine import MachineBackend
+from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.failures import FailureClass
+from groupwise.jobs.hosts.port import HostUnreachable
+from groupwise.jobs.hosts.spec import Limits
+from groupwise.jobs.launch import places
 from tests.fake_aws import KEY_NAME, PRICE, QUICK, REGION, FakeAws, cloud, ec2_client, user_data_of
 from tests.integration.launch import stopping
 from tests.integration.launch.person import Person

@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from groupwise.clouds.gang import GangBackend
-from groupwise.clouds.machine import ROOT, MachineBackend
-from groupwise.clouds.port import CloudError, Handle, NameTaken, Order, Outcome, Unreachable
-from groupwise.errors import UsageError
-from groupwise.hosts.driver import Runner
-from groupwise.hosts.meeting import KEY
-from groupwise.hosts.spec import Limits
-from groupwise.hosts.ssh import Address, SshHost
+from groupwise.core.errors import UsageError
+from groupwise.core.rendezvous import KEY
+from groupwise.jobs.clouds.backend import CloudError, Handle, NameTaken, Order, Outcome, Unreachable
+from groupwise.jobs.clouds.gang import GangBackend
+from groupwise.jobs.clouds.machine import ROOT, MachineBackend
+from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.spec import Limits
+from groupwise.jobs.hosts.ssh import Address, SshHost
 from tests import ray_cluster, slurm
 from tests.integration.launch.person import Person
 from tests.integration.launch.test_local import TRAINS, pids_of

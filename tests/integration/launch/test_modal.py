@@ -10,13 +10,13 @@ from typing import TypeAlias
 
 import pytest
 
-from groupwise.clouds.modal.backend import ModalBackend
-from groupwise.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
-from groupwise.clouds.port import Handle, Outcome, Phase
-from groupwise.errors import UsageError
-from groupwise.hosts.files import BlobStore
-from groupwise.hosts.spec import Limits
-from groupwise.launch import places
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import Handle, Outcome, Phase
+from groupwise.jobs.clouds.modal.backend import ModalBackend
+from groupwise.jobs.clouds.modal.prices import DOLLARS_PER_SECOND, PRICED_AT
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.spec import Limits
+from groupwise.jobs.launch import places
 from groupwise.testing.fake_modal import FakeModal
 from tests.integration.launch.person import Person
 from tests.launch_backends import SAVES, WAITS, modal_backend, name

@@ -8,10 +8,10 @@ import pytest
 from modal._serialization import serialize
 from modal_proto import api_pb2
 
-from groupwise.clouds.modal.live import LiveModal
-from groupwise.clouds.modal.port import Call, Image
-from groupwise.clouds.port import Outcome
-from groupwise.hosts.port import HostError, OutcomeUnknown
+from groupwise.jobs.clouds.backend import Outcome
+from groupwise.jobs.clouds.modal.live import LiveModal
+from groupwise.jobs.clouds.modal.port import Call, Image
+from groupwise.jobs.hosts.port import HostError, OutcomeUnknown
 from groupwise.testing.fake_modal import FakeModal, desk, spawn
 from tests.fake_modal_server import EXPIRED, UNFINISHED, Server, modal_server
 from tests.launch_backends import LaunchClient, modal_backend
@@ -63,7 +63,10 @@ async def test_the_desk_is_deployed_once_and_is_one_container(
     await other.close()
     assert len(server.of("FunctionCreate")) == 1
     made = server.functions["groupwise-desk-1/desk"]
-    assert (made.module_name, made.implementation_name) == ("groupwise.clouds.modal.app", "desk")
+    assert (made.module_name, made.implementation_name) == (
+        "groupwise.jobs.clouds.modal.app",
+        "desk",
+    )
     assert made.autoscaler_settings.max_containers == 1
     assert made.max_concurrent_inputs <= 1
     assert made.retry_policy.retries == 0

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.poller import Pace
-from groupwise.fleet.store.database import connect
-from groupwise.fleet.verbs import jobs
-from groupwise.hosts import engines
+from groupwise.jobs.fleet.poller import Pace
+from groupwise.jobs.fleet.store.database import connect
+from groupwise.jobs.fleet.verbs import jobs
+from groupwise.jobs.hosts import engines
 from tests import ray_cluster
 from tests.cluster_fleet import SAVES, ClusterFleet
 from tests.fleet_databases import copied

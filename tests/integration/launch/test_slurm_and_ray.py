@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from groupwise.clouds.port import Backend, CloudError, Order, Outcome, Phase, Unreachable
-from groupwise.hosts import engines
-from groupwise.hosts import ray as ray_host
-from groupwise.hosts import slurm as slurm_host
-from groupwise.hosts.failures import FailureClass
-from groupwise.hosts.port import OutcomeUnknown
-from groupwise.hosts.spec import Limits
+from groupwise.jobs.clouds.backend import Backend, CloudError, Order, Outcome, Phase, Unreachable
+from groupwise.jobs.hosts import engines
+from groupwise.jobs.hosts import ray as ray_host
+from groupwise.jobs.hosts import slurm as slurm_host
+from groupwise.jobs.hosts.failures import FailureClass
+from groupwise.jobs.hosts.port import OutcomeUnknown
+from groupwise.jobs.hosts.spec import Limits
 from tests import launch_backends, ray_cluster, slurm
 from tests.integration.launch.person import Person
 from tests.launch_backends import SAVES, BackendSpec, client, name

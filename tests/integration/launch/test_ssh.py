@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.hosts.keys import parse
+from groupwise.jobs.hosts.keys import parse
 from tests.integration.launch.person import Person
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.wheels import fill_wheelhouse, lock_of

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import connect
-from groupwise.hosts import engines
+from groupwise.jobs.fleet.store.database import connect
+from groupwise.jobs.hosts import engines
 from tests import slurm
 from tests.cluster_fleet import ClusterFleet
 from tests.fleet_databases import copied

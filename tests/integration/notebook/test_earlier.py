@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from groupwise.errors import RunError, UsageError
-from groupwise.models.bundled import fetch_model
+from groupwise.core.errors import RunError, UsageError
+from groupwise.engine.models.bundled import fetch_model
 from groupwise.notebook import (
     TrainingConfig,
     drive,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import NothingScoredError, RunNotFoundError, UsageError
+from groupwise.core.errors import NothingScoredError, RunNotFoundError, UsageError
 from groupwise.notebook import (
     Session,
     TrainerState,
@@ -116,8 +116,8 @@ def test_the_exported_adapter_is_not_empty_and_gives_peft_the_same_logits(at_its
     import torch
     from peft import PeftModel
 
-    from groupwise.models.config import ModelConfig
-    from groupwise.models.load import load_model
+    from groupwise.engine.models.config import ModelConfig
+    from groupwise.engine.models.load import load_model
 
     path = at_its_place.path
     base = load_model(ModelConfig(name="tiny"), "float32")

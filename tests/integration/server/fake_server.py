@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+from groupwise.dashboard.mounted import in_front
 from groupwise.server.serve import build_service, serve
 from groupwise.server.settings import read_settings
-from groupwise.web.server.mounted import in_front
 
 FACTORY = "groupwise.testing.fake_engine:make"
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from groupwise.runs import durable
-from groupwise.server import keeping
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import GroupAnswer
+from groupwise.core import atomic_files
+from groupwise.core.types import Group, from_json
 from groupwise.server.ledger import groups, plans, runs
-from groupwise.types import Group, from_json
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import GroupAnswer
+from groupwise.server.run import ledger_operations
 from tests.integration.toy_run import crash_at
 from tests.rotation import rotating_params
 from tests.unit.server.serving import Served
@@ -74,7 +74,7 @@ async def _group_of(server: Served, draw: int) -> GroupAnswer:
         record = groups.read_record(transaction, id_)
         assert record is not None
         row = groups.read_group(transaction, id_)
-        return keeping.group_answer(transaction, row, from_json(Group, record))
+        return ledger_operations.group_answer(transaction, row, from_json(Group, record))
 
     return await server.ledger.do(look)
 
@@ -129,11 +129,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], int]:
     """What comes of it undisturbed, and how many durable writes that takes."""
     folder = tmp_path_factory.mktemp("calm") / "output"
     names: list[str] = []
-    before, durable.on_write = durable.on_write, names.append
+    before, atomic_files.on_write = atomic_files.on_write, names.append
     try:
         _run(folder)
     finally:
-        durable.on_write = before
+        atomic_files.on_write = before
     return _outcome(folder), len(names)
 
 

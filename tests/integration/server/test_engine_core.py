@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
+from groupwise.core.types import Group
 from groupwise.runs.store import Store
 from groupwise.server.engine.core import EngineCore
 from groupwise.server.engine.port import OpenModels, OpenRun, Plan, SampleOrder
-from groupwise.server.scored import scored_group
-from groupwise.types import Group
+from groupwise.server.engine.scored_group import scored_group
 from tests.integration import toy_run
 from tests.integration.toy_run import STEPS, TOY
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.client import TrainingClient
+from groupwise.api.client import TrainingClient
 from tests.integration.server.server_process import Server, running
 from tests.processes import TIMEOUT_S
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from groupwise.server import keeper
+from groupwise.api.schemas.training import GroupAnswer
 from groupwise.server.app import make_app
-from groupwise.wire.training import GroupAnswer
+from groupwise.server.run import engine_supervisor
 from tests.disks import fill, small_disk
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served, letters, served
@@ -33,7 +33,7 @@ async def persist(client: httpx2.AsyncClient, path: str, body: object) -> httpx2
 async def test_nothing_is_acknowledged_and_everything_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "LOOK_AT_DISK", 0.02)
+    monkeypatch.setattr(engine_supervisor, "LOOK_AT_DISK", 0.02)
     async with served(tmp_path / "whole") as server:
         await server.start()
         for step in range(STEPS):

@@ -11,15 +11,15 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.errors import StoreError
-from groupwise.server.verbs import journal, service
-from groupwise.server.verbs.futures import NotKept
-from groupwise.server.verbs.stored import SavedFolders
+from groupwise.core.errors import StoreError
+from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.tinker import journal, service
+from groupwise.server.tinker.futures import NotKept
 from tests.disks import fill, small_disk
 from tests.processes import wait_until_async
 from tests.tinker_app import KEY, app
-from tests.unit.server.verbs.test_host import CALLS, TIMEOUT_S, Loop, plain, undisturbed
-from tests.unit.server.verbs.verb_service import Disk, Server, serving
+from tests.unit.server.tinker.test_engine_manager import CALLS, TIMEOUT_S, Loop, plain, undisturbed
+from tests.unit.server.tinker.verb_service import Disk, Server, serving
 
 AGAIN = (NotKept, StoreError)
 PAUSE_S = 0.05

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from groupwise.server.app import make_app
-from groupwise.server.verbs import answers, document
-from groupwise.server.verbs.futures import JSON, Answer, Failure
-from groupwise.server.verbs.refusals import CODES
-from groupwise.server.verbs.stored import SavedFolders
+from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.tinker import answers, document
+from groupwise.server.tinker.futures import JSON, Answer, Failure
+from groupwise.server.tinker.refusals import CODES
 from tests.tinker_app import KEY, app
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import SETTINGS, Served, served
@@ -37,8 +37,8 @@ from tests.unit.server.test_schema_walk import (
     fields_of,
     schema_of,
 )
-from tests.unit.server.verbs.test_host import Loop
-from tests.unit.server.verbs.verb_service import Disk, Server, created, gradient, serving
+from tests.unit.server.tinker.test_engine_manager import Loop
+from tests.unit.server.tinker.verb_service import Disk, Server, created, gradient, serving
 
 ROUTES = [name for name in OPERATIONS if name not in ("GET /events", "GET /metrics")]
 SOONER = 0.02

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.client import AsyncTrainingClient
+from groupwise.api.client import AsyncTrainingClient
 from tests.integration.server.server_process import FAKE, Server
 
 SIZE = 4

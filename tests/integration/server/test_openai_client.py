@@ -16,8 +16,8 @@ import httpx2
 import openai
 import pytest
 
-from groupwise.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.wire.keys import Keyring
+from groupwise.api.schemas.keys import Keyring
+from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from tests.unit.server.http_client import client_of, listening
 from tests.unit.server.openai.opening import Client, Open, opened
 from tests.unit.server.openai.test_routes import shown, texts_of

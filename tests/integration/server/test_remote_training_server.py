@@ -22,9 +22,9 @@ import httpx2
 import pytest
 
 import groupwise
-from groupwise.client import TrainingClient
-from groupwise.client.errors import RunActive
-from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.api.client import TrainingClient
+from groupwise.api.client.errors import RunActive
+from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.runs.store import Store
 from tests.integration import toy_run
 from tests.integration.server.server_process import Server, running

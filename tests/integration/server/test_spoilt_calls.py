@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.wire.problems import KINDS
+from groupwise.api.schemas.problems import KINDS
 from tests.parts_server import HERE, PartsServer
 
 ID = "spoilt-calls"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.client import AsyncTrainingClient, TrainingClient, train
+from groupwise.api.client import AsyncTrainingClient, TrainingClient, train
 from groupwise.runs.store import Store
 from tests.integration.server.server_process import Server, running
 
@@ -100,7 +100,7 @@ def test_a_version_is_downloaded_whole_and_loads_whatever_becomes_of_its_run(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from groupwise.models.lora import fingerprint
+    from groupwise.engine.models.lora import fingerprint
 
     def longer(completions: list[str], **_: object) -> list[float]:
         return [float(len(text)) for text in completions]

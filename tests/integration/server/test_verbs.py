@@ -23,15 +23,15 @@ from typing import Any
 
 import pytest
 
-from groupwise import build, machine_layout
-from groupwise.client.errors import Refused
-from groupwise.client.training_client import TrainingClient
-from groupwise.config import load_config
-from groupwise.models.config import LoraConfig
-from groupwise.ranks.beside import NewModel
-from groupwise.server.verbs.compatibility import CLIENT_VERSION, EXAMPLES, METHODS
-from groupwise.types import LossSpec, OptimiserParams, Row
-from groupwise.wire.keys import Role, new_key
+from groupwise.api.client.errors import Refused
+from groupwise.api.client.training_client import TrainingClient
+from groupwise.api.schemas.keys import Role, new_key
+from groupwise.core.types import LossSpec, OptimiserParams, Row
+from groupwise.engine.distributed.multi_adapter import NewModel
+from groupwise.engine.models.config import LoraConfig
+from groupwise.server.tinker.compatibility import CLIENT_VERSION, EXAMPLES, METHODS
+from groupwise.training import build, placement
+from groupwise.training.config import load_config
 from tests.integration.server.server_process import Server, running
 
 pytestmark = pytest.mark.slow
@@ -172,7 +172,7 @@ async def test_the_gradient_is_that_of_the_learner(
     folder = server.folder / "verbs" / model.replace(":", "_") / "weights" / "one"
 
     config = load_config({"model": {"name": "tiny"}}).config
-    base = await build.start_base(config, machine_layout.choose_layout(config, 20))
+    base = await build.start_base(config, placement.choose_layout(config, 20))
     with closing(base):
         new = NewModel(run="here", folder=str(tmp_path), seed=1, lora=LoraConfig(r=4))
         learner = (await build.models_over(base, 1).add("here", new)).learner

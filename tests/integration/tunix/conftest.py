@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.build import Parts
-from groupwise.tunix import environment
+from groupwise.engine.backends.tunix import environment
+from groupwise.training.build import Parts
 from tests.integration.tunix.running import config_of, parts_of, start_of
 
 DIVIDED = Path(__file__).parent / "inside" / "divided.py"

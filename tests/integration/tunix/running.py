@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
-from groupwise.build import Parts
-from groupwise.config import RunConfig, load_config
-from groupwise.models.files import read_tensors, write_tensors
-from groupwise.models.lora import WEIGHTS
-from groupwise.types import OptimiserParams, Row
+from groupwise.core.types import OptimiserParams, Row
+from groupwise.engine.models.files import read_tensors, write_tensors
+from groupwise.engine.models.lora import WEIGHTS
+from groupwise.training import build, placement
+from groupwise.training.build import Parts
+from groupwise.training.config import RunConfig, load_config
 from tests.tunix_models import model_of
 
 STEP = OptimiserParams(learning_rate=0.02, weight_decay=0.1, max_grad_norm=0.5)
@@ -48,7 +48,7 @@ def config_of(
 
 
 def parts_of(config: RunConfig, folder: Path, longest_prompt: int = 40) -> Parts:
-    layout = machine_layout.choose_layout(config, longest_prompt)
+    layout = placement.choose_layout(config, longest_prompt)
     return asyncio.run(build.start_training(config, layout, "run", folder))
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from groupwise.algorithms.registry import make
-from groupwise.build import Parts
-from groupwise.types import Completion, GroupRequest, SamplingParams
+from groupwise.core.types import Completion, GroupRequest, SamplingParams
+from groupwise.training.build import Parts
 from tests.integration.tunix.running import STEP, config_of, flat, parts_of, rows_of
 
 pytestmark = [

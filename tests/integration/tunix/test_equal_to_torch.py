@@ -16,10 +16,10 @@ import torch
 
 from groupwise.algorithms.kl import KlEstimator, KlGradient
 from groupwise.algorithms.registry import ALGORITHMS, make
-from groupwise.build import Parts
-from groupwise.models.files import read_tensors
-from groupwise.models.lora import WEIGHTS, fingerprint
-from groupwise.types import Completion, GroupRequest, OtherRows, Row, SamplingParams, Withheld
+from groupwise.core.types import Completion, GroupRequest, OtherRows, Row, SamplingParams, Withheld
+from groupwise.engine.models.files import read_tensors
+from groupwise.engine.models.lora import WEIGHTS, fingerprint
+from groupwise.training.build import Parts
 from tests.integration.tunix.conftest import Pairs
 from tests.integration.tunix.running import (
     LAYERS,

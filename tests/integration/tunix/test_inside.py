@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.tunix import environment
+from groupwise.engine.backends.tunix import environment
 from tests.tunix_models import model_of
 
 pytestmark = pytest.mark.timeout(540)

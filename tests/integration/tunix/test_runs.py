@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from groupwise.loops.rl_start import RlResult, rl
 from groupwise.notebook.record import Record
+from groupwise.training.loops.rl_start import RlResult, rl
 from tests.tunix_models import model_of
 
 pytestmark = pytest.mark.timeout(400)

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from groupwise import build, machine_layout
-from groupwise.build import Parts
-from groupwise.config import load_config
-from groupwise.errors import CheckpointError, ModelError, RunError
-from groupwise.types import GroupRequest, SamplingParams
+from groupwise.core.errors import CheckpointError, ModelError, RunError
+from groupwise.core.types import GroupRequest, SamplingParams
+from groupwise.training import build, placement
+from groupwise.training.build import Parts
+from groupwise.training.config import load_config
 from tests.processes import all_gone
 from tests.tunix_models import model_of
 
 ORPHAN = """
 import os, signal, time
 from concurrent.futures import ThreadPoolExecutor
-from groupwise.tunix.environment import start_worker
-from groupwise.tunix.messages import Look
+from groupwise.engine.backends.tunix.environment import start_worker
+from groupwise.engine.backends.tunix.messages import Look
 with ThreadPoolExecutor(1) as other:
     worker = other.submit(start_worker, 1, (1, 1)).result()
 print(worker.call_now(Look())["devices"], worker.pid, flush=True)  # the thread that asked for it has ended
@@ -60,7 +60,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         "run": {"threads": 1},
     }
     config = load_config(values).config
-    layout = machine_layout.choose_layout(config, 40)
+    layout = placement.choose_layout(config, 40)
     folder = tmp_path_factory.mktemp("published")
     with closing(asyncio.run(build.start_training(config, layout, "run", folder))) as made:
         yield made

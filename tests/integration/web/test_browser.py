@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import ViewportSize, expect
 
-from groupwise.client import TrainingClient
-from groupwise.fleet.direct import DirectFleet
-from groupwise.fleet.files.logs import append, make
-from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
+from groupwise.api.client import TrainingClient
+from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
+from groupwise.jobs.fleet.direct import DirectFleet
+from groupwise.jobs.fleet.files.logs import append, make
 from tests.integration.server.server_process import FAKE, running
 from tests.integration.web.visiting import (
     DESK,
@@ -31,7 +31,7 @@ from tests.integration.web.visiting import (
     shown,
     too_wide,
 )
-from tests.unit.fleet.verbs.conftest import SmallFleet
+from tests.unit.jobs.fleet.verbs.conftest import SmallFleet
 from tests.web_runs import write_run
 
 pytestmark = needs_chromium

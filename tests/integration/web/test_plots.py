@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-import groupwise.web
+import groupwise.dashboard
+from groupwise.dashboard.runs.curves import names_of, plots_of
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
-from groupwise.web.runs.curves import names_of, plots_of
 from tests.integration.web.visiting import (
     DESK,
     TIMEOUT_MS,
@@ -34,7 +34,7 @@ from tests.web_runs import write_run
 
 pytestmark = needs_chromium
 
-STATIC = Path(groupwise.web.__file__).parent / "static"
+STATIC = Path(groupwise.dashboard.__file__).parent / "static"
 BEGAN = 1.7e9
 """When all runs here were made."""
 COLUMNS = 70

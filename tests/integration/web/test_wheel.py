@@ -59,7 +59,7 @@ def _address(served: subprocess.Popen[str]) -> str:
 
 def test_pages_and_all_that_they_load_are_in_the_wheel(address: str, site: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    where = [sys.executable, "-c", "import groupwise.web.app as app; print(app.__file__)"]
+    where = [sys.executable, "-c", "import groupwise.dashboard.app as app; print(app.__file__)"]
     told = subprocess.run(where, env=env, check=True, capture_output=True, text=True, cwd="/")
     assert Path(told.stdout.strip()).is_relative_to(site), "it is this package and no other"
     with httpx2.Client(base_url=address) as client:

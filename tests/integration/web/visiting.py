@@ -12,16 +12,16 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, ViewportSize, expect
 
-from groupwise.fleet.direct import DirectFleet
+from groupwise.api.schemas.keys import Keyring
+from groupwise.dashboard.access import Door
+from groupwise.dashboard.app import make_app
+from groupwise.dashboard.context import Place
+from groupwise.dashboard.sources.cached_values import ending
+from groupwise.dashboard.sources.fleet import WatchedFleet
+from groupwise.dashboard.sources.runs import RunsIndex
+from groupwise.jobs.fleet.direct import DirectFleet
 from groupwise.runs.lock import RunLock
 from groupwise.runs.store import Store
-from groupwise.web.access import Door
-from groupwise.web.app import make_app
-from groupwise.web.fleet.watched import WatchedFleet
-from groupwise.web.index import RunsIndex
-from groupwise.web.place import Place
-from groupwise.web.ticking import ending
-from groupwise.wire.keys import Keyring
 from tests.fake_openai_server import listening
 from tests.web_runs import add_step, write_run
 

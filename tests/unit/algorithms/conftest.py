@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from groupwise.algorithms.base import Algorithm, TokenBatch
-from groupwise.types import Example, Group, Outcome, Rollout, Segment, Weight
+from groupwise.core.types import Example, Group, Outcome, Rollout, Segment, Weight
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")

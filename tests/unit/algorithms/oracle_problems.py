@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from groupwise.algorithms.base import Algorithm, TokenBatch
-from groupwise.types import Example, Group, Rollout, Segment, Weight
+from groupwise.core.types import Example, Group, Rollout, Segment, Weight
 
 MEMBERS = 4
 MAX_TOKENS = 12

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from groupwise.algorithms import advantages
 from groupwise.algorithms.registry import ALGORITHMS, make
-from groupwise.types import Group
+from groupwise.core.types import Group
 
 REWARDS = st.lists(st.floats(-20, 20), min_size=2, max_size=12)
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from groupwise.algorithms.registry import ALGORITHMS, from_spec, make
-from groupwise.types import LossSpec, from_json, to_json
+from groupwise.core.types import LossSpec, from_json, to_json
 
 KNOBS = {
     "beta": 0.04, "kl_estimator": "k2", "epsilon_high": 0.28, "mask_truncated_completions": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from groupwise.algorithms.dapo import Dapo
-from groupwise.types import RewardPart
+from groupwise.core.types import RewardPart
 
 
 def test_masked_members_are_in_no_sum_of_tokens(rollout, group) -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from groupwise.algorithms.base import Algorithm, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import ALGORITHMS, make
-from groupwise.types import Weight
+from groupwise.core.types import Weight
 
 KNOBS: list[dict[str, Any]] = [
     {"importance_sampling_correction": "none"},

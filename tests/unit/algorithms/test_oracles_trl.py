@@ -27,7 +27,7 @@ import transformers.integrations
 
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
-from groupwise.types import Example, Group, Rollout
+from groupwise.core.types import Example, Group, Rollout
 from tests.unit.algorithms.oracle_problems import (
     LOSS_TYPES,
     MAX_TOKENS,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from groupwise.checks.findings import Finding, Report
 from groupwise.cli.main import main
+from groupwise.training.checks.findings import Finding, Report
 
 GOOD = Finding("hooks", "ok", "all there", "enough for `rl`", "never shown")
 BAD = Finding("spread", "problem", "one line\nanother", "nothing is learnt", "mend it")
@@ -41,9 +41,9 @@ class Verb:
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, name: str, *found: Finding) -> Verb:
-    verb, fake = Verb(*found), ModuleType(f"groupwise.checks.{name}")
+    verb, fake = Verb(*found), ModuleType(f"groupwise.training.checks.{name}")
     setattr(fake, name, verb)
-    monkeypatch.setitem(sys.modules, f"groupwise.checks.{name}", fake)
+    monkeypatch.setitem(sys.modules, f"groupwise.training.checks.{name}", fake)
     return verb
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.runs import app
-from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.cli.runs.app import app
+from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
-from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 HOSTILE = "\x1b]0;owned\x07 [bold]no markup[/bold]\nsecond line"
 

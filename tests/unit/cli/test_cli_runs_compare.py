@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from groupwise.cli.runs import app
-from groupwise.errors import UsageError
-from groupwise.evaluation.measures import Success, rows_of
+from groupwise.cli.runs.app import app
+from groupwise.core.errors import UsageError
+from groupwise.core.types import Example, Group, Rollout, Segment
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
-from groupwise.types import Example, Group, Rollout, Segment
+from groupwise.training.evaluation.measures import Success, rows_of
 
 HOSTILE = "\x1b]0;owned\x07 [bold]no markup[/bold]\nsecond line"
 
@@ -71,7 +71,7 @@ def test_a_comparison_is_a_table_or_json(runs: Path) -> None:
     assert (found["prompts"], len(found["changed"])) == (2, 1)
 
 
-REWARD = f"{Path(__file__).parents[1] / 'review' / 'rescoring_rewards.py'}:backwards"
+REWARD = f"{Path(__file__).parents[1] / 'training' / 'review' / 'rescoring_rewards.py'}:backwards"
 
 
 def test_a_rescoring_reads_as_a_table(runs: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.cli.main import main
-from groupwise.errors import ConfigError, NothingScoredError
+from groupwise.core.errors import ConfigError, NothingScoredError
 
 
 @dataclass
@@ -45,12 +45,12 @@ def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Verb:
 
 @pytest.fixture
 def rl(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    return replaced(monkeypatch, "groupwise.loops.rl_start", "rl")
+    return replaced(monkeypatch, "groupwise.training.loops.rl_start", "rl")
 
 
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    verb = replaced(monkeypatch, "groupwise.evaluation.evaluate", "evaluate_each")
+    verb = replaced(monkeypatch, "groupwise.training.evaluation.evaluate", "evaluate_each")
     verb.result = [Result()]
     return verb
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from groupwise.api.schemas.keys import Keyring, Role, read_key_file
 from groupwise.cli.main import main
-from groupwise.wire.keys import Keyring, Role, read_key_file
 
 
 @pytest.fixture

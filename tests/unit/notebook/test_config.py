@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from groupwise.errors import ConfigError
+from groupwise.core.errors import ConfigError
+from groupwise.core.reward_call.tags import Tags
+from groupwise.core.settings.schema import setting
 from groupwise.notebook.config import TrainingConfig
-from groupwise.rewards.tags import Tags
-from groupwise.settings.schema import setting
 
 
 def any_values(**values: Any) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from groupwise import notebook
-from groupwise.client.errors import ClientError
-from groupwise.errors import UsageError
+from groupwise.api.client.errors import ClientError
+from groupwise.api.schemas.keys import VARIABLE
+from groupwise.core.errors import UsageError
 from groupwise.notebook import Connection, connect, connection
-from groupwise.wire.keys import VARIABLE
 
 HERE = {"accelerator", "connect", "load_rubrics"}
 """Functions that have nothing to do with who computes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.errors import ConfigError
+from groupwise.core.errors import ConfigError
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, run_folder
 

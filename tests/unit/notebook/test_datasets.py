@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from groupwise.errors import TaskError
+from groupwise.core.errors import TaskError
 from groupwise.notebook import datasets
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import prepare_datasets, register_dataset

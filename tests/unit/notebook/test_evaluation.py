@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groupwise.config import EvalConfig, load_config
 from groupwise.notebook import TrainingConfig, evaluate, evaluation, prepare_session
+from groupwise.training.config import EvalConfig, load_config
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from groupwise.core.reward_call.tags import Tags
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.grading import grades, with_marks
 from groupwise.notebook.task import RIGHT, NotebookTask
-from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.tags import Tags
+from groupwise.tasks.rewards.rubric import Rubric
 
 
 def test_the_answer() -> None:

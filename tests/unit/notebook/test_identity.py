@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig
-from groupwise.notebook.collected import FILE, Collected, collected, comparable, noticed
 from groupwise.notebook.fingerprint import Look, digest
 from groupwise.notebook.identity import UNSEEN, USED, differences, reward_facts
+from groupwise.notebook.reward_state import FILE, Collected, collected, comparable, noticed
 from groupwise.notebook.rewards import create_reward_functions
 
 # Cells with a reward in each: what it uses has to count, whatever it is and wherever it stands.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.errors import TaskError
+from groupwise.core.errors import TaskError
 from groupwise.notebook import Criterion, Rubric
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.rewards import create_reward_functions, register_reward, rewards_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.errors import ConfigError, TaskError
+from groupwise.core.errors import ConfigError, TaskError
 from groupwise.notebook.rubrics import Criterion, Rubric, RubricSet, load_rubrics
 
 STEPS = Rubric(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
 from groupwise.notebook import (
     TrainingConfig,
     evaluate,

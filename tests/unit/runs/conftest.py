@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 
 DieAt = Callable[[str, Callable[[], object]], None]
 
@@ -25,7 +25,7 @@ def _die_at(point: str, work: Callable[[], object]) -> None:
 
     child = os.fork()
     if child == 0:
-        durable.on_write = die
+        atomic_files.on_write = die
         try:
             work()
         finally:

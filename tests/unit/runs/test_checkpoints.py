@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import ResumeMismatchError
+from groupwise.core.errors import ResumeMismatchError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import MANIFEST
 

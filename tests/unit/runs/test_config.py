@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import load_config
-from groupwise.errors import ConfigError
+from groupwise.core.errors import ConfigError
+from groupwise.training.config import load_config
 
 
 def refusal(folder: Path, *lines: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from groupwise.core.types import Example, Group, Outcome, Rollout
 from groupwise.runs.records import FailureKind
 from groupwise.runs.store import Store
-from groupwise.types import Example, Group, Outcome, Rollout
 
 
 def failed(draw: int, member: int, reason: str | None, outcome: Outcome = "failed") -> Rollout:

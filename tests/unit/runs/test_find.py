@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import CheckpointError, RunNotFoundError, StoreError
+from groupwise.core.errors import CheckpointError, RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.find import (
     final_step,

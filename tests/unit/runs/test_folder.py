@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import (
+from groupwise.core import atomic_files
+from groupwise.core.errors import (
     NothingScoredError,
     RunInUseError,
     RunNotFoundError,
     UsageError,
 )
-from groupwise.runs import durable, folder, lock
+from groupwise.runs import folder, lock
 from groupwise.runs.folder import RunFolder, read_state, read_summary
 from groupwise.runs.records import ResumeRecord, Rewound
 
@@ -162,7 +163,7 @@ class TestEnd:
 
         def train() -> None:
             with create(tmp_path):
-                monkeypatch.setattr(durable, "on_write", full)
+                monkeypatch.setattr(atomic_files, "on_write", full)
                 raise NothingScoredError("first")
 
         with pytest.raises(NothingScoredError):
@@ -193,7 +194,7 @@ class TestResume:
 
 class TestFiles:
     def test_the_log_holds_what_the_package_says(self, tmp_path: Path) -> None:
-        logger = logging.getLogger("groupwise.loops.rl")
+        logger = logging.getLogger("groupwise.training.loops.rl")
         level = logging.getLogger("groupwise").level
         with create(tmp_path) as run:
             logger.info("step %d\nof many", 3)

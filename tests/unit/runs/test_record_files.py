@@ -1,4 +1,4 @@
-"""The record as files: the same rows in each format, up to a step. tests/unit/review/test_export.py has the command."""
+"""The record as files: the same rows in each format, up to a step. tests/unit/training/review/test_export.py has the command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from groupwise.runs import durable, record_files
+from groupwise.core import atomic_files
+from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
+from groupwise.runs import record_files
 from groupwise.runs.record_files import (
     KINDS,
     RecordFormat,
@@ -20,7 +22,6 @@ from groupwise.runs.record_files import (
 )
 from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
 from groupwise.runs.store import Store
-from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def rich(tmp_path) -> Iterator[Store]:
 
 
 def without_nan(value: Any) -> Any:
-    return json.loads(json.dumps(durable.without_nan(value)))
+    return json.loads(json.dumps(atomic_files.without_nan(value)))
 
 
 @pytest.mark.parametrize("at_once", [1, 512])

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from groupwise.core.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 from groupwise.runs import schema, text_index
 from groupwise.runs.records import Order, RolloutFilter, RolloutView, StepRecord
+from groupwise.runs.search_terms import signs_of, wanted_of, words_of
 from groupwise.runs.store import Store
-from groupwise.runs.words import signs_of, wanted_of, words_of
-from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 
 PROMPTS = ("Sort kiwi", "東京都は?", "say \\boxed{1}", "Ⓐ or ⓑ")
 TEXTS = (

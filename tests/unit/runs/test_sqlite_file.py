@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.errors import StoreError
-from groupwise.runs import durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
 from groupwise.runs.sqlite_file import Format, connect, connect_writer, is_full, remedy, version
 from tests.disks import fill, small_disk
 
@@ -44,7 +44,7 @@ def test_a_migration_is_done_as_a_whole_or_not_at_all(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "on_write", end)
+        patch.setattr(atomic_files, "on_write", end)
         with pytest.raises(KeyboardInterrupt):
             opened(path)
     assert points == ["commit:birds:before"]

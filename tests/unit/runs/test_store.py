@@ -27,9 +27,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from groupwise.errors import StoreError
-from groupwise.runs import database, durable, schema, text_index
-from groupwise.runs.asked import AskedFilter
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
+from groupwise.core.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
+from groupwise.runs import database, schema, text_index
+from groupwise.runs.prompt_queries import AskedFilter
 from groupwise.runs.query import Plan, rollout_query
 from groupwise.runs.records import (
     CurvePoint,
@@ -41,7 +43,6 @@ from groupwise.runs.records import (
 )
 from groupwise.runs.store import Store
 from groupwise.runs.tables import task_of
-from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 
 WORDS = st.text(st.characters(exclude_categories=()), max_size=12)
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
@@ -392,7 +393,7 @@ class TestCrash:
             raise full
 
         with monkeypatch.context() as broken:
-            broken.setattr(durable, "on_write", refuse)
+            broken.setattr(atomic_files, "on_write", refuse)
             with pytest.raises(StoreError, match="Free space") as caught:
                 fill(store, 1)
         assert str(store.path) in str(caught.value)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from groupwise.errors import CheckpointError, StoreError, UsageError
-from groupwise.runs import checkpoints, durable, lock
+from groupwise.core import atomic_files
+from groupwise.core.errors import CheckpointError, StoreError, UsageError
+from groupwise.runs import checkpoints, lock
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder, add_result, result_file
 from groupwise.runs.store import Store
@@ -49,7 +50,7 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
             with pytest.raises(StoreError, match="Read-only"):
                 add_result(path, "held_out", {})
             with pytest.raises(UsageError, match=r"held_out\.json.*Read-only"):
-                durable.check_can_write(result_file(path, "held_out"))
+                atomic_files.check_can_write(result_file(path, "held_out"))
             with pytest.raises(CheckpointError, match="Read-only"):
                 checkpoints.save(path / "checkpoints", 1, lambda folder: None)
             assert not lock.is_held(path)
@@ -67,16 +68,16 @@ def test_a_folder_in_the_place_of_the_log_gives_the_lock_back(tmp_path: Path) ->
 
 
 def test_a_result_that_can_be_written_is_not_refused(tmp_path: Path) -> None:
-    durable.check_can_write(tmp_path / "not" / "there" / "yet.json")
+    atomic_files.check_can_write(tmp_path / "not" / "there" / "yet.json")
     assert list(tmp_path.iterdir()) == [], "and nothing is left behind"
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="Not a directory"):
-        durable.check_can_write(tmp_path / "file" / "x.json")
+        atomic_files.check_can_write(tmp_path / "file" / "x.json")
 
 
 def test_json_has_no_nan(tmp_path: Path) -> None:
     nan, infinity = float("nan"), float("inf")
-    durable.write_json(tmp_path / "x", {"a": nan, "b": [1.5, (-infinity,)], "c": {"d": nan}})
+    atomic_files.write_json(tmp_path / "x", {"a": nan, "b": [1.5, (-infinity,)], "c": {"d": nan}})
     text = (tmp_path / "x").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {
         "a": None,

@@ -5,18 +5,10 @@ import io
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from groupwise.http.caller import Caller
-from groupwise.server.downloads import OpenFile, OpenVersion
-from groupwise.server.idempotent import (
-    answer_of,
-    completions_answer,
-    rewards_answer,
-    step_answer,
-)
-from groupwise.server.ledger.answers import Answer
-from groupwise.wire.activity import ActivityAnswer
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import (
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import (
     CheckpointAnswer,
     CheckpointsAnswer,
     CompletionsRequest,
@@ -33,6 +25,14 @@ from groupwise.wire.training import (
     StopAnswer,
     TokenizerAnswer,
 )
+from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.idempotent_answers import (
+    answer_of,
+    completions_answer,
+    rewards_answer,
+    step_answer,
+)
+from groupwise.server.run.downloads import OpenFile, OpenVersion
 
 RUN = "tiny"
 

@@ -10,11 +10,11 @@ import httpx2
 import uvicorn
 from fastapi import FastAPI
 
+from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.server.app import make_app
 from groupwise.server.routes.declared import Serving
 from groupwise.server.serve import Uvicorn
 from groupwise.server.settings import ServerConfig
-from groupwise.wire.keys import Keyring, Role, new_key, read_key_file
 from tests.unit.server.fake_service import FakeService
 
 HERE = "http://127.0.0.1"

@@ -10,12 +10,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.errors import GroupwiseError
-from groupwise.http.caller import Caller
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import (
+    CompletionsRequest,
+    GroupAnswer,
+    StartAnswer,
+    StartRequest,
+)
+from groupwise.core.errors import GroupwiseError
 from groupwise.server.serve import Built, read_start, serve
 from groupwise.server.settings import ServerConfig, read_settings
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import CompletionsRequest, GroupAnswer, StartAnswer, StartRequest
 from tests.unit.server.fake_service import FakeService
 
 REFUSED = {"bad": "model_not_allowed", "active": "run_active"}

@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.http.caller import Caller
-from groupwise.server.ledger.writer import Ledger
-from groupwise.server.service import Service
-from groupwise.server.settings import ServerConfig
-from groupwise.testing.fake_engine import FakeEngine, Fault
-from groupwise.wire.keys import Role
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import (
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import (
     CompletionsRequest,
     GroupAnswer,
     RewardAnswer,
@@ -25,6 +21,10 @@ from groupwise.wire.training import (
     StartRequest,
     StatusAnswer,
 )
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.run.service import Service
+from groupwise.server.settings import ServerConfig
+from groupwise.testing.fake_engine import FakeEngine, Fault
 
 ME = Caller("me", Role.ADMIN)
 SETTINGS = {

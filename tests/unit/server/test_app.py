@@ -17,11 +17,11 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from groupwise.http.declared import Route
+from groupwise.api.http.declared import Route
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, Refusal
 from groupwise.server.app import ROUTES
 from groupwise.server.routes import health
-from groupwise.wire.keys import Role
-from groupwise.wire.problems import KINDS, MEDIA_TYPE, Refusal
 from tests.processes import wait_until_async
 from tests.unit.server.fake_service import RUN, FakeService
 from tests.unit.server.http_client import app_of, client_of, keyring, serving_of

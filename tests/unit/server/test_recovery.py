@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import GroupAnswer, StatusAnswer
 from groupwise.server.ledger import events, plans
 from groupwise.testing.fake_engine import FakeEngine, Fault, Point, Verb
-from groupwise.wire.problems import Refusal
-from groupwise.wire.training import GroupAnswer, StatusAnswer
 from tests.unit.server.serving import Served, refused, served
 
 STEPS = 5

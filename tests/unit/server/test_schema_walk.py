@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.wire.problems import KINDS, MEDIA_TYPE
+from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE
 from tests.unit.server.fake_service import FakeService
 from tests.unit.server.http_client import app_of, client_of
 

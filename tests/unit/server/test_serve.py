@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from groupwise.errors import UsageError
+from groupwise.core.errors import UsageError
 from groupwise.runs.lock import RunLock
 from groupwise.server.serve import serve
 from groupwise.server.settings import ServerConfig

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import ConfigError, UsageError
-from groupwise.http.addresses import is_loopback
+from groupwise.api.http.addresses import is_loopback
+from groupwise.api.schemas.keys import Role, new_key
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.settings.schema import keys_of
 from groupwise.server.settings import ServerConfig, read_keys, read_settings
-from groupwise.settings.schema import keys_of
-from groupwise.wire.keys import Role, new_key
 
 PLAIN = "a-plain-key-of-some-length"
 

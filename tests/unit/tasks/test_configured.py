@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from groupwise import task_parts
-from groupwise.config import load_config, resolved, view
-from groupwise.data.order import Order
-from groupwise.errors import ConfigError, TaskError
-from groupwise.rewards.router import Router
-from groupwise.settings.view import View
-from groupwise.sft_config import load_sft_config
+from groupwise.core.errors import ConfigError, TaskError
+from groupwise.core.settings.view import View
 from groupwise.tasks.configured import ConfiguredTask, find_task
 from groupwise.tasks.contract import Task, require
+from groupwise.tasks.data.order import Order
+from groupwise.tasks.rewards.router import Router
+from groupwise.training import rollout_builder
+from groupwise.training.config import load_config, resolved, view
+from groupwise.training.sft_config import load_sft_config
 
 SUMS = [{"question": f"{a}+{b}?", "solution": str(a + b)} for a in range(5) for b in range(4)]
 NAMED = {"dataset_name": "sums.jsonl", "prompt_column": "question", "answer_column": "solution"}
@@ -31,7 +31,7 @@ def right(completions, answer, **columns):
     return [float(text == gold) for text, gold in zip(completions, answer)]
 """
 TASK_FILE = """
-from groupwise.data.chat import Account, Rows
+from groupwise.tasks.data.chat import Account, Rows
 
 def get_rl_dataset(config):
     assert config["task"] == {"word": "a"}, config["task"]
@@ -184,7 +184,7 @@ def test_weights_and_default_of_the_config_beside_tasks() -> None:
     rewards = {**REWARDS, "reward_weights": [3.0], "default_task": "sort_words"}
     given = {"model": {"name": "tiny"}, "data": mixed(SUMS_SET, SORTING), "rewards": rewards}
     config = load_config(given).config
-    rubric = task_parts.task_rubric(config, find_task(None, view(config)), None)
+    rubric = rollout_builder.task_rubric(config, find_task(None, view(config)), None)
     assert isinstance(rubric, Router)
     assert rubric.names[0] == "sums/right"
     assert rubric.weights[0] == 3.0

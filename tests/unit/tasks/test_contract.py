@@ -6,16 +6,16 @@ import types
 import pytest
 from pydantic import BaseModel
 
-from groupwise import plugins
-from groupwise.errors import TaskError
-from groupwise.rewards.rubric import Rubric
-from groupwise.settings.view import View
+from groupwise.core import plugins
+from groupwise.core.errors import TaskError
+from groupwise.core.settings.view import View
 from groupwise.tasks.contract import (
     builtin_tasks,
     check_reward_columns,
     load_task,
     require,
 )
+from groupwise.tasks.rewards.rubric import Rubric
 
 CONFIG = View({"task": {"size": 3}})
 WHOLE = """
@@ -74,11 +74,11 @@ def test_file(task_of, tmp_path):
 
 
 def test_built_in_tasks_and_modules_in_memory(tmp_path):
-    import groupwise.tasks.sort_words as module
+    import groupwise.tasks.builtin.sort_words as module
 
     for given in ("sort_words", module):
         task = load_task(given)
-        assert (task.name, task.spec) == ("sort_words", "groupwise.tasks.sort_words")
+        assert (task.name, task.spec) == ("sort_words", "groupwise.tasks.builtin.sort_words")
     assert {"contract", "environment", "tools", "configured"}.isdisjoint(builtin_tasks())
     assert load_task(types.ModuleType("__main__")).spec is None
     (tmp_path / "t.py").write_text("class A:\n    def get_rl_dataset(self, config): ...\n")

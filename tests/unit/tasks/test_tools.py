@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from groupwise.errors import TaskError
+from groupwise.core.errors import TaskError
 from groupwise.tasks.environment import Step
 from groupwise.tasks.tools import HermesCalls, TextCalls, Tools, schema_of
 

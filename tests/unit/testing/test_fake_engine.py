@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.errors import RunError
+from groupwise.core.errors import RunError
 from groupwise.server.engine.port import EngineLost, OpenRun, Plan, SampleOrder
 from groupwise.testing.fake_engine import FakeEngine, Fault
 

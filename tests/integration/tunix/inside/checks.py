@@ -18,15 +18,15 @@ import optax
 from flax import nnx
 
 PACKAGE = Path(__file__).parents[4] / "groupwise"
-runpy.run_path(str(PACKAGE / "tunix/worker/main.py"))["take_package"]()
+runpy.run_path(str(PACKAGE / "engine/backends/tunix/worker/main.py"))["take_package"]()
 
 from groupwise.algorithms.dapo import Dapo  # noqa: E402
-from groupwise.tunix.messages import Open  # noqa: E402 — there once the package is
-from groupwise.tunix.worker import families, forward, head, sampler  # noqa: E402
-from groupwise.tunix.worker.adapter import Adapted  # noqa: E402
-from groupwise.tunix.worker.learner import _given  # noqa: E402
-from groupwise.tunix.worker.service import Service, _mesh  # noqa: E402
-from groupwise.types import GroupRequest, Row, SamplingParams  # noqa: E402
+from groupwise.core.types import GroupRequest, Row, SamplingParams  # noqa: E402
+from groupwise.engine.backends.tunix.messages import Open  # noqa: E402 — there once the package is
+from groupwise.engine.backends.tunix.worker import families, forward, head, sampler  # noqa: E402
+from groupwise.engine.backends.tunix.worker.adapter import Adapted  # noqa: E402
+from groupwise.engine.backends.tunix.worker.learner import _given  # noqa: E402
+from groupwise.engine.backends.tunix.worker.service import Service, _mesh  # noqa: E402
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYERS = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]

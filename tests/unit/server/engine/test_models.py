@@ -10,14 +10,21 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import UsageError
-from groupwise.sampler.torch_sampler import TorchSampler
+from groupwise.core.errors import UsageError
+from groupwise.core.types import (
+    Completion,
+    GroupRequest,
+    LossSpec,
+    OptimiserParams,
+    Row,
+    SamplingParams,
+)
+from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.server.engine import models as engine_models
+from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbSample, VerbSampled
 from groupwise.server.engine.models import EngineModels
 from groupwise.server.engine.parts import EngineParts
 from groupwise.server.engine.port import OpenModels
-from groupwise.server.verbs.port import ModelSpec, Stored, VerbSample, VerbSampled
-from groupwise.types import Completion, GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
 
 MODEL = "s-1:train:0"
 SPEC = ModelSpec("tiny", 4, 1, train_unembed=False)

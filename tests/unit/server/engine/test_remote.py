@@ -20,8 +20,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from groupwise.errors import ConfigError, NonFiniteError, RunError
-from groupwise.server.engine.line import CallTimedOutError
+from groupwise.core.errors import ConfigError, NonFiniteError, RunError
+from groupwise.server.engine.messages import CallTimedOutError
 from groupwise.server.engine.port import EngineLost
 from groupwise.server.engine.remote import EngineProcess
 from tests.processes import all_gone
@@ -62,7 +62,7 @@ async def test_each_call_has_its_own_answer_or_error_and_what_it_says_is_logged(
             assert await engine.call("echo", large) == large
             for name, value in (("TOY_WORD", "hello"), ("PATH", os.environ["PATH"])):
                 assert await engine.call("environment", name) == value
-            heavy = {"torch", "transformers", "peft", "fastapi", "groupwise.config"}
+            heavy = {"torch", "transformers", "peft", "fastapi", "groupwise.training.config"}
             assert not heavy & {*await engine.call("modules")}
             await engine.call("say", "hello")
             await engine.call("show", "printed")

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from groupwise.errors import ConfigError, RunError
+from groupwise.core.errors import ConfigError, RunError
 
 FACTORY = f"{Path(__file__).resolve()}:make"
 SLEEPER = "import time; time.sleep(1000)"

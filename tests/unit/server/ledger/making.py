@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupwise.core.types import Example, Group, Rollout, Segment
 from groupwise.server.ledger.groups import NewGroup, opened
 from groupwise.server.ledger.rewards import Post, Posted, accept_rewards
 from groupwise.server.ledger.runs import add_run
 from groupwise.server.ledger.transaction import Clock, Transaction
-from groupwise.types import Example, Group, Rollout, Segment
 
 RUN = "letters"
 LEASE = 600.0

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.answers import (
     KEPT_SECONDS,
     Answer,
@@ -16,7 +17,6 @@ from groupwise.server.ledger.answers import (
 )
 from groupwise.server.ledger.counters import count, counters_of
 from groupwise.server.ledger.writer import Ledger
-from groupwise.wire.problems import Refusal
 
 REQUEST = Request("key-1", "POST /rewards", "abc", "hash-1")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.runs import durable
+from groupwise.core import atomic_files
 from groupwise.server.ledger import uptime
 from groupwise.server.ledger.answers import Answer, Request, once
 from groupwise.server.ledger.counters import COMPLETION_REQUESTS, REWARD_REQUESTS, count
@@ -165,7 +165,7 @@ def die_at(number: int, path: Path, log: Path) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         left = iter(range(number))
-        durable.on_write = lambda name: os._exit(17) if next(left, None) is None else None
+        atomic_files.on_write = lambda name: os._exit(17) if next(left, None) is None else None
         with log.open("ab", buffering=0) as told:
             live(path, 0, lambda: told.write(b"."))
     except BaseException:  # noqa: BLE001 — a child must never return into the tests
@@ -184,7 +184,7 @@ def test_a_crash_at_every_commit(tmp_path, monkeypatch, first):
     stood: list[dict[str, list[Any]]] = [{}]
     whole = tmp_path / "whole.db"
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "on_write", points.append)
+        patch.setattr(atomic_files, "on_write", points.append)
         live(whole, 0, lambda: stood.append(content(whole)))
     assert len(stood) == len(LIFE) + 4
     assert len(points) == 2 * (len(LIFE) + 3), "each of them commits something, once"

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from groupwise.errors import StoreError
+from groupwise.core.errors import StoreError
 from groupwise.runs.database import Database
 from groupwise.server.ledger.file import open_file
 from groupwise.server.ledger.schema import APPLICATION_ID, MIGRATIONS

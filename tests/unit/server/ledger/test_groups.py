@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.types import Group, from_json
 from groupwise.server.ledger.groups import (
     echo_of,
     first_unused_draw,
@@ -18,8 +20,6 @@ from groupwise.server.ledger.groups import (
 )
 from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
 from groupwise.server.ledger.runs import add_run, set_run_state
-from groupwise.types import Group, from_json
-from groupwise.wire.problems import Refusal
 from tests.unit.server.ledger.making import LEASE, RUN, begin, group, new, open_groups, post
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger import members
 from groupwise.server.ledger.groups import give_up, opened, read_group
 from groupwise.server.ledger.members import (
@@ -20,7 +21,6 @@ from groupwise.server.ledger.members import (
 )
 from groupwise.server.ledger.rewards import Include, Post
 from groupwise.server.ledger.runs import set_run_state
-from groupwise.wire.problems import Refusal
 from tests.unit.server.ledger.making import LEASE, RUN, new
 
 WHERE = Gathering(RUN, "k", "name:a", "hash")

@@ -20,12 +20,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from groupwise.api.schemas.problems import Refusal
+from groupwise.server.ledger.group_states import ENDS, State, moves
 from groupwise.server.ledger.groups import expire_overdue, give_up, go_stale, opened
 from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
 from groupwise.server.ledger.rewards import Post, accept_rewards
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.states import ENDS, State, moves
-from groupwise.wire.problems import Refusal
 from tests.unit.server.ledger.making import RUN, FakeTime, begin, new
 
 DRAWS = st.integers(0, 5)

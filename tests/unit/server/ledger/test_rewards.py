@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.groups import (
     Echo,
     echo_of,
@@ -23,7 +24,6 @@ from groupwise.server.ledger.groups import (
 from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
 from groupwise.server.ledger.rewards import Post, accept_rewards
 from groupwise.server.ledger.runs import set_run_state
-from groupwise.wire.problems import Refusal
 from tests.unit.server.ledger.making import LEASE, REWARDS, RUN, group, open_groups, post
 
 

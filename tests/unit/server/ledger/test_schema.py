@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from groupwise.server.states import TABLE, moves
+from groupwise.server.ledger.group_states import TABLE, moves
 from tests.unit.server.ledger.making import RUN, open_groups
 
 PATHS = {

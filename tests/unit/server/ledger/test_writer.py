@@ -18,8 +18,8 @@ from contextlib import closing
 
 import pytest
 
-from groupwise.errors import StoreError
-from groupwise.runs import durable
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
 from groupwise.server.ledger.counters import count, counters_of
 from groupwise.server.ledger.events import add_event, events_after
 from groupwise.server.ledger.file import DiskFull, open_file
@@ -38,7 +38,7 @@ async def opened(tmp_path):
 def points(opened, monkeypatch):
     """The crash points that were passed since the ledger was opened."""
     seen = []
-    monkeypatch.setattr(durable, "on_write", seen.append)
+    monkeypatch.setattr(atomic_files, "on_write", seen.append)
     return seen
 
 
@@ -161,7 +161,7 @@ async def test_a_caller_hears_of_what_is_on_the_disk(opened, monkeypatch):
             waiting.set()
             assert go.wait(60)
 
-    monkeypatch.setattr(durable, "on_write", hold)
+    monkeypatch.setattr(atomic_files, "on_write", hold)
     task = asyncio.create_task(opened.do(count, "r", "x"))
     await asyncio.to_thread(waiting.wait, 60)
     assert (task.done(), on_disk(opened.path)) == (False, {})
@@ -182,7 +182,7 @@ async def test_a_failed_commit_fails_everybody_and_nothing_stays(opened, monkeyp
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(durable, "on_write", refuse)
+            patch.setattr(atomic_files, "on_write", refuse)
             found.append(await together(opened, (count, "r", "a"), (fails,), (nothing,)))
     kinds = (StoreError, StoreError, RuntimeError)
     assert [[*map(type, each)] for each in found] == [[kind] * 3 for kind in kinds]

@@ -11,13 +11,13 @@ from typing import Any
 import httpx2
 from fastapi import FastAPI
 
+from groupwise.api.schemas.keys import Keyring
+from groupwise.core.types import Group, from_json
 from groupwise.server.app import make_app
 from groupwise.server.ledger import groups
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.openai import attach, openai_routes
 from groupwise.testing.fake_engine import FakeEngine
-from groupwise.types import Group, from_json
-from groupwise.wire.keys import Keyring
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served
 

@@ -10,11 +10,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.openai import ChatRequest, TextRequest
+from groupwise.api.schemas.problems import KINDS
 from groupwise.server.openai.service import MOST_SAMPLING
 from groupwise.testing.fakes import ALPHABET, END_ID, FakeTokenizer
-from groupwise.wire.keys import Role
-from groupwise.wire.openai import ChatRequest, TextRequest
-from groupwise.wire.problems import KINDS
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import HERE, client_of, keyring, listening
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened, record

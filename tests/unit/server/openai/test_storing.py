@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger import groups
-from groupwise.wire.problems import Refusal
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import client_of
 from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, opened, record
@@ -174,7 +174,7 @@ async def test_rewards_of_members_survive_the_server(tmp_path) -> None:
 
 
 async def test_what_a_lease_leaves_is_trained(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("groupwise.server.clockwork.TICK_SECONDS", 0.02)
+    monkeypatch.setattr("groupwise.server.run.periodic_tasks.TICK_SECONDS", 0.02)
     settings = {"groups_per_step": 1, "lease_seconds": 1.0}
     async with asking(tmp_path, settings=settings) as (served, client):
         answers = [await client.text(store=True) for _ in range(2)]

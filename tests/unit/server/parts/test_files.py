@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.api.schemas.parts import PIECE
+from groupwise.api.schemas.problems import Refusal
 from groupwise.server.parts.files import Files
-from groupwise.wire.parts import PIECE
-from groupwise.wire.problems import Refusal
 
 BAD = (
     *("..", "../a", "a/../b", "/etc/passwd", "a//b", "a/", "", ".hidden", "a/.b", "a\\b", "a b"),

@@ -16,11 +16,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.errors import RunError
+from groupwise.api.schemas.parts import CallRequest
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import RunError
 from groupwise.server.parts import calls
 from groupwise.server.parts.calls import MOST_BODIES, TOLD_KEPT
-from groupwise.wire.parts import CallRequest
-from groupwise.wire.problems import Refusal
 from tests.fake_parts import SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
 from tests.processes import wait_until_async

@@ -1,0 +1,419 @@
+"""The one-call loop: examples and a reward function here, the model on the server, steps until there are enough.
+
+    with TrainingClient() as client:
+        client.start(model_id="tiny", groups_per_step=4)
+        train(client, [{"prompt": "…", "answer": "…"}], reward, steps=20)
+
+Several workers each ask for the completions of the next example, have them scored and post the rewards. One watcher reads the server's
+events: it shows each step, and ends everything when the last one is done. No more groups are posted than the steps need, but for those
+that the server says it lost, so that it stands still after the last step. The k-th draw is always of example k modulo their number, so
+that the run is the same whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from groupwise.api.client.async_training_client import AsyncTrainingClient
+from groupwise.api.client.calls import Sampling
+from groupwise.api.client.errors import ClientError, DrawTaken, GroupGone, RunFinished
+from groupwise.api.client.training_client import TrainingClient
+from groupwise.api.schemas.template_columns import ARGUMENTS, TOOLS
+from groupwise.api.schemas.training import EventData, EventKind, GroupAnswer, Metrics, StatusAnswer
+from groupwise.core.errors import TaskError, UsageError
+from groupwise.core.interruption import run_to_end
+from groupwise.core.reward_call.call import (
+    RESERVED,
+    RewardCallable,
+    call,
+    call_plain,
+    check_columns,
+    check_function,
+    is_async,
+    name_of,
+)
+from groupwise.core.reward_call.request import ScoreRequest
+from groupwise.core.reward_call.text import as_completion
+from groupwise.core.terminal.progress import Progress
+
+log = logging.getLogger(__name__)
+
+MOST_FAILURES = 3
+"""Groups in a row that the reward function may fail for, or that may come back after their lease, before the loop gives up."""
+FAREWELL = 5.0
+"""Seconds in which the groups that are left over are given up."""
+ENDS = frozenset({EventKind.FINISHED, EventKind.STOPPED})
+CHANGES_COUNTS = frozenset(
+    {
+        EventKind.STEP,
+        EventKind.GROUPS,
+        EventKind.QUARANTINED,
+        EventKind.RECOVERED,
+        EventKind.RECOVERED_INEXACT,
+    }
+)
+
+Example = Mapping[str, Any]
+"""`prompt` (text or messages), and any other columns, which the reward function gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSummary:
+    """What a call of `train` has done."""
+
+    run_id: str
+    metrics: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
+    """Of each step (from 0) that was seen."""
+    failed_groups: int = 0
+    """Groups for which the reward function failed."""
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        """The mean reward of each step that has one."""
+        found = {step: metrics.get("reward") for step, metrics in sorted(self.metrics.items())}
+        return {step: reward for step, reward in found.items() if reward is not None}
+
+
+def train(
+    client: TrainingClient,
+    examples: Sequence[Example],
+    reward_function: RewardCallable,
+    *,
+    steps: int,
+    concurrency: int = 8,
+    first_draw: int | None = None,
+    sampling: Sampling | None = None,
+    progress: bool = True,
+) -> TrainingSummary:
+    """Train the started run for `steps` steps, or until it is finished; see `train_async`. Ctrl-C gives up what is under way."""
+
+    async def with_its_twin() -> TrainingSummary:
+        async with client.asynchronous() as twin:
+            return await train_async(
+                twin,
+                examples,
+                reward_function,
+                steps=steps,
+                concurrency=concurrency,
+                first_draw=first_draw,
+                sampling=sampling,
+                progress=progress,
+            )
+
+    return run_to_end(with_its_twin())
+
+
+async def train_async(
+    client: AsyncTrainingClient,
+    examples: Sequence[Example],
+    reward_function: RewardCallable,
+    *,
+    steps: int,
+    concurrency: int = 8,
+    first_draw: int | None = None,
+    sampling: Sampling | None = None,
+    progress: bool = True,
+) -> TrainingSummary:
+    """Train the started run for `steps` steps, or until it is finished.
+
+    `reward_function(prompts, completions, **columns)` gives a number or None for each completion; it may be async. One that is not is
+    called in a thread, one group at a time. Where it raises, the group teaches nothing; after three in a row TaskError is raised.
+    `concurrency` groups are under way at once. `first_draw`: position of the first example in the run's order of draws; None: behind
+    those of the steps that are done. `sampling` is in place of the run's own; `progress` shows the steps on standard error.
+    """
+    _check(examples, reward_function, steps, concurrency)
+    status = await client.status()
+    run_id, groups_per_step, done = _ready(status)
+    target = min(done + steps, status.max_steps or done + steps)
+    summary = TrainingSummary(run_id)
+    if target <= done:
+        return summary
+    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread:
+        view = Progress(f"{run_id} on {client.connection.url}", target, done) if progress else None
+        loop = _Loop(
+            client,
+            examples,
+            _Scoring(reward_function, thread, groups_per_step, target, len(examples)),
+            _Share(
+                first_draw if first_draw is not None else done * groups_per_step,
+                (target - done) * groups_per_step,
+            ),
+            sampling or {},
+            status,
+            target,
+            view,
+            summary.metrics,
+        )
+        told = client.connection.outage.told_to(view.note) if view is not None else nullcontext()
+        with view or nullcontext(), told:
+            await loop.run(concurrency)
+    return TrainingSummary(run_id, summary.metrics, loop.scoring.failed)
+
+
+def _check(examples: Sequence[Example], function: object, steps: int, concurrency: int) -> None:
+    check_function(function, "reward_function")
+    if not examples:
+        raise UsageError("There are no examples. Give a list of mappings with at least `prompt`.")
+    if steps < 1 or concurrency < 1:
+        raise UsageError(f"steps is {steps} and concurrency {concurrency}; both are at least 1.")
+    for place, example in enumerate(examples):
+        if "prompt" not in example:
+            raise UsageError(f"Example {place} has no `prompt`; it has: {', '.join(example)}.")
+        if wrong := set(example) & set(RESERVED):
+            raise UsageError(
+                f"Example {place} has a column `{min(wrong)}`, which is an argument that every reward function gets. Rename it."
+            )
+    check_columns(cast("RewardCallable", function), list(examples[0]), "reward_function")
+
+
+def _ready(status: StatusAnswer) -> tuple[str, int, int]:
+    """Run, groups per step and steps done. Raises UsageError where the run cannot be driven by this loop."""
+    if status.run_id is None or status.groups_per_step is None:
+        raise UsageError("The server has no run. Begin one with client.start(…) first.")
+    if (status.training_settings or {}).get("steps") == "manual":
+        raise UsageError(
+            "The run was started with `steps: manual`; this loop needs `auto`. Start it so, or post rewards and call client.step()."
+        )
+    return status.run_id, status.groups_per_step, status.step or 0
+
+
+class _Share:
+    """Which draws are taken, and how many: as many as `wanted` groups need that are posted and not lost afterwards."""
+
+    def __init__(self, first: int, wanted: int) -> None:
+        self._next = first
+        self._wanted = wanted
+        self._under_way = self._posted = self._lost = 0
+        self._changed = asyncio.Condition()
+
+    async def take(self) -> int:
+        """The next draw; waits while enough are under way or posted."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._under_way + self._posted - self._lost < self._wanted
+            )
+            self._under_way += 1
+            self._next += 1
+            return self._next - 1
+
+    async def give_back(self, *, posted: bool) -> None:
+        """A draw that was taken is not under way any more."""
+        async with self._changed:
+            self._under_way -= 1
+            self._posted += posted
+            self._changed.notify_all()
+
+    async def lost(self, groups: int) -> None:
+        """So many of the posted groups will not be trained."""
+        async with self._changed:
+            self._lost = groups
+            self._changed.notify_all()
+
+
+class _Scoring:
+    """Asks the reward function, and counts how often it failed."""
+
+    def __init__(
+        self,
+        function: RewardCallable,
+        thread: Executor,
+        groups_per_step: int,
+        max_steps: int,
+        examples: int,
+    ) -> None:
+        self.failed = 0
+        self._name = name_of(function)
+        self._function = _in_thread(function, thread)
+        self._groups_per_step = groups_per_step
+        self._max_steps = max_steps
+        self._steps_per_epoch = examples / groups_per_step
+        self._in_a_row = 0
+
+    async def rewards(
+        self, example: Example, group: GroupAnswer, warn: Callable[[str], None]
+    ) -> tuple[float | None, ...]:
+        """For each completion its reward. Raises TaskError where the function failed too often in a row."""
+        answer = await call(self._name, self._function, self._request(example, group), _nothing)
+        reasons = [reason for reason in answer.failures if reason is not None]
+        for reason in dict.fromkeys(reasons):
+            warn(f"{group.group_id}: {reason}; what it concerns does not teach")
+        if len(reasons) < len(answer.failures):
+            self._in_a_row = 0
+            return answer.values
+        self.failed += 1
+        self._in_a_row += 1
+        if self._in_a_row >= MOST_FAILURES:
+            raise TaskError(
+                f"The reward function failed for {self._in_a_row} groups in a row; mend it. The last time: {reasons[0]}"
+            )
+        return answer.values
+
+    def _request(self, example: Example, group: GroupAnswer) -> ScoreRequest:
+        count, prompt = len(group.completions), example["prompt"]
+        return ScoreRequest(
+            draw=group.draw,
+            prompts=[prompt] * count,
+            completions=[as_completion(prompt, text) for text in group.completions],
+            completion_ids=group.completion_tokens,
+            columns={name: [value] * count for name, value in example.items() if name != "prompt"},
+            global_step=group.draw // self._groups_per_step,
+            max_steps=self._max_steps,
+            steps_per_epoch=self._steps_per_epoch,
+        )
+
+
+def _nothing(_: str) -> None:
+    """Nobody needs to know which function is called; there is one."""
+
+
+def _in_thread(function: RewardCallable, thread: Executor) -> Callable[..., Awaitable[Any]]:
+    """A function that is not async, called without keeping the loop from its work."""
+    if is_async(function):
+        return function
+
+    @functools.wraps(function)  # the signature says which arguments it takes
+    async def called(**arguments: Any) -> Any:
+        work = functools.partial(call_plain, function, arguments)
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+    return called
+
+
+class _Loop:
+    """Workers and watcher of one call."""
+
+    def __init__(
+        self,
+        client: AsyncTrainingClient,
+        examples: Sequence[Example],
+        scoring: _Scoring,
+        share: _Share,
+        sampling: Sampling,
+        status: StatusAnswer,
+        target: int,
+        view: Progress | None,
+        metrics: dict[int, Metrics],
+    ) -> None:
+        self.scoring = scoring
+        self._client = client
+        self._examples = examples
+        self._share = share
+        self._sampling = sampling
+        self._begun = status
+        self._target = target
+        self._view = view
+        self._metrics = metrics
+        self._open: set[str] = set()
+        self._late = 0
+
+    async def run(self, concurrency: int) -> None:
+        """Until the watcher has seen the last step. Raises what the first task that failed raised."""
+        watcher = asyncio.create_task(self._watch())
+        workers = [asyncio.create_task(self._work()) for _ in range(concurrency)]
+        waiting: set[asyncio.Task[None]] = {watcher, *workers}
+        try:
+            while not watcher.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await self._give_up_the_rest()
+
+    async def _work(self) -> None:
+        try:
+            while True:
+                draw = await self._share.take()
+                posted = False
+                try:
+                    posted = await self._one(draw)
+                finally:
+                    await self._share.give_back(posted=posted)
+        except RunFinished:
+            return  # the watcher sees it, too, behind the last steps
+
+    async def _one(self, draw: int) -> bool:
+        """Ask, score, post. Whether the rewards were accepted."""
+        example = self._examples[draw % len(self._examples)]
+        while True:
+            try:
+                columns = {name: example[name] for name in (TOOLS, ARGUMENTS) if example.get(name)}
+                asked = cast("Sampling", {**self._sampling, **columns})
+                group = await self._client.completions(example["prompt"], draw=draw, **asked)
+            except DrawTaken:
+                return False
+            self._open.add(group.group_id)
+            rewards = await self.scoring.rewards(example, group, self._warn)
+            try:
+                await self._client.rewards(group, rewards)
+            except GroupGone as gone:
+                if gone.code != "lease_expired":
+                    return False
+                self._came_late(gone)
+            else:
+                self._late = 0
+                return True
+            finally:
+                self._open.discard(group.group_id)
+
+    def _came_late(self, gone: GroupGone) -> None:
+        """The draw is free again, so that it is asked for once more; but not for ever."""
+        self._late += 1
+        self._warn(str(gone))
+        if self._late >= MOST_FAILURES:
+            raise gone
+
+    async def _watch(self) -> None:
+        events = self._client.events(self._begun.last_event_id)
+        async with aclosing(cast("Any", events)):
+            async for event in events:
+                if event.run_id not in (None, self._begun.run_id):
+                    continue
+                if event.kind == EventKind.STEP:
+                    self._step(event)
+                    if event.step == self._target - 1:
+                        return
+                elif event.kind in ENDS:
+                    return
+                elif event.kind == EventKind.FAILED:
+                    raise ClientError(f"The server's engine has failed: {event.message}")
+                elif event.message and event.kind != EventKind.CHECKPOINT:
+                    self._warn(event.message)
+                if event.kind in CHANGES_COUNTS:
+                    await self._count_lost()
+
+    def _step(self, event: EventData) -> None:
+        if event.step is None or event.step < (self._begun.step or 0):
+            return
+        self._metrics[event.step] = event.metrics or {}
+        if self._view is not None:
+            known = {
+                name: value for name, value in (event.metrics or {}).items() if value is not None
+            }
+            self._view.step(event.step, known)
+
+    async def _count_lost(self) -> None:
+        now, before = (await self._client.status()).counters, self._begun.counters
+        await self._share.lost(now.stale + now.quarantined - before.stale - before.quarantined)
+
+    async def _give_up_the_rest(self) -> None:
+        """What was asked for and will not be rewarded makes room for others at once, instead of after its lease."""
+        with suppress(ClientError, TimeoutError):
+            async with asyncio.timeout(FAREWELL):
+                for group_id in list(self._open):
+                    await self._client.give_up(group_id)
+
+    def _warn(self, text: str) -> None:
+        if self._view is not None:
+            self._view.note(text)
+        else:
+            log.warning("%s", text)

@@ -1,0 +1,128 @@
+"""What comes bit by bit: events, and the files of a model. Told the bytes as they arrive, without any I/O over the network.
+
+An `EventReader` makes events of a stream of server-sent events, and knows from where the next stream has to go on. A `Download` writes a
+zip beside where it is to lie, and puts it there only when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from groupwise.api.client.errors import BrokenDownload, StrangeAnswer
+from groupwise.api.schemas.training import EventData
+
+LONGEST_EVENT = 16 * 2**20
+"""Bytes that may come without the end of an event."""
+
+
+class EventReader:
+    """Reads server-sent events; one reader goes on over several streams."""
+
+    def __init__(self, after: int | None = None) -> None:
+        self.last_id = after
+        """Of the newest event that was read; a new stream is to begin behind it."""
+        self._rest = b""
+
+    def begin(self) -> None:
+        """A new stream begins; what was left of the old one has been cut off, and comes again."""
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[EventData]:
+        """The events that are complete with these bytes, each once. Raises StrangeAnswer."""
+        self._rest += chunk
+        if len(self._rest) > LONGEST_EVENT:
+            raise StrangeAnswer(f"The event stream sent {len(self._rest)} bytes without an event.")
+        # A carriage return at the end may be half of a line end.
+        held = self._rest.endswith(b"\r")
+        text = self._rest[: len(self._rest) - held].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *blocks, rest = text.split(b"\n\n")
+        self._rest = rest + b"\r" * held
+        found = [event for block in blocks if (event := _event(block)) is not None]
+        new: list[EventData] = []
+        for event in found:
+            if self.last_id is None or event.id > self.last_id:
+                self.last_id = event.id
+                new.append(event)
+        return new
+
+
+def _event(block: bytes) -> EventData | None:
+    """The event in a block of lines; None where there is only a comment that keeps the connection alive."""
+    lines = [line for line in block.split(b"\n") if line.startswith(b"data:")]
+    if not lines:
+        return None
+    data = b"\n".join(line.removeprefix(b"data:").removeprefix(b" ") for line in lines)
+    try:
+        return EventData.model_validate_json(data)
+    except ValidationError:
+        shown = data[:200].decode("utf-8", "replace")
+        raise StrangeAnswer(f"The event stream has what is no event: {shown}") from None
+
+
+class Download:
+    """A zip on its way. Use it as a context manager: whatever is not finished is removed."""
+
+    def __init__(self, to: Path, *, unpack: bool) -> None:
+        self._to = to
+        self._unpack = unpack
+        to.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent)
+        self._file = os.fdopen(handle, "wb")
+        self._part = Path(name)
+
+    def __enter__(self) -> Download:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._part.unlink(missing_ok=True)
+
+    def write(self, chunk: bytes) -> None:
+        """The next bytes."""
+        self._file.write(chunk)
+
+    def finish(self) -> Path:
+        """Where it lies now: the zip, or the folder with its files. Raises BrokenDownload where it is not whole."""
+        self._file.close()
+        try:
+            with zipfile.ZipFile(self._part) as packed:
+                if self._unpack:
+                    self._place_files(packed)
+                elif (torn := packed.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"{torn} is torn")
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise BrokenDownload(f"The model did not arrive whole: {error}.") from None
+        if not self._unpack:
+            self._part.replace(self._to)
+        return self._to
+
+    def _place_files(self, packed: zipfile.ZipFile) -> None:
+        folder = Path(tempfile.mkdtemp(prefix=f".{self._to.name}.", dir=self._to.parent))
+        try:
+            packed.extractall(folder)
+            folder.chmod(0o755)  # as any other folder; mkdtemp lets nobody else in
+            folder.rename(self._to)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def checked_target(to: str | os.PathLike[str], *, unpack: bool) -> Path:
+    """Where a model is to lie. Raises FileExistsError where unpacking would mix its files with others."""
+    path = Path(to)
+    if unpack and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} is there already; name a new folder for the model's files.")
+    return path

@@ -1,0 +1,104 @@
+"""Bodies of requests as they come: within a limit of bytes and of time, and no longer than the server takes work.
+
+Whoever answers a request reads its body here; the server says when it ends (`give_up`), so that nobody who sends a byte a minute holds
+it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+from collections.abc import Mapping
+from contextlib import suppress
+
+from starlette.types import Receive
+
+from groupwise.api.schemas.problems import Refusal
+
+BODY_SECONDS = 120.0
+"""In which a body must be here; a connection that sends a byte a minute is left."""
+SHUTTING_DOWN_RETRY = 5.0
+"""Seconds after which another server, or the same one again, may answer."""
+
+
+LARGE = 4 << 20
+"""Bytes of a body after which the memory that reading it took is given back to the system."""
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered, or takes what is sent."""
+
+
+class Bodies:
+    """All that are being read."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes of one."""
+        self._most = most
+        self._limits: set[asyncio.Timeout] = set()
+        self._given_up = False
+
+    @property
+    def coming(self) -> int:
+        """How many."""
+        return len(self._limits)
+
+    async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
+        """The whole body. Refused as `too_large`, `timed_out` or `shutting_down`; ClientGone where the rest will not come."""
+        if self._given_up:
+            raise _shutting_down()
+        told = headers.get("content-length", "")
+        if told.isdecimal() and len(told) < 20 and int(told) > self._most:
+            raise self._too_large()
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as limit:
+                self._limits.add(limit)
+                try:
+                    return await self._whole(receive)
+                finally:
+                    self._limits.discard(limit)
+        except TimeoutError:
+            if self._given_up:
+                raise _shutting_down() from None
+            raise Refusal(
+                "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
+            ) from None
+
+    async def _whole(self, receive: Receive) -> bytes:
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most:
+                raise self._too_large()
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    def give_up(self) -> None:
+        """The server ends: what is not here yet is not waited for."""
+        self._given_up = True
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            limit.reschedule(now)
+
+    def _too_large(self) -> Refusal:
+        return Refusal(
+            "too_large",
+            f"The body has more than {self._most} bytes, which is max_body_bytes of the server. Send less at once.",
+        )
+
+
+def give_memory_back() -> None:
+    """Collect garbage now, since errors keep their frames alive, and have glibc return the free memory to the system."""
+    with suppress(AttributeError, OSError):
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _shutting_down() -> Refusal:
+    return Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)

@@ -1,0 +1,189 @@
+"""How a server listens: its socket, bound before anything else is begun; TLS; and uvicorn, which leaves signals to us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Generator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING or find_spec("httptools"):  # the faster parser
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as HTTPProtocol
+else:
+    from uvicorn.protocols.http.h11_impl import H11Protocol as HTTPProtocol
+
+KEEP_ALIVE = 75
+"""Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
+HEADER_SIZE = 64 * 1024
+"""Bytes that a client may send before its headers are complete, and between two pieces of its body."""
+MOST_PIPELINED = 8
+"""Requests that a client may send on one connection before the first of them is answered."""
+UNREAD_SECONDS = 60.0
+"""A client that has so many seconds taken nothing of what waits for it is left."""
+HEADER_SECONDS = 60.0
+"""A client has so long to send the headers of a request, from when it connects or sends the first byte of the next one."""
+
+
+def check_tls(certificate: str | None, key: str | None) -> None:
+    """Raise UsageError where they cannot be used, or there is but one of them."""
+    if (certificate is None) != (key is None):
+        raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
+    if certificate is None or key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:  # that of the library, too
+        raise UsageError(
+            f"tls_certificate {certificate} and tls_key {key} cannot be used: {error.strerror or error}. "
+            "Both are PEM files, and the key is that of the first certificate."
+        ) from None
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Generator[socket.socket]:
+    """A socket that listens there; port 0 takes any that is free. Raises UsageError."""
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        bound = socket.create_server(address[:2], family=family, backlog=2048)
+        # Connections inherit it; asyncio sets it only where the socket names its protocol. Without it the body of an answer waits 40 ms.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise UsageError(
+            f"The server cannot listen at {host}:{port}: {error.strerror or error}. Give another --host or --port; port 0 takes any "
+            "that is free."
+        ) from None
+    with bound:
+        yield bound
+
+
+def address(scheme: str, host: str, port: int) -> str:
+    """As a URL has it; an address of IPv6 stands in brackets."""
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class BoundedProtocol(HTTPProtocol):
+    """Hangs up on a client whose headers are too large or take too long, who asks on and on before it is answered, or who does not read its
+    answers; before any key is looked at.
+
+    h11 counts the bytes by itself (`h11_max_incomplete_event_size`), and takes one request at a time; httptools does neither.
+    """
+
+    _unparsed = 0
+    """Bytes since the last headers or piece of a body."""
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    """Runs while the client's side takes nothing."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._start_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._stop_waiting()
+        self._stop_unread()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """What was sent is not read."""
+        super().pause_writing()
+        self._unread = self._unread or self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It was."""
+        self._stop_unread()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, unless it is too much."""
+        before = self.cycle
+        self._unparsed += len(data)
+        super().data_received(data)
+        if self.cycle is not before:
+            self._stop_waiting()
+        elif not before or before.response_complete:
+            self._start_waiting()
+        if len(getattr(self, "pipeline", ())) > MOST_PIPELINED:
+            self.transport.abort()
+        elif self._unparsed > HEADER_SIZE and hasattr(HTTPProtocol, "on_body"):
+            self._hang_up("431 Request Header Fields Too Large")
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body is there."""
+        self._unparsed = 0
+        super().on_body(body)
+
+    def _start_waiting(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(
+                HEADER_SECONDS, self._hang_up, "408 Request Timeout"
+            )
+
+    def _stop_waiting(self) -> None:
+        self._unparsed = 0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _hang_up(self, why: str) -> None:
+        self._stop_waiting()
+        if not self.transport.is_closing():
+            answer = f"HTTP/1.1 {why}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            self.transport.write(answer.encode())
+            self.transport.close()
+
+
+class Uvicorn(uvicorn.Server):
+    """Which leaves signals to us, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Do not."""
+        yield
+
+
+def uvicorn_config(
+    app: ASGIApp, *, certificate: str | None, key: str | None, proxy: str | None
+) -> uvicorn.Config:
+    """`proxy`: address of a proxy in front, whose forwarded headers are believed."""
+    return uvicorn.Config(
+        app,
+        http=BoundedProtocol,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        h11_max_incomplete_event_size=HEADER_SIZE,
+        proxy_headers=proxy is not None,
+        forwarded_allow_ips=proxy or "",
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )

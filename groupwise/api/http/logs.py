@@ -1,0 +1,104 @@
+"""The server's log, for people or as JSON: steps, whatever else happens, and requests; people see those alone that were refused.
+
+A line of a request names who asked by the id of the key, and what by the route; never a key, a header or a body. What comes from a client
+is made harmless first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+from groupwise.core.terminal.text import clean, one_line
+
+ACCESS = logging.getLogger("groupwise.api.http.access")
+NOTHING_YET = 408
+"""What a poll for the answer to a call of the verbs is told every while, until there is one."""
+LONGEST_PATH = 200
+"""Characters of an address that a line shows."""
+
+
+class ForPeople(logging.Formatter):
+    """`12:00:01 INFO message`, harmless to a terminal: names and texts of others stand in messages and in what went wrong.
+
+    A message is one line, so that no name can look like another one; a traceback keeps its lines.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        return clean(super().format(record))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.formatMessage`."""
+        return one_line(super().formatMessage(record))
+
+
+class ForPrograms(logging.Formatter):
+    """One JSON object for each line; what a record carries under `facts` are keys of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "at": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= cast("Mapping[str, Any]", getattr(record, "facts", {}))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=True, default=str)
+
+
+def worth_reading(record: logging.LogRecord) -> bool:
+    """Whether a person wants to see a line: not those of requests that were answered, of which each group has two, or polled."""
+    if record.name != ACCESS.name:
+        return True
+    status = cast("Mapping[str, Any]", getattr(record, "facts", {}))["status"]
+    return status >= 400 and status != NOTHING_YET
+
+
+def configure(kind: Literal["text", "json"]) -> logging.Handler:
+    """Write what the package and uvicorn have to say on stderr; returns the handler, which whoever called removes."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ForPrograms() if kind == "json" else ForPeople())
+    if kind == "text":
+        handler.addFilter(worth_reading)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.getLogger("groupwise").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return handler
+
+
+def log_request(
+    *, request_id: str, method: str, path: str, status: int, seconds: float, key_id: str, code: str
+) -> None:
+    """One request that is over. `code`: of the problem that it was answered with, or empty."""
+    shown = one_line(path)[:LONGEST_PATH]
+    milliseconds = round(seconds * 1000, 1)
+    facts = {
+        "request_id": request_id,
+        "method": method,
+        "path": shown,
+        "status": status,
+        "milliseconds": milliseconds,
+        "key": key_id,
+        "code": code or None,
+    }
+    ACCESS.info(
+        "%s %s %d%s %.1f ms key=%s request=%s",
+        one_line(method)[:16],
+        shown,
+        status,
+        f" {code}" if code else "",
+        milliseconds,
+        key_id or "-",
+        request_id,
+        extra={"facts": facts},
+    )

@@ -1,0 +1,289 @@
+"""What every request goes through before it reaches its route, from the outside inwards.
+
+    Observed   gives it an id, counts and logs it, and answers whatever was raised: a `Refusal` as its problem, anything else as
+               `internal`, whose details stand in the log under that id and nowhere else
+    Guarded    who asks, whether the key may, whether the server still takes work, whether the key asks too often
+    BodyRead   reads the body within a limit of bytes and time, and cancels the work of a client that goes away
+
+Plain ASGI: nothing is wrapped that streams. What a route wants of all this stands in its `Route`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from groupwise.api.http.bodies import LARGE, SHUTTING_DOWN_RETRY, ClientGone, give_memory_back
+from groupwise.api.http.caller import Caller
+from groupwise.api.http.declared import SCOPE, Facts, Route, Shared, facts_of
+from groupwise.api.http.logs import log_request
+from groupwise.api.http.origins import check_local
+from groupwise.api.http.refusals import body_of
+from groupwise.api.schemas import keys
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import MEDIA_TYPE, FieldError, Refusal
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "X-Request-ID"
+CLIENT_GONE = 499
+"""What the log and the metrics say of a request whose client went away."""
+
+CallerOf = Callable[[Mapping[str, str]], Awaitable[keys.Caller]]
+"""Who sends a request with these headers. Raises `unauthorised`."""
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class RouteTable:
+    """Which route a request is for."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = [(route, compile_path(route.path)[0]) for route in routes]
+
+    def find(self, method: str, path: str) -> Route | None:
+        """The route, if there is one."""
+        for route, pattern in self._routes:
+            if route.method == method and pattern.match(path):
+                return route
+        return None
+
+
+class Observed:
+    """The outermost."""
+
+    def __init__(
+        self, app: ASGIApp, shared: Shared, table: RouteTable, others: str = "other"
+    ) -> None:
+        """`others`: what the metrics call requests that are for no route of the table."""
+        self._app = app
+        self._shared = shared
+        self._table = table
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, and tell of it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        facts = Facts(_request_id(scope), self._table.find(scope["method"], scope["path"]))
+        scope[SCOPE] = facts
+        answer = _Answer(send, facts)
+        try:
+            await self._answer(scope, receive, answer)
+        finally:
+            self._tell(scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - began)
+        if facts.code:
+            await self._shared.refused(facts)
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        try:
+            await self._app(scope, receive, answer.send)
+        except Refusal as refusal:
+            await answer.refuse(refusal)
+        except ClientGone:
+            answer.status = CLIENT_GONE
+        except Exception as error:  # the boundary: a mistake in one request stops no other, and its details stay here
+            if (known := self._shared.refusal_of(error)) is not None:
+                await answer.refuse(known)
+                return
+            facts = facts_of(scope)
+            logger.exception(
+                "request %s failed",
+                facts.request_id,
+                extra={"facts": {"request_id": facts.request_id}},
+            )
+            await answer.refuse(Refusal("internal"))
+
+    def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
+        metrics = self._shared.metrics
+        metrics.observe(facts.route.name if facts.route else self._others, status, seconds)
+        if facts.code:
+            metrics.refusals[facts.code] += 1
+        if facts.route is not None and facts.code and facts.code not in facts.route.all_codes:
+            logger.warning(
+                "%s answered %s, which its description lacks", facts.route.name, facts.code
+            )
+        if facts.caller is not None:
+            name = facts.route.name if facts.route else self._others
+            self._shared.clients.note(facts.caller, name, facts.code)
+        log_request(
+            request_id=facts.request_id,
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            seconds=seconds,
+            key_id=facts.caller.key_id if facts.caller else "",
+            code=facts.code,
+        )
+
+
+class _Answer:
+    """What was sent so far."""
+
+    def __init__(self, send: Send, facts: Facts) -> None:
+        self.status: int | None = None
+        self._send = send
+        self._facts = facts
+
+    async def send(self, message: Message) -> None:
+        """Pass it on, with the request's id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)[REQUEST_ID] = self._facts.request_id
+        await self._send(message)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Answer with a problem, unless an answer has begun: then all that can be done is to break it off."""
+        self._facts.code = refusal.code
+        if self.status is not None:
+            raise BrokenOff(refusal.code)
+        body = body_of(refusal, self._facts.instance)
+        headers = {
+            "content-type": MEDIA_TYPE,
+            "content-length": str(len(body)),
+            "cache-control": "no-store",
+            **refusal.headers,
+            **self._facts.headers,
+        }
+        if refusal.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": refusal.status, "headers": raw})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+class BrokenOff(Exception):
+    """An answer that cannot be finished; the connection is closed, so that nobody takes what there is for the whole."""
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(REQUEST_ID, "")
+    return given if _SAFE_ID.fullmatch(given) else secrets.token_hex(8)
+
+
+class Guarded:
+    """Lets through whoever may."""
+
+    def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
+        self._app = app
+        self._shared = shared
+        self._who = who
+        self._local_only = local_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on, or raise why not."""
+        if scope["type"] == "http":
+            await self._check(facts_of(scope), Headers(scope=scope))
+        await self._app(scope, receive, send)
+
+    async def _check(self, facts: Facts, headers: Mapping[str, str]) -> None:
+        route = facts.route
+        if route is not None and route.role is None:
+            return
+        if self._local_only:
+            check_local(headers)
+        known = await self._who(headers)
+        facts.caller = Caller(known.id, known.role, known.projects)
+        self._shared.count(known.id)
+        known.require((route.role if route else None) or Role.READ, self._shared.role_words)
+        if route is not None and route.works and self._shared.ending.is_set():
+            raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What a route receives: the body that was read, and then, some time, that the client has gone."""
+
+    body: bytes
+    gone: asyncio.Future[None]
+    given: bool = False
+
+    async def receive(self) -> Message:
+        """As ASGI has it."""
+        if not self.given:
+            self.given = True
+            return {"type": "http.request", "body": self.body, "more_body": False}
+        await asyncio.shield(self.gone)
+        return {"type": "http.disconnect"}
+
+
+class BodyRead:
+    """The innermost."""
+
+    def __init__(self, app: ASGIApp, shared: Shared) -> None:
+        self._app = app
+        self._bodies = shared.bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, then do the work as long as the client is there."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route = facts_of(scope).route
+        body = b""  # where none is taken, what comes all the same is thrown away as it comes
+        if route is not None and route.takes_body:
+            body = await self._bodies.read(Headers(scope=scope), receive)
+        if body and not (route is not None and route.takes_bytes):
+            _check_media_type(Headers(scope=scope).get("content-type", ""))
+        try:
+            await _while_listening(self._app, scope, body, receive, send)
+        finally:
+            if len(body) > LARGE:  # once nobody holds it any more
+                asyncio.get_running_loop().call_later(1.0, give_memory_back)
+
+
+def _check_media_type(given: str) -> None:
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise Refusal(
+            "unsupported_media_type",
+            errors=(FieldError(field="Content-Type", message="must be application/json"),),
+        )
+
+
+async def _while_listening(
+    app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
+) -> None:
+    """Do the work; where its route says so, cancel it when the client goes before the answer is whole."""
+    route = facts_of(scope).route
+    whole = False
+
+    async def noting(message: Message) -> None:
+        nonlocal whole
+        await send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            whole = True
+
+    gone = asyncio.ensure_future(_until_gone(receive))
+    work = asyncio.ensure_future(app(scope, _Inbox(body, gone).receive, noting))
+    try:
+        if route is None or route.ends_with_client:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not whole:
+                work.cancel()
+                await asyncio.wait((work,))
+                raise ClientGone
+        await work
+    finally:
+        gone.cancel()
+        if not work.done():
+            work.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

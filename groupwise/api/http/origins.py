@@ -1,0 +1,63 @@
+"""Which page had a browser send a request, as far as the browser says so.
+
+A browser sends the cookies that it has of a site, and reaches this machine by loopback, whatever page asks it to. Only what it says of
+that page tells ours from another: `Sec-Fetch-Site`, or in an older browser `Origin` and `Referer`. No page can change these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from groupwise.api.http.addresses import is_loopback
+from groupwise.api.schemas.problems import Refusal
+
+_OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
+
+
+def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
+    """Whether a page of this host sent it; None: no page, but a program or somebody who typed the address.
+
+    A browser says so outright where the connection is a safe one, whatever a proxy makes of the host's name; else the page's host is
+    compared with the one that was asked.
+    """
+    if site := headers.get("sec-fetch-site"):
+        return None if site == "none" else site == "same-origin"
+    page = headers.get("origin") or headers.get("referer")
+    if page is None:
+        return None
+    try:
+        return urlsplit(page).netloc.lower() == headers.get("host", "").lower()
+    except ValueError:
+        return False
+
+
+def check_local(headers: Mapping[str, str]) -> None:
+    """Refuse what a page of another site has a browser of this machine send: without a key nothing else would tell it apart.
+
+    A link to a page of ours may stand anywhere. Where the name of another site was made to lead to this machine, it stands as the Host.
+    What a proxy passes on comes from anywhere, and its Host may be ours.
+    """
+    if any(name in headers for name in _OF_A_PROXY):
+        raise Refusal(
+            "forbidden",
+            "The server had no key when it began, so that it answers nothing that a proxy passes on. Make a key, and begin it anew.",
+        )
+    host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    if not is_loopback(host):
+        raise Refusal(
+            "forbidden",
+            "The server has no key, so that it answers only requests to this machine by name: localhost or 127.0.0.1. "
+            "Give it a key to reach it under other names.",
+        )
+    if is_from_our_page(headers) is False and not _follows_a_link(headers):
+        raise Refusal(
+            "forbidden",
+            "The server has no key, so that it answers no pages of other sites or ports.",
+        )
+
+
+def _follows_a_link(headers: Mapping[str, str]) -> bool:
+    """Whether the answer is to be shown as a page of its own; a form names its Origin."""
+    shown = headers.get("sec-fetch-mode") == "navigate"
+    return shown and headers.get("sec-fetch-dest") == "document" and "origin" not in headers

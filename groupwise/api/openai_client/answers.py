@@ -1,0 +1,185 @@
+"""What an OpenAI-compatible service answers, read strictly: whatever is not an answer is an EndpointError that shows what came."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from groupwise.core.errors import EndpointError
+from groupwise.core.plugins import printable
+
+SHOWN = 300
+"""Characters of a strange body that a message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that were billed; None where the service does not say."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            _sum(self.prompt_tokens, other.prompt_tokens),
+            _sum(self.completion_tokens, other.completion_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The choices for one prompt; every tuple has one entry for each."""
+
+    texts: tuple[str, ...]
+    finish_reasons: tuple[str | None, ...]
+    """As the service calls them: `stop`, `length`, `content_filter` …; None where it does not say."""
+    usage: Usage
+    model: str
+    """What the service says has answered."""
+    reasoning: tuple[str | None, ...]
+    """What a reasoning model thought before its text, where the service keeps that apart."""
+
+    def __add__(self, other: Answer) -> Answer:
+        return Answer(
+            self.texts + other.texts,
+            self.finish_reasons + other.finish_reasons,
+            self.usage + other.usage,
+            other.model,
+            self.reasoning + other.reasoning,
+        )
+
+    def first(self, count: int) -> Answer:
+        """The answer with so many of its choices; the usage is that of all, because all are billed."""
+        return Answer(
+            self.texts[:count],
+            self.finish_reasons[:count],
+            self.usage,
+            self.model,
+            self.reasoning[:count],
+        )
+
+
+def read_json(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of a body. Raises EndpointError."""
+    try:
+        value: object = json.loads(body)
+    except ValueError:
+        raise EndpointError(f"answered no JSON, but {shown(body)}") from None
+    if not isinstance(value, Mapping):
+        raise EndpointError(f"answered no JSON object, but {shown(body)}")
+    return cast("Mapping[str, Any]", value)
+
+
+def read_answer(body: bytes, asked_model: str) -> Answer:
+    """The choices of a body of /chat/completions or /completions, in their order. Raises EndpointError."""
+    value = read_json(body)
+    choices: object = value.get("choices")
+    if not isinstance(choices, list) or not choices:
+        raise EndpointError(f"answered without choices: {shown(body)}")
+    read = [_choice(choice, body) for choice in _in_order(cast("list[Any]", choices))]
+    model: object = value.get("model")
+    return Answer(
+        texts=tuple(text for text, _, _ in read),
+        finish_reasons=tuple(reason for _, reason, _ in read),
+        usage=_usage(value.get("usage")),
+        model=printable(model) if isinstance(model, str) and model else asked_model,
+        reasoning=tuple(thought for _, _, thought in read),
+    )
+
+
+def read_models(body: bytes) -> tuple[str, ...]:
+    """The ids in a body of /models. Raises EndpointError."""
+    entries: object = read_json(body).get("data")
+    if not isinstance(entries, list):
+        raise EndpointError(f"answered no list of models, but {shown(body)}")
+    listed = [_mapping(entry).get("id") for entry in cast("list[Any]", entries)]
+    return tuple(printable(name) for name in listed if isinstance(name, str))
+
+
+def holds_error(body: bytes) -> bool:
+    """Whether a body that came with status 200 tells of a failure: gateways hand on those of others so."""
+    if b'"error"' not in body:
+        return False
+    try:
+        value = _mapping(json.loads(body))
+    except ValueError:
+        return False
+    return bool(value.get("error")) and "choices" not in value and "data" not in value
+
+
+def error_in(body: bytes) -> tuple[str, str | None, int | None]:
+    """What a body says is wrong, the service's own code for it, and the HTTP status that a gateway hands on in it."""
+    try:
+        value = _mapping(json.loads(body))
+    except ValueError:
+        return shown(body), None, None
+    error: object = value.get("error") or value.get("message") or value.get("detail")
+    fields = _mapping(error)
+    code: object = fields.get("code")
+    message: object = fields.get("message") if fields else error
+    text = printable(message)[:SHOWN] if isinstance(message, str) and message else shown(body)
+    number = isinstance(code, int) and not isinstance(code, bool)
+    return text, code if isinstance(code, str) else None, cast("int", code) if number else None
+
+
+def shown(body: bytes) -> str:
+    """A body for a message: its beginning, on one line, and how long it is."""
+    if not body:
+        return "an empty body"
+    text = " ".join(printable(body.decode("utf-8", "replace")).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(body)} bytes)"
+
+
+def _in_order(choices: Sequence[Any]) -> list[Any]:
+    """Choices by their `index`, which says where one belongs; services may write them as they finish."""
+    places = [_mapping(choice).get("index") for choice in choices]
+    if sorted(place for place in places if isinstance(place, int)) != list(range(len(choices))):
+        return list(choices)
+    return [choices[places.index(place)] for place in range(len(choices))]
+
+
+def _choice(choice: Any, body: bytes) -> tuple[str, str | None, str | None]:
+    """Text, finish reason and reasoning. A reasoning model that was cut off has reasoning and no text."""
+    fields = _mapping(choice)
+    message = _mapping(fields.get("message"))
+    if not message and not isinstance(fields.get("text"), str):
+        raise EndpointError(f"answered a choice without message or text: {shown(body)}")
+    text = _content(message.get("content"), body) if message else str(fields["text"])
+    reason, thought = fields.get("finish_reason"), _reasoning(message)
+    return printable(text), reason if isinstance(reason, str) else None, thought
+
+
+def _content(content: Any, body: bytes) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):  # parts; those of another kind, as thoughts, are no text
+        parts = [_mapping(part) for part in cast("list[Any]", content)]
+        return "".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
+    raise EndpointError(f"answered content that is no text: {shown(body)}")
+
+
+def _reasoning(message: Mapping[str, Any]) -> str | None:
+    for name in ("reasoning_content", "reasoning"):
+        thought = message.get(name)
+        if isinstance(thought, str) and thought:
+            return printable(thought)
+    return None
+
+
+def _usage(value: Any) -> Usage:
+    fields = _mapping(value)
+    return Usage(_count(fields.get("prompt_tokens")), _count(fields.get("completion_tokens")))
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else one + other

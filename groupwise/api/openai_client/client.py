@@ -1,0 +1,362 @@
+"""The one client for OpenAI-compatible services: whoever wants a text from one asks here.
+
+    endpoint = Endpoint("http://127.0.0.1:8000/v1", "my-model")
+    async with Client(endpoint, concurrency=16) as client:
+        answer = await client.chat([{"role": "user", "content": "Two and two?"}], n=4, temperature=1.0)
+
+Callers may ask as often at once as they like: `concurrency` of them are under way, the others wait. What may pass (no connection,
+a time-out, 408, 409, 425, 429, 5xx) is asked again `retries` times; `waiting.py` says when. Everything else, and what does not
+pass, is an EndpointError that says what came.
+
+The key is read from the environment variable that the endpoint names and stands nowhere else: not in the endpoint, in a
+message or in a log, not even when the service repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+
+from groupwise.api.openai_client.answers import (
+    Answer,
+    error_in,
+    holds_error,
+    read_answer,
+    read_models,
+)
+from groupwise.api.openai_client.waiting import (
+    PATIENCE,
+    TOO_FAST,
+    Pause,
+    Timing,
+    may_pass,
+    retry_after,
+    wait_after,
+)
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.types import Message
+
+logger = logging.getLogger(__name__)
+
+CONNECT_LIMIT = 30.0
+"""Seconds in which a connection must stand; the rest of a request's time is the service's."""
+OUT_OF_MONEY = frozenset({"insufficient_quota"})
+"""Codes of a 429 that no waiting mends."""
+REFUSALS_OF_N = frozenset({400, 422})
+"""Statuses of services that give one choice at a time and refuse to be asked for more."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A service and the model that is wanted of it. Raises UsageError for a URL that cannot be one."""
+
+    base_url: str
+    """What comes before /chat/completions, as `http://127.0.0.1:8000/v1`; without any path, /v1 is meant."""
+    model: str
+    api_key_env: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key; a service that needs none is asked without where it is not set."""
+    timeout: float = 900.0
+    """Seconds for one attempt, from the request to the last byte of its answer."""
+    retries: int = 8
+    """How often a request is repeated before it is given up."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base_url", checked_url(self.base_url))
+
+    def key(self) -> str | None:
+        """The key, or None where the variable is not set. Raises UsageError for one that no header can hold."""
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not all("!" <= letter <= "~" for letter in key):
+            raise UsageError(
+                f"The environment variable {self.api_key_env} holds something that is no key: it has spaces, line ends or "
+                "characters beyond ASCII in it. Set it to the key alone."
+            )
+        return key or None
+
+
+class Client:
+    """Asks an endpoint. Use it as an asynchronous context manager."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        concurrency: int = 16,
+        timing: Timing | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        keep_connections: bool = True,
+    ) -> None:
+        """At most `concurrency` requests are under way at once. `transport` answers in the network's place.
+
+        Without `keep_connections` each request has one of its own, so that none is met that the service has closed meanwhile.
+        """
+        self.endpoint = endpoint
+        self._key = endpoint.key()
+        self._timing = timing or Timing()
+        self._pause = Pause(self._timing)
+        self._slots = asyncio.Semaphore(concurrency)
+        self._one_at_a_time = False
+        self._http = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            timeout=httpx2.Timeout(endpoint.timeout, connect=min(CONNECT_LIMIT, endpoint.timeout)),
+            limits=httpx2.Limits(
+                max_connections=concurrency,
+                max_keepalive_connections=concurrency if keep_connections else 0,
+            ),
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> Client:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.__aexit__(kind, error, trace)
+
+    @property
+    def pause(self) -> float:
+        """Seconds for which the service wants to be left alone."""
+        return self._pause.left
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        or_fewer: bool = False,
+    ) -> Answer:
+        """`n` answers to a conversation. What is None is left to the service.
+
+        `extra` holds further fields of the request; None there takes out a field. A service that gives fewer choices than it
+        is asked for is asked for the rest, with a seed that counts on; with `or_fewer` what came first is returned as it is.
+        """
+        body = {"model": self.endpoint.model, "messages": [dict(each) for each in messages]}
+        knobs = _knobs(temperature, top_p, max_tokens, stop)
+        return await self._choices(
+            "/chat/completions", body | knobs, n, seed, extra or {}, or_fewer
+        )
+
+    async def complete(
+        self,
+        prompt: str,
+        *,
+        n: int = 1,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] | None = None,
+        extra: Mapping[str, Any] | None = None,
+        or_fewer: bool = False,
+    ) -> Answer:
+        """`n` continuations of a text, to which no chat template is applied; everything else as in `chat`."""
+        body = {"model": self.endpoint.model, "prompt": prompt}
+        knobs = _knobs(temperature, top_p, max_tokens, stop)
+        return await self._choices("/completions", body | knobs, n, seed, extra or {}, or_fewer)
+
+    async def models(self, *, retries: int | None = None) -> tuple[str, ...]:
+        """The names of the models that are served; `retries` in place of the endpoint's."""
+        return await self.ask("GET", "/models", None, read_models, retries)
+
+    async def reach(self) -> None:
+        """Raises EndpointError where nobody answers, or the key is refused. A service need not list its models."""
+        try:
+            await self.ask("GET", "/models", None, len, 0)
+        except EndpointError as error:
+            if error.status in (None, 401, 403):
+                raise
+
+    async def _choices(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        n: int,
+        seed: int | None,
+        extra: Mapping[str, Any],
+        or_fewer: bool,
+    ) -> Answer:
+        answer = await self._some(path, body, n, seed, extra)
+        while len(answer.texts) < n and not or_fewer:
+            got = len(answer.texts)
+            later = None if seed is None else seed + got
+            answer += await self._some(path, body, n - got, later, extra)
+        return answer.first(n)
+
+    async def _some(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        n: int,
+        seed: int | None,
+        extra: Mapping[str, Any],
+    ) -> Answer:
+        """At least one of `n` choices; one alone of a service that refuses to be asked for several."""
+        n = 1 if self._one_at_a_time else n
+        several: dict[str, Any] = {} if n == 1 else {"n": n}
+        seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
+        wanted = {**body, **several, **seeded, **extra}
+        wanted = {name: value for name, value in wanted.items() if value is not None}
+        try:
+            return await self.ask("POST", path, wanted, self._read_answer)
+        except EndpointError as refused:
+            if n == 1 or refused.status not in REFUSALS_OF_N:
+                raise
+            answer = await self._some(path, body, 1, seed, extra)
+            self._one_at_a_time = True
+            return answer
+
+    def _read_answer(self, body: bytes) -> Answer:
+        return read_answer(body, self.endpoint.model)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        read: Callable[[bytes], T],
+        retries: int | None = None,
+    ) -> T:
+        """What `read` makes of the answer, asked for again as long as its lack may pass; `retries` in place of the endpoint's.
+
+        For routes that have no method of their own. `read` raises EndpointError for what is no answer.
+        """
+        limit = self.endpoint.retries if retries is None else retries
+        for attempt in range(limit + 1):
+            try:
+                async with self._slots:
+                    await self._pause.over()
+                    answer = await self._attempt(method, path, body)
+            except _Passing as failure:
+                if attempt == limit:
+                    raise self._given_up(method, path, failure, attempt + 1) from failure.__cause__
+                await self._wait(failure, attempt)
+            else:
+                return self._read(method, path, answer, read)
+        raise AssertionError("a request is answered, repeated or given up")
+
+    def _read(self, method: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        try:
+            return read(body)
+        except EndpointError as error:
+            raise self._error(method, path, str(error), None) from None
+
+    async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        """The body of one answer. Raises _Passing where another attempt may do better, EndpointError where not."""
+        url = self.endpoint.base_url + path
+        content = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with asyncio.timeout(self.endpoint.timeout):
+                answer = await self._http.request(method, url, content=content, headers=headers)
+        except (TimeoutError, httpx2.TimeoutException) as error:
+            raise _Passing(f"no answer in {self.endpoint.timeout:g} s") from error
+        except httpx2.TransportError as error:
+            raise _Passing(f"{type(error).__name__}: {error}") from error
+        except httpx2.HTTPError as error:
+            raise self._error(method, path, f"{type(error).__name__}: {error}", None) from error
+        return self._good(method, path, answer)
+
+    def _good(self, method: str, path: str, answer: httpx2.Response) -> bytes:
+        """The body, unless it or the status tells of a failure."""
+        status, body = answer.status_code, answer.content
+        if status == 200 and not holds_error(body):
+            return body
+        text, code, handed_on = error_in(body)
+        if status == 200:
+            status = handed_on or status
+        if "Location" in answer.headers:
+            text = f"it has moved to {answer.headers['Location']}; change the base URL"
+        if may_pass(status) and code not in OUT_OF_MONEY:
+            asked = retry_after(answer.headers.get("Retry-After"), self._timing.today())
+            if asked is None or asked <= PATIENCE:
+                raise _Passing(f"status {status}: {text}", status, asked)
+            text = (
+                f"{text} (it wants to be asked again in {asked:,.0f} s, which is too long to wait)"
+            )
+        raise self._error(method, path, f"status {status}: {text}", status)
+
+    async def _wait(self, failure: _Passing, attempt: int) -> None:
+        wait = failure.wanted or wait_after(attempt, self._timing.chance())
+        if failure.status not in TOO_FAST:
+            await self._timing.sleep(wait)
+        elif self._pause.extend(wait):
+            where = self.endpoint.base_url
+            logger.info("%s answers %s: nobody asks it for %.1f s", where, failure.status, wait)
+
+    def _given_up(self, method: str, path: str, failure: _Passing, tries: int) -> EndpointError:
+        times = "" if tries == 1 else f" ({tries} times)"
+        error = self._error(method, path, f"{failure}{times}", failure.status)
+        error.may_pass = True
+        return error
+
+    def _error(self, method: str, path: str, what: str, status: int | None) -> EndpointError:
+        message = f"{method} {self.endpoint.base_url}{path}: {what}"
+        if status in (401, 403):
+            there = "holds a key that is refused" if self._key else "is not set"
+            message += f"\nThe environment variable {self.endpoint.api_key_env} {there}."
+        return EndpointError(message.replace(self._key, "…") if self._key else message, status)
+
+
+class _Passing(Exception):
+    """A failure that another attempt may not meet."""
+
+    def __init__(self, what: str, status: int | None = None, wanted: float | None = None) -> None:
+        """`wanted`: seconds after which the service wants to be asked again."""
+        super().__init__(what)
+        self.status = status
+        self.wanted = wanted
+
+
+def checked_url(given: str) -> str:
+    """A base URL in the form that paths are added to. Raises UsageError, in which no password stands."""
+    parts = urlsplit(given.strip())
+    if "@" in parts.netloc:
+        raise UsageError(
+            f"The base URL of {parts.hostname} holds a user name or password. Keys come only from the environment: leave "
+            "them out of the URL, and set the variable."
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{given!r} is no base URL. Give something like http://127.0.0.1:8000/v1.")
+    if parts.query or parts.fragment:
+        raise UsageError(
+            f"The base URL of {parts.hostname} has something behind its path (? or #). Give what comes before "
+            "/chat/completions alone; a key belongs into the environment."
+        )
+    path = parts.path.rstrip("/").removesuffix("/chat/completions").removesuffix("/completions")
+    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
+
+
+def _knobs(
+    temperature: float | None,
+    top_p: float | None,
+    max_tokens: int | None,
+    stop: Sequence[str] | None,
+) -> dict[str, Any]:
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+        "stop": list(stop) if stop else None,
+    }

@@ -1,0 +1,131 @@
+"""What goes on in a training server at one instant, as GET /activity answers: for people who look at it, and what draws it for them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from groupwise.api.schemas.training import Answer, EventData
+
+LivingState = Literal["open", "rewarded", "held", "planned"]
+MOST_GROUPS = 200
+"""Living groups that are told one by one; GET /status counts all of them."""
+MOST_EVENTS = 30
+PROMPT_SHOWN = 300
+"""Characters of a group's prompt."""
+
+
+class LivingGroup(Answer):
+    """A group of the run that a step may still learn from."""
+
+    group_id: str = Field(description="As its client knows it.")
+    state: LivingState = Field(description="Where it stands on its way.")
+    draw: int = Field(description="Its place in the run's order of draws.")
+    members: int = Field(description="Its completions.")
+    sampled_step: int = Field(description="Steps that were done when it was sampled.")
+    key_id: str = Field(description="Of the API key that asked for it; `local` without keys.")
+    prompt: str = Field(description="The beginning of its prompt.")
+    opened_at: float = Field(description="Seconds since 1970.")
+    lease_seconds: float | None = Field(
+        default=None, description="Until its lease is over; null where it is rewarded."
+    )
+    mean_reward: float | None = Field(
+        default=None, description="Of the members that were scored; null before the rewards."
+    )
+
+
+class WaitingRequest(Answer):
+    """A request for completions that waits until there is room for it."""
+
+    key_id: str = Field(description="Of the API key that asks.")
+    groups: int = Field(description="Groups that it wants.")
+    draws: list[int] = Field(
+        default=[], description="Those that it names, whose turn has to come; else any."
+    )
+    seconds: float = Field(description="Since it came.")
+
+
+class PlannedStep(Answer):
+    """A step whose groups are chosen, and which is not done."""
+
+    step: int = Field(description="Its index, from 0.")
+    group_ids: list[str] = Field(description="Its groups, in the order of training.")
+    engines_lost: int = Field(
+        default=0, description="How often the engine has ended over it; twice, and it is left out."
+    )
+
+
+class KnownClient(Answer):
+    """Somebody who has asked since the server began, by their key; GET /status, /activity and /metrics only look, and do not count."""
+
+    key_id: str = Field(description="Of the API key; `local` without keys.")
+    role: str = Field(description="What the key may.")
+    requests: int = Field(description="That were answered.")
+    refused: int = Field(default=0, description="How many of them with a problem.")
+    last_request: str = Field(description="What they asked last: method and route.")
+    last_problem: str | None = Field(
+        default=None, description="Code of the problem that they had last."
+    )
+    idle_seconds: float = Field(description="Since their last request was answered.")
+
+
+class SessionModel(Answer):
+    """A model that a client trains by verbs."""
+
+    id: str = Field(description="As its client knows it.")
+    base: str | None = Field(default=None, description="What it began as; null while it is made.")
+    rank: int | None = Field(default=None, description="Of its adapter.")
+    steps: int = Field(default=0, description="Updates that were made.")
+    waiting: int = Field(default=0, description="Calls that wait for their turn or are under way.")
+
+
+class Session(Answer):
+    """A client that trains by verbs."""
+
+    id: str = Field(description="As the client knows it.")
+    silent_seconds: float = Field(description="Since it was heard of.")
+    let_go_seconds: float = Field(
+        description="Until its models may be let go of, unless it is heard of again."
+    )
+    models: list[SessionModel] = Field(default=[], description="Its models.")
+    samplers: int = Field(default=0, description="Weights that it samples with.")
+
+
+class LoopElsewhere(Answer):
+    """A loop on another machine that has sampler and learner of this server."""
+
+    id: str = Field(description="Of its parts.")
+    owner: str = Field(description="Its run, with a mark of where it is.")
+    silent_seconds: float = Field(description="Since it was heard of.")
+    calls: int = Field(default=0, description="That wait or are under way.")
+
+
+class ActivityAnswer(Answer):
+    """Everything at one instant."""
+
+    at: float = Field(description="Seconds since 1970, by the server's clock.")
+    run_id: str | None = Field(default=None, description="The run; null before the first.")
+    groups: list[LivingGroup] = Field(
+        default=[], description=f"Its living groups, the oldest first, {MOST_GROUPS} at most."
+    )
+    capacity: int | None = Field(
+        default=None, description="Groups that may be under way at once; null without a run."
+    )
+    sampling: int = Field(default=0, description="Groups that are being sampled.")
+    waiting: list[WaitingRequest] = Field(
+        default=[], description="Requests that wait for room, in the order in which they came."
+    )
+    planned: list[PlannedStep] = Field(
+        default=[], description="Steps that are to be done next, or are under way."
+    )
+    events: list[EventData] = Field(
+        default=[], description=f"What has happened of late, the last first, {MOST_EVENTS} at most."
+    )
+    clients: list[KnownClient] = Field(
+        default=[], description="Who has asked since the server began, the last first."
+    )
+    sessions: list[Session] = Field(default=[], description="Of clients that train by verbs.")
+    loop_elsewhere: LoopElsewhere | None = Field(
+        default=None, description="The loop that has the machine, if one has."
+    )

@@ -1,0 +1,307 @@
+"""Bodies that the API of a fleet takes, beside the request for a job: shared by the server, its client and the document.
+
+What it answers are the documents of `groupwise.jobs.fleet.verbs.documents`: JSON objects whose keys are the columns of the tables. A piece
+of a log is answered as it is, and headers say where the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from groupwise.api.schemas.bodies import FailFast
+from groupwise.core.errors import UsageError
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+"""Of a machine: commands, messages and addresses have it."""
+MOST_INTEGER = 2**31 - 1
+"""That a column of the database holds."""
+MOST_SERIAL = 2**63 - 1
+"""Likewise, of those that number events and attempts, and that count bytes."""
+MOST_SECONDS = 1e9
+"""Of any time that somebody gives: 31 years."""
+MOST_SLOTS = 1024
+"""CPU slots of a machine, or places behind an engine."""
+MOST_GPUS = 1024
+"""Of one job, on one machine."""
+LEAST_DEADMAN = 120.0
+"""Seconds: a dispatcher that is killed, and another that takes over, are silent for up to one of them."""
+UNPREPARED = "python3"
+"""The interpreter of a machine for which nobody has named another: no environment with Groupwise, as far as anybody knows."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Of a project."""
+
+MOST_JOBS = 10_000
+"""Submitted at once."""
+
+MOST_CHANGED = 200
+"""Cancelled, held, released or tried again at once: in one transaction, for which others wait."""
+
+MOST_LINES = 100_000
+"""From the end of a log."""
+
+EPOCH_HEADER = "X-Log-Epoch"
+OFFSET_HEADER = "X-Log-Offset"
+"""Where the next piece begins."""
+ENDED_HEADER = "X-Log-Ended"
+"""`true`: the job has ended, and this was the last of its log."""
+
+
+def expect_few(number: int) -> None:
+    """Raise UsageError for more jobs than are submitted at once, in the same words wherever that is found."""
+    if number > MOST_JOBS:
+        raise UsageError(
+            f"{number} jobs: at most {MOST_JOBS} are submitted at once, all or none of them. Make several arrays of them."
+        )
+
+
+def portions(ids: Sequence[str]) -> Iterator[list[str]]:
+    """Jobs that are changed together; of a client, and of whoever tells people how far it is."""
+    for start in range(0, len(ids), MOST_CHANGED):
+        yield list(ids[start : start + MOST_CHANGED])
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A piece of a job's log, as a fleet gives it."""
+
+    data: bytes
+    epoch: int | None
+    """Of the attempt, where the next piece begins; None: there is no log yet."""
+    offset: int
+    """Likewise."""
+    ended: bool
+    """The job has ended, and there is no more."""
+
+
+class FleetBody(FailFast, BaseModel):
+    """What a client sends; unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class EngineBody(FleetBody):
+    """What begins jobs in place of the machine that they are given to: such a machine is as large as it is said to be here."""
+
+    name: str = Field(min_length=1, max_length=63, description="`slurm` or `ray`.")
+    slots: int = Field(
+        default=8, ge=1, le=MOST_SLOTS, description="Jobs that wait for it or run there, together."
+    )
+    gpus: int = Field(
+        default=0, ge=0, le=MOST_GPUS, description="That one job may ask for, at most."
+    )
+    gpu_model: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Of its GPUs, as the engine calls it, which is asked for it; null: whichever it gives.",
+    )
+    gpu_memory_mb: int | None = Field(
+        default=None, ge=1, le=MOST_INTEGER, description="That each of its GPUs has, at least."
+    )
+    options: list[str] = Field(
+        default=[],
+        description="For each job, as the engine has them: `--partition=gpu` of sbatch, or `NAME=N`, a resource of Ray.",
+    )
+    address: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1024,
+        description="Of Ray's dashboard, as that machine reaches it; null: `http://127.0.0.1:8265`. Its token is read there.",
+    )
+
+
+class MachineBody(FleetBody):
+    """A machine that is to be taken into the fleet. The path of its key is one on the control machine."""
+
+    vm_id: str = Field(pattern=NAME)
+    ip_address: str = Field(min_length=1, max_length=255, description="Address or name.")
+    user: str = Field(min_length=1, max_length=255, description="As whom to log in there.")
+    ssh_key_path: str = Field(
+        min_length=1, max_length=4096, description="Of the private key, on the control machine."
+    )
+    port: int = Field(default=22, ge=1, le=65535)
+    host_key: str | None = Field(
+        default=None,
+        max_length=4096,
+        description="`ssh-ed25519 AAAA…`; without it the machine is polled for its key, which is then to be trusted.",
+    )
+    jump: dict[str, Any] | None = Field(
+        default=None, description="A host to go through: host, port, user, ssh_key_path, host_key."
+    )
+    workdir: str | None = Field(
+        default=None, max_length=4096, description="Where its runner keeps everything."
+    )
+    python: str | None = Field(
+        default=None, max_length=4096, description="The interpreter that jobs find first."
+    )
+    labels: dict[str, str] = Field(default={})
+    cpu_slots: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_SLOTS,
+        description="Jobs without GPUs at once; null: 1 where it has none.",
+    )
+    projects: list[str] | None = Field(
+        default=None, description="Whose jobs alone are placed there; null: any project's."
+    )
+    deadman: float | None = Field(
+        default=None,
+        ge=LEAST_DEADMAN,
+        le=MOST_SECONDS,
+        description="Seconds without the control plane after which its runner ends a job; null: never.",
+    )
+    probe: list[str] | None = Field(
+        default=None, min_length=1, description="Asked for the GPUs in place of nvidia-smi."
+    )
+    idle_memory_mb: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_INTEGER,
+        description="That a GPU may show as used while nobody uses it; null: 500.",
+    )
+    engine: EngineBody | None = Field(
+        default=None, description="What begins jobs in its place; null: itself."
+    )
+
+
+class MachineChangeBody(FleetBody):
+    """What is to change of a machine; what is left out, or null, stays as it is. User and folder only while nothing runs there."""
+
+    ip_address: str | None = Field(
+        default=None, min_length=1, max_length=255, description="Address or name."
+    )
+    port: int | None = Field(default=None, ge=1, le=65535)
+    user: str | None = Field(
+        default=None, min_length=1, max_length=255, description="As whom to log in there."
+    )
+    ssh_key_path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="Of the private key, on the control machine.",
+    )
+    jump: dict[str, Any] | None = Field(
+        default=None,
+        description="A host to go through: host, port, user, ssh_key_path, host_key; {}: none.",
+    )
+    workdir: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="Where its runner keeps everything.",
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="The interpreter that jobs find first.",
+    )
+    cpu_slots: int | None = Field(
+        default=None, ge=0, le=MOST_SLOTS, description="Jobs without GPUs at once."
+    )
+    projects: list[str] | None = Field(
+        default=None, description="Whose jobs alone are placed there; []: any project's."
+    )
+    labels: dict[str, str | None] | None = Field(
+        default=None, description="These; the others stay, and null takes one away."
+    )
+    deadman: float | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds without the control plane after which its runner ends a job that begins from now on; 0: never.",
+    )
+    probe: list[str] | None = Field(
+        default=None, min_length=1, description="Asked for the GPUs in place of nvidia-smi."
+    )
+    idle_memory_mb: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_INTEGER,
+        description="That a GPU may show as used while nobody uses it.",
+    )
+    engine: dict[str, Any] | None = Field(
+        default=None,
+        description="Of what its engine is said to have: these; the others stay, and null makes one what it is by default. No `name`.",
+    )
+
+
+class ReasonBody(FleetBody):
+    """Why a machine is cordoned."""
+
+    reason: str = Field(min_length=1, max_length=1000)
+
+
+class CancelBody(FleetBody):
+    """Why a job is cancelled, for whoever wonders later."""
+
+    reason: str | None = Field(default=None, max_length=1000)
+
+
+class JobsBody(FleetBody):
+    """Of which jobs, by their ids."""
+
+    jobs: list[Annotated[str, Field(max_length=256)]] = Field(min_length=1, max_length=MOST_CHANGED)
+
+
+class CancelJobsBody(JobsBody):
+    """Which jobs are cancelled, and why."""
+
+    reason: str | None = Field(default=None, max_length=1000)
+
+
+class PruneBody(FleetBody):
+    """Which jobs are to be removed."""
+
+    older_than: float = Field(
+        ge=0, le=MOST_SECONDS, description="Seconds since they ended, at least."
+    )
+    project: str | None = Field(default=None, max_length=80, description="Only of this one.")
+    status: list[str] | None = Field(
+        default=None, description="Only completed, failed or cancelled ones; null: all of them."
+    )
+    dry_run: bool = Field(default=False, description="Say which, and remove nothing.")
+
+
+class TrustBody(FleetBody):
+    """Which host key is the right one."""
+
+    fingerprint: Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")] | None = Field(
+        default=None,
+        description="As the machine itself tells it: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; null: of the key that it showed "
+        "last, whichever that is.",
+    )
+
+
+class ProjectBody(FleetBody):
+    """What is to change; fields that are left out stay as they are, null takes a quota away."""
+
+    weight: float | None = Field(
+        default=None, ge=LEAST_WEIGHT, le=MOST_WEIGHT, description="Its share of a busy fleet."
+    )
+    max_gpus: int | None = Field(
+        default=None, ge=0, le=MOST_INTEGER, description="Of its running jobs together."
+    )
+    max_waiting: int | None = Field(
+        default=None, ge=0, le=MOST_INTEGER, description="Jobs that have not begun."
+    )
+
+
+class KeyBody(FleetBody):
+    """A key that is to be made."""
+
+    role: str = Field(pattern="^(read|act|admin)$")
+    projects: list[str] | None = Field(
+        default=None, min_length=1, description="For whose jobs it is; null: for everybody's."
+    )
+    seconds: float | None = Field(
+        default=None,
+        gt=0,
+        le=MOST_SECONDS,
+        description="For how long; null: until it is revoked.",
+    )
+    note: str | None = Field(default=None, max_length=200)

@@ -1,0 +1,82 @@
+"""How one request that is sent twice is known to be one: the key that a client gives it, and the hash of what it asks.
+
+A client makes a key for each call (`new_idempotency_key`) and sends it again whenever it repeats the call, because it cannot know
+whether the first attempt arrived. The server keeps key, `body_hash` and answer for a day, per caller and route: the same key with the
+same body gets the same answer, with another body a refusal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Any, cast
+
+from groupwise.api.schemas.problems import FieldError, Refusal
+
+HEADER = "Idempotency-Key"
+HEADERS = (HEADER, "X-Idempotency-Key")
+"""Names under which a key may come."""
+KEPT_SECONDS = 24 * 3600.0
+"""For so long an answer is kept."""
+LONGEST = 255
+"""Characters of a key."""
+
+_EXACT = 2**53
+"""Whole numbers up to here are the same as float and as int."""
+
+
+def new_idempotency_key() -> str:
+    """A key that no other call has."""
+    return secrets.token_hex(16)
+
+
+def idempotency_key(headers: Mapping[str, str]) -> str | None:
+    """The key of a request; None where it has none. Raises `invalid_request` where it is no key, or there are two."""
+    found = {name.lower(): value for name, value in headers.items()}
+    given = {found[name.lower()] for name in HEADERS if name.lower() in found}
+    if not given:
+        return None
+    key = given.pop()
+    if given:
+        raise _not_valid(f"differs from {HEADERS[1]}; send one of the two")
+    if (wrong := key_problem(key)) is not None:
+        raise _not_valid(wrong)
+    return key
+
+
+def key_problem(key: str) -> str | None:
+    """Why this is no key, if so: `has 0 characters …`."""
+    if not 1 <= len(key) <= LONGEST:
+        return f"has {len(key)} characters; a key has 1 to {LONGEST}"
+    if not all(" " <= letter <= "~" for letter in key):
+        return "has characters that are not printable ASCII"
+    return None
+
+
+def body_hash(body: bytes) -> str:
+    """The same for bodies that ask the same: order of keys, blanks, and 1 or 1.0 do not matter."""
+    try:
+        canonical = json.dumps(_plain(json.loads(body)), sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError):  # no JSON, or nested too deep to be read: as it stands
+        return hashlib.sha256(b"bytes:" + body).hexdigest()
+    return hashlib.sha256(b"json:" + canonical.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
+    return value
+
+
+def _not_valid(problem: str) -> Refusal:
+    return Refusal(
+        "invalid_request",
+        f"The header {HEADER} {problem}.",
+        errors=(FieldError(field=HEADER, message=problem),),
+    )

@@ -1,0 +1,280 @@
+"""Keys by which callers of a server are known: how one is made, kept, presented and checked.
+
+A key reads `gw-<id>-<secret>`. Whoever runs the server makes one (`new_key`), gives it to a caller, and keeps one line of it in the key
+file: id, role, and the SHA-256 of id and secret. So the file tells nobody a key. The word before the id is no part of what is checked:
+the `tinker` client sends no key that does not begin with `tml-`, and the same key is valid with that in the place of `gw-`. One plain
+key of any form may come from the environment, for who wants no file; its role is admin.
+
+A check takes the same steps whether the id is known or not, and compares hashes in constant time. No key and no hash stands in a repr, a
+message or a log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import ConfigError, UsageError
+
+VARIABLE = "GROUPWISE_API_KEY"
+"""The environment variable with the server's plain key, and with the client's key."""
+PREFIX = "gw"
+PREFIXES = (PREFIX, "tml")
+"""Words that a key may begin with."""
+HEADERS = ("api-key", "x-api-key")
+"""Headers that hold a key by itself; `authorization` holds one behind `Bearer`."""
+SHORTEST_PLAIN = 16
+"""Characters of a plain key, at least."""
+LONGEST = 512
+"""Characters of a key, at most: whatever is longer is not even hashed."""
+SECRET_BYTES = 32
+ID_BYTES = 5
+
+_KEY = re.compile(rf"(?:{'|'.join(PREFIXES)})-(?P<id>[a-z0-9]{{1,32}})-(?P<secret>[A-Za-z0-9_-]+)")
+_ID = re.compile(r"[a-z0-9]{1,32}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NOBODY = hashlib.sha256(secrets.token_bytes(SECRET_BYTES)).digest()
+"""Stands in for the hash of an id that is not known; nobody has what it is made of."""
+
+
+class Role(IntEnum):
+    """What a caller may do; each role may do what those below it may."""
+
+    READ = 1
+    """Look: status, events, models."""
+    TRAIN = 2
+    """Ask for completions, post rewards, take steps."""
+    ACT = 2
+    """The same in a fleet: submit jobs, cancel and retry them."""
+    ADMIN = 3
+    """Start and stop runs."""
+
+    @classmethod
+    def named(cls, word: str) -> Role | None:
+        """The role that a key file calls so."""
+        return cls.__members__.get(word.upper()) if word == word.lower() else None
+
+    @property
+    def word(self) -> str:
+        """As key files and messages call it."""
+        return self.name.lower()
+
+
+WORDS: Mapping[Role, str] = {role: role.word for role in Role}
+"""What a training server calls the roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, as far as a key tells."""
+
+    id: str
+    """Of the key; names the caller in logs and separates idempotency keys."""
+    role: Role
+    projects: frozenset[str] | None = None
+    """Whose jobs the key is for; None: everybody's. A training server knows no projects."""
+
+    def require(self, role: Role, words: Mapping[Role, str] = WORDS) -> None:
+        """Raise `forbidden` unless the caller's role is at least this one. `words`: what the server calls the roles."""
+        if self.role < role:
+            raise Refusal(
+                "forbidden",
+                f"The key {self.id} has the role {words[self.role]}; this route needs {words[role]}.",
+            )
+
+
+LOCAL = Caller("local", Role.ADMIN)
+"""Everybody, where a server has no keys and so listens to this machine alone."""
+PLAIN_ID = "environment"
+"""Of the plain key."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """What is kept of a key."""
+
+    id: str
+    role: Role
+    digest: bytes = field(repr=False)
+    projects: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    """A key that was just made: to be told once, to the one who will use it."""
+
+    id: str
+    digest: bytes = field(repr=False)
+    """What is kept of it."""
+    key: str = field(repr=False)
+    line: str = field(repr=False)
+    """For the key file."""
+
+
+class Keyring:
+    """The keys that a server accepts."""
+
+    def __init__(self, stored: Iterable[StoredKey] = (), plain: str | None = None) -> None:
+        """`plain` is the key from the environment. Raises UsageError where it is too short."""
+        self._stored = {key.id: key for key in stored}
+        self._plain = _NOBODY if plain is None else hashlib.sha256(_checked(plain)).digest()
+        self._has_plain = plain is not None
+
+    def __repr__(self) -> str:
+        return f"Keyring({', '.join(self._stored)}{' + plain' if self._has_plain else ''})"
+
+    def __len__(self) -> int:
+        return len(self._stored) + self._has_plain
+
+    def caller(self, presented: str) -> Caller | None:
+        """Who has this key; None: nobody. Its time does not depend on what is wrong with it."""
+        if len(presented) > LONGEST:
+            return None
+        match = _KEY.fullmatch(presented)
+        name = match["id"] if match else ""
+        stored = self._stored.get(name)
+        told = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
+        known = hmac.compare_digest(told, stored.digest if stored else _NOBODY)
+        whole = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
+        plain = hmac.compare_digest(whole, self._plain)
+        if known and stored is not None:
+            return Caller(stored.id, stored.role, stored.projects)
+        return Caller(PLAIN_ID, Role.ADMIN) if plain and self._has_plain else None
+
+    def named(self, id: str) -> Caller | None:
+        """Whose key has this id; None: there is none."""
+        if id == PLAIN_ID and self._has_plain:
+            return Caller(PLAIN_ID, Role.ADMIN)
+        stored = self._stored.get(id)
+        return None if stored is None else Caller(stored.id, stored.role, stored.projects)
+
+    def sealed(self, id: str, text: str) -> str | None:
+        """A seal of this text that can be made only with what is kept of the key, and is another once that is; None: there is no such."""
+        if self.named(id) is None:
+            return None
+        own = id == PLAIN_ID and self._has_plain
+        secret = self._plain if own else self._stored[id].digest
+        return hmac.new(secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+
+
+def caller_of(ring: Keyring | None, headers: Mapping[str, str]) -> Caller:
+    """Who sends a request with these headers. `ring` None: the server has no keys. Raises `unauthorised`."""
+    if ring is None:
+        return LOCAL
+    presented = presented_key(headers)
+    if presented is None:
+        raise Refusal("unauthorised")
+    caller = ring.caller(presented)
+    if caller is None:
+        raise Refusal(
+            "unauthorised",
+            "The server does not know this key. Ask who runs it for a valid one; "
+            f"clients take it from {VARIABLE}.",
+        )
+    return caller
+
+
+def presented_key(headers: Mapping[str, str]) -> str | None:
+    """The key in these headers; None where there is none."""
+    found = {name.lower(): value.strip() for name, value in headers.items()}
+    for name in HEADERS:
+        if found.get(name):
+            return found[name]
+    scheme, _, value = found.get("authorization", "").partition(" ")
+    return (value.strip() or None) if scheme.lower() == "bearer" else None
+
+
+def new_key(role: Role, prefix: str = PREFIX) -> NewKey:
+    """A key that nobody has, and its line for the key file."""
+    name, secret = secrets.token_hex(ID_BYTES), secrets.token_hex(SECRET_BYTES)
+    digest = hashlib.sha256(_identity(name, secret)).digest()
+    return NewKey(name, digest, f"{prefix}-{name}-{secret}", f"{name} {role.word} {digest.hex()}")
+
+
+def id_in(presented: str) -> str | None:
+    """The id that a key names, for whoever keeps keys where they are looked up by it; None: it has not the form of a key."""
+    match = _KEY.fullmatch(presented) if len(presented) <= LONGEST else None
+    return match["id"] if match else None
+
+
+def read_keys_in(path: Path) -> tuple[StoredKey, ...]:
+    """The keys of the key file there. Raises ConfigError, also where it cannot be read, or where others could add a key of theirs."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read()
+    except OSError as error:
+        raise ConfigError(f"key_file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"key_file {path} is not a text file in UTF-8.") from None
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"key_file {path} can be written by others; chmod go-w {path}")
+    return read_key_file(text, str(path))
+
+
+def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:
+    """The keys of a key file: one line `id role sha256` for each, empty lines, and comments behind `#`.
+
+    Raises ConfigError with every line that is none; what stands there is not shown, because it may be a key.
+    """
+    keys: dict[str, StoredKey] = {}
+    problems: list[str] = []
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # at nothing else that editors show within a line
+        if not (words := line.partition("#")[0].split()):
+            continue
+        key = _read_line(words)
+        if isinstance(key, str):
+            problems.append(f"{source}:{number}: {key}")
+        elif key.id in keys:
+            problems.append(f"{source}:{number}: the id {key.id} stands there twice")
+        else:
+            keys[key.id] = key
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(keys.values())
+
+
+def _read_line(words: list[str]) -> StoredKey | str:
+    """The key of a line, or what is wrong with it."""
+    if len(words) != 3:
+        return f"a line is `id role sha256`, but this one has {len(words)} word(s)"
+    name, word, digest = words
+    role = Role.named(word)
+    if not _ID.fullmatch(name):
+        return "the first word is no id: 1 to 32 lower-case letters and digits"
+    if name in (LOCAL.id, PLAIN_ID):
+        return f"the id {name} is that of others, who need no line here"
+    if role is None:
+        return f"the second word is no role; there are {', '.join(r.word for r in Role)}"
+    if not _DIGEST.fullmatch(digest):
+        return "the third word is no SHA-256: 64 lower-case hex digits"
+    return StoredKey(name, role, bytes.fromhex(digest))
+
+
+def _identity(name: str, secret: str) -> bytes:
+    """What is hashed of a key: all but the word that it begins with."""
+    return f"{name}-{secret}".encode()
+
+
+def _checked(plain: str) -> bytes:
+    if not SHORTEST_PLAIN <= len(plain) <= LONGEST:
+        raise UsageError(
+            f"{VARIABLE} has {len(plain)} characters; a key has {SHORTEST_PLAIN} to {LONGEST}. "
+            "`python -c 'import secrets; print(secrets.token_urlsafe(32))'` makes a good one."
+        )
+    if not all("!" <= letter <= "~" for letter in plain):
+        raise UsageError(
+            f"{VARIABLE} has spaces, line ends or characters beyond ASCII in it, which a header cannot hold. Remove them."
+        )
+    return plain.encode()

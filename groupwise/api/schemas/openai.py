@@ -1,0 +1,574 @@
+"""The OpenAI-compatible routes: what their clients send, and what they get.
+
+The models have the names and shapes of OpenAI's own, so that its clients read the answers. What they ask for is read strictly: each
+parameter is honoured, or changes nothing (`user`, `service_tier`), or is refused by name with what to do instead. Beside OpenAI's own
+there are a few fields of ours: `top_k` and `min_p` in requests; `token_ids`, `policy_version` and `group_id` in answers; and what
+`metadata` says of a completion that is kept to be rewarded.
+
+Tools are told of by the chat template, and their calls read from the text of an answer, where they stand as Hermes and Qwen write them.
+Nothing forces the model to call one, or to keep to a schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from groupwise.api.schemas.training import (
+    MAX_ADDRESS,
+    MAX_ID,
+    MAX_MESSAGES,
+    MAX_NAME,
+    MAX_PROMPTS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    Body,
+    ModelVersion,
+    Stop,
+    Text,
+    wrong,
+)
+
+MAX_CHOICES = 128
+"""Completions of one request, for each prompt."""
+GROUP, SIZE = "group", "size"
+"""Keys of `metadata` that count where a completion is kept."""
+MAX_KEY, MAX_VALUE = 64, 512
+"""Characters of a key of `metadata` and of its value."""
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+MAX_TOOLS = 128
+"""Tools of one request."""
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"] = Field(
+        description="Always `text`: the model reads neither images nor sound."
+    )
+    text: str = Field(description="What is said.")
+
+
+def _content(given: object) -> str:
+    return "(parts)" if isinstance(given, list) else "(text)"
+
+
+class ChatMessage(Body):
+    """One message of a chat, also as an answer had it."""
+
+    role: str = Field(
+        description="Who says it: system (or developer), user, assistant or tool; the chat template decides what it knows.",
+        min_length=1,
+        max_length=64,
+    )
+    content: Annotated[
+        Annotated[str | None, Tag("(text)")] | Annotated[list[TextPart], Tag("(parts)")],
+        Discriminator(_content),
+    ] = Field(
+        default=None,
+        description="What is said: text, or pieces of text. null where a message only calls tools.",
+    )
+    name: str | None = Field(
+        default=None, description="Name of the speaker or tool.", max_length=MAX_ID
+    )
+    tool_calls: list[dict[str, Any]] | None = Field(
+        default=None,
+        description="Calls of tools that the message makes, as an answer had them; arguments may be JSON text or an object.",
+    )
+    tool_call_id: str | None = Field(
+        default=None, description="The call that a tool's message answers.", max_length=MAX_NAME
+    )
+    refusal: None = Field(default=None, description="Nothing; answers have it.")
+    annotations: None = Field(default=None, description="Nothing; answers have it.")
+    audio: None = Field(default=None, description="Nothing; answers have it.")
+    function_call: None = Field(default=None, description="Nothing; answers have it.")
+
+    def plain(self) -> dict[str, Any]:
+        """As the chat template takes it."""
+        parts = self.content
+        content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
+        more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        return {"role": self.role, "content": content, **more}
+
+
+class StreamOptions(Body):
+    """How an answer is streamed."""
+
+    include_usage: bool = Field(
+        default=False, description="A last piece with the numbers of tokens."
+    )
+    include_obfuscation: bool | None = Field(
+        default=None, description="No effect: the pieces are not padded."
+    )
+
+
+class ResponseFormat(Body):
+    """Which form the answer has."""
+
+    type: Literal["text"] = Field(
+        description="Always `text`: the model's words are never forced into a schema. Ask for JSON in the prompt, and check it."
+    )
+
+
+class ToolFunction(Body):
+    """A function that the model may call."""
+
+    name: str = Field(description="Its name.", min_length=1, max_length=MAX_ID)
+    description: str | None = Field(default=None, description="What it does.")
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="JSON schema of its arguments; the model reads it."
+    )
+    strict: Literal[False] | None = Field(
+        default=None, description="false alone: no call is forced into the schema."
+    )
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = Field(description="Always `function`.")
+    function: ToolFunction = Field(description="What is called.")
+
+
+def _choice_form(given: object) -> str:
+    return "(function)" if isinstance(given, dict) else "(word)"
+
+
+ToolChoice = Annotated[
+    Annotated[str | None, Tag("(word)")] | Annotated[dict[str, Any], Tag("(function)")],
+    Discriminator(_choice_form),
+]
+
+
+def _stop_form(given: object) -> str:
+    return "(several)" if isinstance(given, list) else "(one)"
+
+
+Stops = Annotated[
+    Annotated[Stop | None, Tag("(one)")]
+    | Annotated[list[Stop], Field(max_length=MAX_STOPS), Tag("(several)")],
+    Discriminator(_stop_form),
+]
+
+
+class _Request(Body):
+    """What chats and plain completions have in common."""
+
+    model: str = Field(
+        description="`latest`, or `run@step` of what is served now; GET /v1/models has both.",
+        min_length=1,
+        max_length=MAX_ADDRESS,
+    )
+    n: int | None = Field(
+        default=None, description="Completions of each prompt.", ge=1, le=MAX_CHOICES
+    )
+    temperature: float | None = Field(
+        default=None, description="null: the run's. 0 is greedy.", ge=0, le=100
+    )
+    top_p: float | None = Field(
+        default=None,
+        description="Draw from the most probable tokens that have this share; 1: from all. Not with `store`.",
+        gt=0,
+        le=1,
+    )
+    top_k: int | None = Field(
+        default=None,
+        description="Draw from so many of the most probable tokens; -1 or 0: from all. Not with `store`.",
+        ge=-1,
+        lt=2**31,
+    )
+    min_p: float | None = Field(
+        default=None,
+        description="Draw from tokens with this share of the highest probability; 0: from all. Not with `store`.",
+        ge=0,
+        le=1,
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        description="Longest completion in tokens; null: the run's `max_completion_length`.",
+        ge=1,
+        le=MAX_TOKENS,
+    )
+    stop: Stops = Field(
+        default=None, description="A text, or several, that end a completion; they are left out."
+    )
+    seed: int | None = Field(
+        default=None,
+        description="The same seed gives the same completions, as long as the same policy serves. Not with `store`.",
+        ge=-(2**63),
+        lt=2**63,
+    )
+    stream: bool | None = Field(default=None, description="Send the text as it is written.")
+    stream_options: StreamOptions | None = Field(default=None, description="With `stream`.")
+    store: bool | None = Field(
+        default=None, description="Keep the completions as a group, to be rewarded by their id."
+    )
+    metadata: dict[str, str] | None = Field(
+        default=None,
+        description="With `store` and n = 1: under `group` the name under which calls gather, under `size` how many make a group. "
+        "Everything else has no effect.",
+        max_length=16,
+    )
+
+    # What changes nothing here, whatever is given.
+    user: str | None = Field(default=None, description="No effect.")
+    safety_identifier: str | None = Field(default=None, description="No effect.")
+    service_tier: str | None = Field(default=None, description="No effect: there is one.")
+    prompt_cache_key: str | None = Field(default=None, description="No effect.")
+    prompt_cache_retention: str | None = Field(default=None, description="No effect.")
+
+    # What is taken where it asks for nothing.
+    frequency_penalty: float | None = Field(default=None, description="0 alone.")
+    presence_penalty: float | None = Field(default=None, description="0 alone.")
+    logit_bias: dict[str, float] | None = Field(default=None, description="Empty alone.")
+
+    @property
+    def choices(self) -> int:
+        """Completions of each prompt."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...] | None:
+        """None: the run's."""
+        if self.stop is None:
+            return None
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a completion."""
+        return self.max_tokens
+
+    @property
+    def restrictions(self) -> Mapping[str, float | int]:
+        """What leaves improbable tokens out, as far as it does."""
+        given = {
+            "top_p": None if self.top_p == 1 else self.top_p,
+            "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
+            "min_p": self.min_p or None,
+        }
+        return {key: value for key, value in given.items() if value is not None}
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the log-probability of each token."""
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _can_be_done(self) -> Self:
+        for problem in self._problems():
+            raise problem
+        return self
+
+    def _problems(self) -> Iterator[PydanticCustomError]:
+        for penalty in ("frequency_penalty", "presence_penalty"):
+            if getattr(self, penalty):
+                yield wrong(
+                    penalty, "is not supported: tokens are drawn as the policy has them. Give 0"
+                )
+        if self.logit_bias:
+            yield wrong("logit_bias", "is not supported; leave it out")
+        if self.stream_options is not None and not self.stream:
+            yield wrong("stream_options", "has no effect without `stream: true`")
+        for key, value in (self.metadata or {}).items():
+            if len(key) > MAX_KEY or len(value) > MAX_VALUE:
+                yield wrong(
+                    "metadata",
+                    f"has a key above {MAX_KEY} characters, or a value above {MAX_VALUE}",
+                )
+
+
+class ChatRequest(_Request):
+    """A chat to be gone on with."""
+
+    messages: list[ChatMessage] = Field(
+        description="What was said so far; it goes through the chat template.",
+        min_length=1,
+        max_length=MAX_MESSAGES,
+    )
+    max_completion_tokens: int | None = Field(
+        default=None, description="The newer name of `max_tokens`.", ge=1, le=MAX_TOKENS
+    )
+    logprobs: bool | None = Field(
+        default=None, description="Tell the log-probability of each token that was drawn."
+    )
+    top_logprobs: int | None = Field(default=None, description="0 alone.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None,
+        description='Ours, as in vLLM: what the chat template receives beside the messages, such as {"enable_thinking": false}.',
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None,
+        description="No effect: a chat is gone on with where the assistant's words are to come.",
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="No effect: where the last message is the assistant's, the completion goes on with it.",
+    )
+    response_format: ResponseFormat | None = Field(default=None, description="`text` alone.")
+    modalities: list[Literal["text"]] | None = Field(default=None, description="`text` alone.")
+    tools: list[Tool] | None = Field(
+        default=None,
+        description="Functions that the model may call: the chat template tells of them.",
+        max_length=MAX_TOOLS,
+    )
+    tool_choice: ToolChoice = Field(
+        default=None,
+        description="`auto`, which is the default: calls are read from the text; or `none`: the model is told of no tools. Others are "
+        "refused: the model cannot be made to call.",
+    )
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="false: an answer has the first call alone."
+    )
+    functions: list[Any] | None = Field(default=None, description="None: give `tools`.")
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a completion."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the log-probability of each token."""
+        return bool(self.logprobs)
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the model is told of."""
+        given = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in given]
+
+    def _problems(self) -> Iterator[PydanticCustomError]:
+        yield from super()._problems()
+        if self.functions:
+            yield wrong("functions", "is the old name of `tools`; give them as `tools`")
+        if self.tool_choice not in (None, "none", "auto"):
+            yield wrong(
+                "tool_choice",
+                "is `auto` or `none` here: the model writes freely, and cannot be made to call a tool. To have it call a certain one, "
+                "give that one alone as `tools` with `auto`, and say so in a message",
+            )
+        if self.top_logprobs:
+            yield wrong(
+                "top_logprobs", "is 0 here: only the tokens that were drawn have a log-probability"
+            )
+        both = self.max_tokens, self.max_completion_tokens
+        if None not in both and both[0] != both[1]:
+            yield wrong("max_tokens", "differs from max_completion_tokens; give one of the two")
+
+
+def _prompt_form(given: object) -> str:
+    return "(several)" if isinstance(given, list) else "(one)"
+
+
+class TextRequest(_Request):
+    """Text to be gone on with."""
+
+    prompt: Annotated[
+        Annotated[Text, Tag("(one)")]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(several)")],
+        Discriminator(_prompt_form),
+    ] = Field(
+        description="Text, or several, which are tokenised as they stand; tokens are not taken. The choices of several follow each "
+        "other in their order."
+    )
+    logprobs: int | None = Field(
+        default=None, description="0: tell the log-probability of each token that was drawn."
+    )
+    echo: bool | None = Field(default=None, description="false alone.")
+    suffix: str | None = Field(default=None, description="Empty alone.")
+    best_of: int | None = Field(default=None, description="The same as n alone.")
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """One or several."""
+        return (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the log-probability of each token."""
+        return self.logprobs is not None
+
+    def _problems(self) -> Iterator[PydanticCustomError]:
+        yield from super()._problems()
+        if self.logprobs:
+            yield wrong(
+                "logprobs",
+                "is 0 here: only the tokens that were drawn have a log-probability, no others beside them",
+            )
+        if self.echo:
+            yield wrong("echo", "is not supported: put the prompt before the text yourself")
+        if self.suffix:
+            yield wrong("suffix", "is not supported: the model writes from left to right")
+        if self.best_of is not None and self.best_of != self.choices:
+            yield wrong(
+                "best_of", f"is {self.best_of} and n {self.choices}: ask for n, and choose yourself"
+            )
+
+
+# Answers
+
+
+class Answer(BaseModel):
+    """What the server answers."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class Usage(Answer):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(Answer):
+    """A token that was drawn."""
+
+    token: str = Field(description="Its text by itself; special ones by their name.")
+    logprob: float = Field(description="In nats, under the distribution that was drawn from.")
+    bytes: list[int] | None = Field(
+        description="Of the text in UTF-8; null where it is no whole character."
+    )
+    top_logprobs: list[Any] = Field(default=[], description="Always empty.")
+
+
+class ChatLogprobs(Answer):
+    """Of all tokens of a completion, the one that ended it included."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(Answer):
+    """The same in the older form."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    text_offset: list[int]
+    top_logprobs: None = None
+
+
+class CalledFunction(Answer):
+    """What a call asks for."""
+
+    name: str
+    arguments: str = Field(description="A JSON object as text.")
+
+
+class ToolCallData(Answer):
+    """A call of a tool that the policy wrote."""
+
+    id: str = Field(description="By which the message with the result names it: `tool_call_id`.")
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Reply(Answer):
+    """What the policy says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = Field(
+        description="Its text without calls of tools; null where there is nothing else."
+    )
+    refusal: None = None
+    tool_calls: list[ToolCallData] | None = Field(
+        default=None,
+        description="Calls of the tools that the request gave; left out where there are none.",
+        exclude_if=lambda calls: calls is None,
+    )
+
+
+class _Finished(Answer):
+    """How a choice ended."""
+
+    index: int
+    finish_reason: FinishReason
+    token_ids: list[int] = Field(
+        description="Ours: the tokens as they were drawn, the one that ended it included."
+    )
+
+
+class ChatChoice(_Finished):
+    """One completion of a chat."""
+
+    message: Reply
+    logprobs: ChatLogprobs | None = None
+
+
+class TextChoice(_Finished):
+    """One completion of a text."""
+
+    text: str
+    logprobs: TextLogprobs | None = None
+
+
+class _Whole(Answer):
+    """What answers and pieces of them have in common."""
+
+    id: str = Field(description="With `store`, by which it is rewarded.")
+    created: int = Field(description="Seconds since 1970.")
+    model: str = Field(description="`run@step` that has written it.")
+    system_fingerprint: str = Field(description="Of the weights that have written it.")
+    policy_version: ModelVersion
+    group_id: str | None = Field(
+        default=None, description="Ours: the group, with `store`; null: it is not kept."
+    )
+
+
+class ChatCompletion(_Whole):
+    """Completions of a chat."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextCompletion(_Whole):
+    """Completions of a text."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class ModelData(Answer):
+    """A policy that serves."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(description="When its run was opened, in seconds since 1970.")
+    owned_by: str = Field(description="Its run.")
+    fingerprint: str = Field(description="Ours: of its weights.")
+
+
+class ModelList(Answer):
+    """The policies that serve."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelData]
+
+
+class ErrorData(Answer):
+    """Why a request was not answered."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str = Field(description="As in the problems of ask/post; never changes its meaning.")
+
+
+class ErrorAnswer(Answer):
+    """The form that OpenAI's clients read."""
+
+    error: ErrorData

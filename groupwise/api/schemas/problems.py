@@ -1,0 +1,455 @@
+"""Every problem that a client of the training server can get, in one table, and the form in which it travels.
+
+Whoever finds that a request cannot be answered raises a `Refusal` with the code of a row of `KINDS`; the server renders it once, as
+problem+json (RFC 9457), and the client reads it back as a `Problem`, from which it makes a typed error. Status, title and meaning stand
+in the table alone, so that server, client, document and pages cannot disagree. A code is never given another meaning.
+
+`detail` says what was given, what was expected, what exists and what to do; `errors` names each field of a request that is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from groupwise.api.schemas.wording import worded
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.plugins import printable
+
+MEDIA_TYPE = "application/problem+json"
+TYPE_PREFIX = "urn:groupwise:problem:"
+MOST_FIELD_ERRORS = 50
+"""Fields that one answer names; a body may be wrong in a million places."""
+LONGEST_MESSAGE = 500
+"""Characters that are told of one field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A row of the table."""
+
+    status: int
+    """The HTTP status."""
+    title: str
+    """The same for each occurrence, for people."""
+    meaning: str
+    """What has happened, and what one does about it."""
+    retry: bool = False
+    """Whether the same request may be answered later without anybody changing it."""
+
+
+KINDS: Mapping[str, Kind] = {
+    # who asks
+    "unauthorised": Kind(
+        401,
+        "No valid key",
+        "The request has no key, or one that the server does not know. Send it as `Authorization: Bearer`, `X-API-Key` or `api-key`.",
+    ),
+    "forbidden": Kind(
+        403,
+        "The key may not do this",
+        "The key is known, but its role is too low for the route: read < train < admin.",
+    ),
+    # where
+    "not_found": Kind(404, "No such route", "There is nothing at this address."),
+    "method_not_allowed": Kind(
+        405, "No such method here", "The address exists, but not for this HTTP method."
+    ),
+    # what is asked for
+    "unknown_group": Kind(
+        404, "No such group", "No group of this server has this id, or is the one that was echoed."
+    ),
+    "unknown_checkpoint": Kind(404, "No such checkpoint", "There is no checkpoint of this name."),
+    "unknown_version": Kind(
+        404, "No such version", "The run has never had this version of its policy."
+    ),
+    "unknown_run": Kind(404, "No such run", "The server's folder holds no run of this name."),
+    "unknown_model": Kind(
+        404, "No such model", "No policy is served under this name; /v1/models lists them."
+    ),
+    "unknown_parts": Kind(
+        404,
+        "No such parts",
+        "No sampler and learner are open under this id: they never were, or the server was started anew since.",
+    ),
+    "unknown_call": Kind(
+        404,
+        "No such call",
+        "No call of these parts has this number, or its answer was told some minutes ago and is kept no longer.",
+    ),
+    "unknown_file": Kind(
+        404, "No such file", "There is no file or folder of this name, or no longer."
+    ),
+    "parts_gone": Kind(
+        410,
+        "The parts have ended",
+        "Sampler and learner are no more, and `detail` says why. The loop that drove them goes on from its own last checkpoint.",
+    ),
+    "parts_taken": Kind(
+        410,
+        "The parts were taken away",
+        "Somebody closed them, or the same run has opened others from elsewhere. A loop does not go on by itself then.",
+    ),
+    "version_gone": Kind(
+        410,
+        "Version no longer kept",
+        "The version has existed, but only checkpoints and the last few versions are kept.",
+    ),
+    # whether a run can be asked
+    "not_started": Kind(409, "No run", "No training has been started; POST /start begins one."),
+    "run_active": Kind(
+        409,
+        "A run is active",
+        "A training is under way. Stop it first, or start with `replace: true`, which stops it cleanly.",
+    ),
+    "finished": Kind(
+        409,
+        "The run is finished",
+        "max_steps are done or the run was stopped. Status, model and checkpoints stay readable; POST /start begins the next one.",
+    ),
+    "full_fine_tuning": Kind(
+        409,
+        "All weights are being trained",
+        "A run that trains all weights has the model to itself; nothing else can be trained beside it.",
+    ),
+    "manual_mode": Kind(
+        409,
+        "Steps are taken by hand",
+        "The run was started with `steps: manual`, so waiting for a step would never end. Post without `wait`, then POST /step.",
+    ),
+    "auto_mode": Kind(
+        409,
+        "Steps are taken automatically",
+        "The run was started with `steps: auto`; /step takes the groups that it names, and none without.",
+    ),
+    "nothing_to_train": Kind(
+        409, "Nothing to train", "No rewarded group waits, so that there is no step to be taken."
+    ),
+    "checkpoint_exists": Kind(
+        409, "The name is taken", "There is a checkpoint of this name already; choose another one."
+    ),
+    # what has become of a group
+    "lease_expired": Kind(
+        410,
+        "The group's lease has expired",
+        "Its rewards came later than the lease allows. Ask for completions again; `lease_seconds` of /start sets the time.",
+    ),
+    "group_given_up": Kind(
+        410, "The group was given up", "It was deleted by its client; no rewards are taken for it."
+    ),
+    "group_stale": Kind(
+        410,
+        "The group is stale",
+        "The policy has moved on by more than `staleness` steps since the group was sampled; it is not trained any more.",
+    ),
+    "group_quarantined": Kind(
+        410,
+        "The group is quarantined",
+        "A step with this group ended the engine twice. It is kept and named in /status, and the run went on without it.",
+    ),
+    "group_in_use": Kind(
+        409,
+        "The group is part of a step",
+        "It is rewarded, planned or trained already, so that it can be neither given up nor named for another step.",
+    ),
+    "already_rewarded": Kind(
+        409,
+        "The group has other rewards",
+        "Rewards for it were accepted before, and they differ from these. Those stand.",
+    ),
+    "draw_taken": Kind(
+        409,
+        "The draw is taken",
+        "Another group of the run has this position in the order of draws.",
+    ),
+    "call_taken": Kind(
+        409,
+        "The number of the call is taken",
+        "The parts were called under this number before, with other content.",
+    ),
+    # idempotency
+    "in_progress": Kind(
+        409,
+        "The first request is still being answered",
+        "A request with the same Idempotency-Key is under way; ask again for its answer.",
+        retry=True,
+    ),
+    "idempotency_key_reused": Kind(
+        422,
+        "The Idempotency-Key was used for another request",
+        "The same key came with another body before. Make a new key for each new request.",
+    ),
+    # what was given
+    "invalid_request": Kind(
+        422,
+        "The request is not valid",
+        "The body, a header or a parameter is not what the route takes; `errors` names each field.",
+    ),
+    "settings_conflict": Kind(
+        422,
+        "The settings do not go together",
+        "Each value is right by itself, but the training cannot be done with all of them.",
+    ),
+    "model_not_allowed": Kind(
+        422,
+        "The model is not allowed",
+        "The server loads only built-in models and what its settings allow; `detail` names the setting.",
+    ),
+    "resume_mismatch": Kind(
+        422,
+        "The checkpoint was made with something else",
+        "The settings differ from those of the checkpoint in what a resume cannot change.",
+    ),
+    "tokenizer_mismatch": Kind(
+        422,
+        "The client's tokenizer differs",
+        "The prompt's tokens or the tokenizer's hash are not the server's. GET /tokenizer has the right one.",
+    ),
+    "echo_mismatch": Kind(
+        422,
+        "The echo differs from the group",
+        "Prompt, completions or tokens that were sent along are not those that the server has kept.",
+    ),
+    "prompt_too_long": Kind(
+        422,
+        "The prompt is too long",
+        "It has more tokens than the run takes; `max_prompt_length` of /start sets the limit.",
+    ),
+    "too_large": Kind(
+        413, "The request is too large", "The body has more bytes than the server reads."
+    ),
+    "unsupported_media_type": Kind(
+        415, "The body is no JSON", "Send `Content-Type: application/json`."
+    ),
+    # too much, or not now
+    "too_busy": Kind(
+        429,
+        "Too many groups wait",
+        "Sampling is as far ahead of learning as it may be. Post rewards, or ask again after `Retry-After` seconds.",
+        retry=True,
+    ),
+    "rate_limited": Kind(
+        429,
+        "Too many requests",
+        "The key asks more often than the server's settings allow; ask again after `Retry-After` seconds.",
+        retry=True,
+    ),
+    "engine_recovering": Kind(
+        503,
+        "The engine is recovering",
+        "The engine ended and is being started again from its last checkpoint. Nothing acknowledged is lost.",
+        retry=True,
+    ),
+    "engine_failed": Kind(
+        503,
+        "The engine has failed",
+        "It ended too often and is not started again; /status has the reason.",
+    ),
+    "disk_full": Kind(
+        503,
+        "The disk is full",
+        "The request could not be kept, so it is not accepted. Make room on the server's disk and send it again.",
+        retry=True,
+    ),
+    "shutting_down": Kind(
+        503, "The server is shutting down", "It takes no new work; ask again later.", retry=True
+    ),
+    "timed_out": Kind(
+        504,
+        "The answer took too long",
+        "The work was ended at the server's limit. Ask for less at once, or again later.",
+        retry=True,
+    ),
+    # the fleet
+    "database_away": Kind(
+        503,
+        "The database does not answer",
+        "Nothing was changed. Jobs go on where they run; ask again after `Retry-After` seconds.",
+        retry=True,
+    ),
+    "file_busy": Kind(
+        503,
+        "The file is being received",
+        "Somebody else sends the same file at this moment. Ask after `Retry-After` seconds how much of it is there, and go on from there.",
+        retry=True,
+    ),
+    "unknown_job": Kind(404, "No such job", "No job of the projects that you may see has this id."),
+    "unknown_vm": Kind(404, "No such machine", "The fleet has no machine of this name."),
+    "unknown_gpu": Kind(404, "No such GPU", "The machine has no GPU of this index or UUID."),
+    "unknown_key": Kind(404, "No such key", "The fleet has no key with this id."),
+    "unknown_project": Kind(404, "No such project", "The fleet has no project of this name."),
+    "job_state": Kind(
+        409,
+        "Not in this state of the job",
+        "What was asked cannot be done with a job in its present state; `detail` names the state and what can be done.",
+    ),
+    "vm_exists": Kind(
+        409, "The name is taken", "The fleet has a machine of this name; choose another name."
+    ),
+    "vm_in_use": Kind(
+        409,
+        "The machine is in use",
+        "Attempts still run there or hold its GPUs. Drain it and wait, or declare it lost if it never comes back.",
+    ),
+    "vm_state": Kind(
+        409,
+        "Not in this state of the machine",
+        "What was asked cannot be done with a machine in its present state; `detail` says what can.",
+    ),
+    "host_key_mismatch": Kind(
+        409,
+        "Another host key",
+        "The machine shows another host key than the one that was to be trusted, or has shown none yet.",
+    ),
+    "internal": Kind(
+        500,
+        "An error of the server",
+        "The request was not answered because of a mistake in the server; its log has the details under `instance`.",
+    ),
+}
+"""All problems: code -> HTTP status, title, meaning, whether a retry may help."""
+
+
+class FieldError(BaseModel):
+    """One field of a request that is wrong."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    field: str = Field(
+        description="Where it is: `rewards.3`, `groups.0.group_id`; empty for the body as a whole."
+    )
+    message: str = Field(description="What was expected, or what is wrong with what was given.")
+
+
+class Problem(BaseModel):
+    """Why a request was not answered, as RFC 9457 has it (`application/problem+json`), with the code that programs decide by."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    type: str = Field(description=f"`{TYPE_PREFIX}` and the code.")
+    title: str = Field(description="The same for each problem of this code.")
+    status: int = Field(description="The HTTP status.", ge=400, le=599)
+    detail: str = Field(description="What was wrong with this request, and what to do.")
+    code: str = Field(description="The name of the problem; never changes its meaning.")
+    errors: list[FieldError] = Field(
+        default=[], description="Each field of the request that is wrong; empty for other problems."
+    )
+    retry_after: float | None = Field(
+        default=None,
+        description="Seconds after which asking again may help, as in `Retry-After`; null where it is unknown or would not help.",
+        ge=0,
+    )
+    instance: str | None = Field(
+        default=None, description="The address that was asked, or where the server's log names it."
+    )
+
+
+class Refusal(GroupwiseError):
+    """A request that is not answered, and why; raised by the server, rendered as a `Problem`."""
+
+    def __init__(
+        self,
+        code: str,
+        detail: str | None = None,
+        *,
+        errors: Sequence[FieldError] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        """`code` is one of `KINDS`. Without `detail` its meaning is told; `retry_after` is in seconds."""
+        assert code in KINDS, f"{code!r} is no row of groupwise.api.schemas.problems.KINDS"
+        super().__init__(printable(detail) if detail is not None else KINDS[code].meaning)
+        self.code = code
+        self.exit_code = 2 if KINDS[code].status < 500 else 1
+        self.detail = self.message
+        self.errors = tuple(errors)
+        self.retry_after = retry_after
+
+    @classmethod
+    def of_fields(cls, details: Iterable[Mapping[str, Any]], model: Any = None) -> Self:
+        """`invalid_request` from pydantic's details of a ValidationError, or FastAPI's of a RequestValidationError.
+
+        `model`: the type that the body was read as, where it is known; then the words say more.
+        """
+        errors = field_errors(details, model)
+        return cls("invalid_request", summary_of(errors), errors=errors)
+
+    @property
+    def kind(self) -> Kind:
+        """Its row of the table."""
+        return KINDS[self.code]
+
+    @property
+    def status(self) -> int:
+        """Its HTTP status."""
+        return self.kind.status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes with it beside the body; whole seconds, rounded up, because HTTP knows no others."""
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(max(int(-(-self.retry_after // 1)), 0))}
+
+    def problem(self, instance: str | None = None) -> Problem:
+        """What the client gets."""
+        return Problem(
+            type=TYPE_PREFIX + self.code,
+            title=self.kind.title,
+            status=self.status,
+            detail=self.detail,
+            code=self.code,
+            errors=list(self.errors),
+            retry_after=self.retry_after,
+            instance=instance,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _refusal, (self.code, self.detail, self.errors, self.retry_after)
+
+
+def _refusal(
+    code: str, detail: str, errors: tuple[FieldError, ...], retry_after: float | None
+) -> Refusal:
+    return Refusal(code, detail, errors=errors, retry_after=retry_after)
+
+
+def field_errors(details: Iterable[Mapping[str, Any]], model: Any = None) -> tuple[FieldError, ...]:
+    """Pydantic's details of what is wrong, in the words of this protocol; what was given is never repeated, it may be secret or huge."""
+    found: dict[FieldError, None] = {}
+    for detail in details:
+        found[_field_error(detail, model)] = None
+        if len(found) == MOST_FIELD_ERRORS:
+            break
+    return tuple(found)
+
+
+def summary_of(errors: Sequence[FieldError]) -> str:
+    """One line that names the first field that is wrong, and how many more there are."""
+    if not errors:
+        return KINDS["invalid_request"].meaning
+    first = errors[0]
+    where = f"{first.field}: " if first.field else ""
+    more = f" ({len(errors) - 1} more under `errors`)" if len(errors) > 1 else ""
+    return f"{where}{first.message}{more}"
+
+
+def _field_error(detail: Mapping[str, Any], model: Any) -> FieldError:
+    location = list(cast("Sequence[int | str]", detail.get("loc", ())))
+    if location and location[0] in ("body", "query", "path", "header"):  # FastAPI says where from
+        model = model if location[0] == "body" else None
+        location = location[1:]
+    message = worded(detail, location, model)
+    context = cast("Mapping[str, Any]", detail.get("ctx") or {})
+    if detail.get("type") == "json_invalid":  # then the place is an offset in the text
+        location = []
+    if isinstance(field := context.get("field"), str) and field:
+        location.append(field)
+    # A part in brackets is a label of a union, not a key: see `groupwise.api.schemas.training`.
+    parts = [str(part) for part in location if not str(part).startswith("(")]
+    return FieldError(
+        field=printable(".".join(parts))[:LONGEST_MESSAGE],
+        message=printable(message)[:LONGEST_MESSAGE],
+    )

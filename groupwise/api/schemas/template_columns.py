@@ -1,0 +1,105 @@
+"""The columns of a row that its chat template receives beside the messages: `tools` and `chat_template_kwargs`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, cast
+
+from groupwise.core.errors import TaskError
+
+TOOLS = "tools"
+ARGUMENTS = "chat_template_kwargs"
+ALIKE = 0.7
+"""From this likeness on (of `difflib`) a column's name is taken for a misspelt `chat_template_kwargs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForTemplate:
+    """What a row passes to the chat template beside its messages."""
+
+    tools: tuple[Any, ...] = ()
+    """Schemas."""
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
+    """Read both columns. Raises TaskError, which starts with `where`, for values of the wrong type and for misspelt column names."""
+    for name in columns:
+        if _nearly_arguments(name):
+            raise TaskError(
+                f"{where}: the column `{name}` has no effect: what the chat template receives stands in the column `{ARGUMENTS}`, such as "
+                '{"enable_thinking": false}. Rename the column, or leave it out.'
+            )
+    return ForTemplate(_tools(columns.get(TOOLS), where), _arguments(columns.get(ARGUMENTS), where))
+
+
+@cache  # each row has the same columns, and likeness takes its time
+def _nearly_arguments(name: str) -> bool:
+    """Such as `template_kwargs` and `enable_thinking`; `chat_template` and `chat_template_id` say which template a row had."""
+    if not any(part in name.lower() for part in ("kw", "arg", "param", "option")):
+        return name == "enable_thinking"
+    likeness = difflib.SequenceMatcher(None, name.lower(), ARGUMENTS).ratio()
+    return name != ARGUMENTS and likeness >= ALIKE
+
+
+def _tools(value: Any, where: str) -> tuple[Any, ...]:
+    """Schemas of tools, as a list or as JSON text, which tables prefer."""
+    listed = _parsed(value, TOOLS, where)
+    if listed is None:
+        return ()
+    if not isinstance(listed, list | tuple):
+        raise TaskError(f"{where}: `tools` is {type(listed).__name__}. Expected a list of schemas.")
+    entries = [_parsed(entry, TOOLS, where) for entry in cast("Sequence[Any]", listed)]
+    return tuple(without_nulls(entry) for entry in entries)
+
+
+def _arguments(value: Any, where: str) -> dict[str, Any]:
+    given = _parsed(value, ARGUMENTS, where)
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TaskError(
+            f"{where}: `{ARGUMENTS}` is {type(given).__name__}. Expected a dict, such as "
+            '{"enable_thinking": false}.'
+        )
+    return without_nulls(dict(cast("Mapping[str, Any]", given)))
+
+
+def _parsed(value: Any, name: str, where: str) -> Any:
+    """The value of a cell, parsed if it is JSON text; None if the cell is empty, which tables write as "" or NaN."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(plain, str):
+        return None if isinstance(plain, float) and math.isnan(plain) else plain
+    if not plain.strip():
+        return None
+    try:
+        return json.loads(plain)
+    except ValueError as error:
+        raise TaskError(f"{where}: `{name}` is text, but no JSON: {error}.") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """The same without the keys that hold None, at every depth: tables give each row all keys that any of them has."""
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value).items()
+        return {key: without_nulls(entry) for key, entry in entries if entry is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(entry) for entry in cast("Sequence[Any]", value)]
+    return value
+
+
+def columns_of(tools: Sequence[Any] | None, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The columns that give these to the template, as far as there are any."""
+    given = {TOOLS: tools, ARGUMENTS: arguments}
+    return {name: value for name, value in given.items() if value}
+
+
+def for_request(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a row that a service is asked for, as fields of the request. Raises TaskError as `for_template` does."""
+    given = for_template(columns, "a row")
+    return columns_of(list(given.tools), given.arguments)

@@ -1,0 +1,137 @@
+"""What the commands of `groupwise fleet` have in common: which fleet is meant, who asks, and how it is reached.
+
+A fleet is the folder of one on this machine, or the address of an API. Both ways have the same methods and give the same documents
+(`groupwise.jobs.fleet.direct`, `groupwise.jobs.fleet.client`), so that a command neither knows nor cares which it is. A folder needs no
+server to be asked: each command opens the database, does one short transaction, and rings the doorbell. Behind an address it is the API
+that does this, for the key in GROUPWISE_API_KEY.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.output import say
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.client import FleetClient
+    from groupwise.jobs.fleet.direct import DirectFleet
+    from groupwise.jobs.fleet.settings import FleetPlace
+    from groupwise.jobs.fleet.verbs.actor import Actor
+
+    Fleet = DirectFleet | FleetClient
+    """A fleet that commands can ask."""
+
+TIMEOUT = 60.0
+"""Seconds for one answer of an API."""
+
+FleetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fleet",
+        metavar="F",
+        help="Folder of the fleet, or address of its API. Without it: GROUPWISE_FLEET, else ~/.groupwise/fleet.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job.")]
+MachineArgument = Annotated[str, typer.Argument(metavar="VM", help="Name of a machine.")]
+
+
+@contextmanager
+def fleet(
+    told: str | None, *, make: bool = False, timeout: float = TIMEOUT
+) -> Generator[Fleet, None, None]:
+    """The fleet that is meant, whichever way it is reached. `make`: an embedded one that is not there yet is made. `timeout`: seconds
+    for one answer of an API."""
+    from groupwise.jobs.fleet.settings import FleetAddress, find
+
+    found = find(told, os.environ)
+    if isinstance(found, FleetAddress):
+        from groupwise.jobs.fleet.client import FleetClient
+
+        with FleetClient(found.url, tell=say, timeout=timeout) as client:
+            yield client
+    else:
+        with fleet_here(told, make=make) as direct:
+            yield direct
+
+
+@contextmanager
+def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet, None, None]:
+    """The fleet that is meant, which has to be one whose database this machine can reach, opened."""
+    place = place_of(told)
+    from groupwise.jobs.fleet.direct import DirectFleet
+    from groupwise.jobs.fleet.processes import who_plays
+    from groupwise.jobs.fleet.retry import Patience
+    from groupwise.jobs.fleet.settings import DATABASE_FILE
+    from groupwise.jobs.fleet.store import database as databases
+
+    if place.is_embedded and not make and place.settings.database is None:
+        _expect_file(place, place.folder / DATABASE_FILE)
+    database = databases.connect(place.database_url)
+    try:
+        databases.check_schema(database, lambda: who_plays(place.folder))
+        yield DirectFleet(place, database, whoever_types(), Patience(tell=say))
+    finally:
+        database.close()
+
+
+def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPlace:
+    """The fleet that is meant, which has to be one whose database this machine can reach."""
+    require_installed()
+    from groupwise.jobs.fleet.settings import FleetAddress, find
+
+    found = find(told, os.environ, options)
+    if isinstance(found, FleetAddress):
+        raise UsageError(
+            f"{found.url} is the address of a fleet's API, and this command works on the fleet itself, its database and folder: type it on "
+            "the machine where the fleet runs. From here, `groupwise fleet status` says how it is doing. Without --fleet and "
+            "GROUPWISE_FLEET, the fleet in ~/.groupwise/fleet is meant."
+        )
+    return found
+
+
+def _expect_file(place: FleetPlace, file: Any) -> None:
+    if not file.exists():
+        raise UsageError(
+            f"there is no fleet in {place.folder}. `groupwise fleet up` makes one; --fleet or GROUPWISE_FLEET name another folder, or the "
+            "address of a fleet elsewhere."
+        )
+
+
+def whoever_types() -> Actor:
+    """The person at this terminal, as events will have them."""
+    from groupwise.jobs.fleet.verbs.actor import Actor
+
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user id that no file of this machine names
+        name = str(os.getuid())
+    return Actor(f"user:{name}")
+
+
+def require_installed() -> None:
+    """Raise UsageError unless what a fleet needs is there."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("sqlalchemy", "alembic", "asyncssh") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"A fleet needs {', '.join(missing)}: pip install 'groupwise[fleet]'. The machines that it runs jobs on need only Python."
+        )
+
+
+def require_server() -> None:
+    """Raise UsageError unless what its API needs is there."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"The API needs {' and '.join(missing)}: pip install 'groupwise[fleet]'.")

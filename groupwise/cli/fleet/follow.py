@@ -1,0 +1,253 @@
+"""Following jobs from a terminal: their logs as they grow, and their ends.
+
+A log comes piece by piece: each says at which attempt and offset the next one begins, and is waited for where there is none yet. Whoever
+follows it asks first how far the job is, and reads afterwards: so when a job is seen to have ended, all that it wrote is read, because its
+log is whole before it ends.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from groupwise.cli.fleet.printing import FINAL
+from groupwise.cli.log_text import LogWriter
+from groupwise.cli.output import say
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.api.schemas.fleet import LogPart
+    from groupwise.cli.fleet.access import Fleet
+
+LOOK_SECONDS = 0.3
+"""Between two looks for a log that has not begun."""
+WAIT_SECONDS = 2.0
+"""For which one look waits for more of a log."""
+ASK_SECONDS = 0.5
+"""Between two looks for the end of a job."""
+PORTION = 100
+"""Jobs of which one question asks: their ids stand in an address."""
+MOST_EXPLAINED = 20
+"""Of more jobs it is not asked why each of them waits."""
+_NUMBERS = re.compile(r"\d+")
+_SAID = {
+    "running": "runs",
+    "completed": "has completed",
+    "failed": "has failed",
+    "cancelled": "was cancelled",
+}
+CANCELLED_CODE = 130
+"""What shells say of a program that was interrupted."""
+
+
+class _Asked(Protocol):
+    """A fleet, as far as whoever reads a log or follows a job asks it."""
+
+    def progress(self, job_id: str) -> dict[str, Any]: ...
+    def show(self, job_id: str) -> dict[str, Any]: ...
+    def jobs(self, **wanted: Any) -> list[dict[str, Any]]: ...
+    def log(
+        self,
+        job_id: str,
+        *,
+        epoch: int | None = None,
+        offset: int = 0,
+        rank: int = 0,
+        tail: int | None = None,
+        wait: float = 0.0,
+    ) -> LogPart: ...
+
+
+class _Patiently:
+    """A fleet that is asked on where it does not answer. What is asked says where it goes on, so that nothing is told twice."""
+
+    def __init__(self, access: Fleet) -> None:
+        self._access, self._ask = access, access.patience.ask
+
+    def progress(self, job_id: str) -> dict[str, Any]:
+        return self._ask(lambda: self._access.progress(job_id))
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        return self._ask(lambda: self._access.show(job_id))
+
+    def jobs(self, **wanted: Any) -> list[dict[str, Any]]:
+        return self._ask(lambda: self._access.jobs(**wanted))
+
+    def log(self, job_id: str, **wanted: Any) -> LogPart:
+        return self._ask(lambda: self._access.log(job_id, **wanted))
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A log that somebody reads, and how far."""
+
+    job_id: str
+    only: int | None
+    """The attempt that is wanted; None: the newest, and those that follow."""
+    tail: int | None
+    """Lines before the present end, where it begins; None: at the beginning, or it has begun."""
+    rank: int = 0
+    """Of a job on several machines."""
+    epoch: int | None = None
+    """Where the next piece begins; None: there is no log yet."""
+    offset: int = 0
+    to: LogWriter = field(default_factory=LogWriter)
+
+    def copy(self, access: _Asked, wait: float) -> bool:
+        """Write all that is new; False where it would go on with another attempt than the one that is wanted."""
+        while True:
+            epoch = self.only if self.epoch is None else self.epoch
+            part = access.log(
+                self.job_id,
+                epoch=epoch,
+                offset=self.offset,
+                rank=self.rank,
+                tail=self.tail,
+                wait=wait,
+            )
+            begun, before = self.epoch is not None, self.epoch
+            if part.data and self.only not in (None, part.epoch):
+                return False
+            if part.data and begun and part.epoch != before:
+                self.to.end()
+                say(f"— {self.job_id} is tried again: epoch {part.epoch} —")
+            if part.data or (part.epoch is not None and self.tail is not None):
+                self.epoch, self.offset, self.tail = part.epoch, part.offset, None
+            if not part.data:
+                return True
+            self.to.write(part.data)
+
+
+def print_log(
+    access: Fleet, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
+) -> None:
+    """The log as far as it is here, of one attempt."""
+    found = _look(access, job_id, epoch)
+    part = access.log(job_id, epoch=epoch, rank=rank, tail=tail)
+    of = part.epoch if epoch is None else epoch
+    if part.epoch != of or (not part.data and part.offset == 0):
+        _say_why_empty(access, found)
+    to = LogWriter()
+    while part.data and part.epoch == of:
+        to.write(part.data)
+        part = access.log(job_id, epoch=of, offset=part.offset, rank=rank)
+    to.end()
+
+
+def follow_log(
+    access: Fleet,
+    job_id: str,
+    *,
+    tail: int | None = None,
+    epoch: int | None = None,
+    rank: int = 0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """The log as it grows, attempt after attempt, until the job has ended; what it was then. `epoch`: only that attempt."""
+    reading = _Reading(job_id, epoch, tail, rank)
+    said, asked = "", _Patiently(access)
+    while True:
+        found = _look(asked, job_id, epoch)
+        over = found["status"] in FINAL or _is_over(found, epoch)
+        begun = reading.epoch is not None
+        if not reading.copy(asked, 0.0 if over or not begun else WAIT_SECONDS) or over:
+            reading.to.end()
+            return found
+        if reading.epoch is None:
+            said = _say_what_it_waits_for(asked, found, said)
+            sleep(LOOK_SECONDS)
+
+
+def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
+    """Of a single attempt: a later one was begun, or the job waits for one."""
+    return epoch is not None and (found["status"] != "running" or found["epochs"][-1:] != [epoch])
+
+
+def _look(access: _Asked, job_id: str, epoch: int | None) -> dict[str, Any]:
+    """How far it is. Raises UsageError where it has no such attempt."""
+    found = access.progress(job_id)
+    if epoch is not None and epoch not in found["epochs"]:
+        there = ", ".join(str(each) for each in found["epochs"]) or "none yet"
+        raise UsageError(f"{job_id} has no attempt with epoch {epoch}; there are: {there}.")
+    return found
+
+
+def _say_what_it_waits_for(access: _Asked, found: dict[str, Any], before: str) -> str:
+    """Why there is no log yet, once for each reason."""
+    reasons = access.show(found["job_id"])["waiting"]
+    text = f"{found['job_id']} is {found['status']}" + (
+        f": {'; '.join(reasons)}" if reasons else ""
+    )
+    without_numbers = _NUMBERS.sub("", text)  # a time that runs down is no news
+    if without_numbers != before:
+        say(text)
+    return without_numbers
+
+
+def _say_why_empty(access: _Asked, found: dict[str, Any]) -> None:
+    if not found["epochs"]:
+        _say_what_it_waits_for(access, found, "")
+    else:
+        say(f"{found['job_id']} has written nothing yet")
+
+
+# Ends
+
+
+def until_ended(
+    access: Fleet, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
+) -> list[dict[str, Any]]:
+    """Wait until all of these jobs have ended; what they were then."""
+    wanted, asked = list(dict.fromkeys(job_ids)), _Patiently(access)
+    said: dict[str, str] = {}
+    ended: dict[str, dict[str, Any]] = {}
+    while True:
+        found = _looked_at(asked, [each for each in wanted if each not in ended])
+        for job_id, each in found.items():
+            if said.get(job_id) != each["status"]:
+                said[job_id] = each["status"]
+                _tell_change(asked, each, why=len(wanted) <= MOST_EXPLAINED)
+        ended |= {job_id: each for job_id, each in found.items() if each["status"] in FINAL}
+        if len(ended) == len(wanted):
+            return [ended[job_id] for job_id in job_ids]
+        sleep(ASK_SECONDS)
+
+
+def _looked_at(access: _Asked, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How far they are, a portion with each question. Raises the fleet's refusal where one of them is not there any more."""
+    listed: dict[str, dict[str, Any]] = {}
+    for start in range(0, len(job_ids), PORTION):
+        some = list(job_ids[start : start + PORTION])
+        listed |= {each["job_id"]: each for each in access.jobs(ids=some, limit=PORTION)}
+    return {job_id: listed.get(job_id) or access.progress(job_id) for job_id in job_ids}
+
+
+def _tell_change(access: _Asked, job: dict[str, Any], *, why: bool) -> None:
+    if job["status"] in ("queued", "pending", "held"):
+        if why:
+            _say_what_it_waits_for(access, job, "")
+        else:
+            say(f"{job['job_id']} is {job['status']}")
+        return
+    reason = f": {job['failure_reason']}" if job["failure_reason"] else ""
+    say(f"{job['job_id']} {_SAID[job['status']]}{reason}")
+
+
+def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:
+    """The exit code of the first job that did not complete; 0 where all did."""
+    for job in ended:
+        if job["status"] == "cancelled":
+            return CANCELLED_CODE
+        if job["status"] == "failed":
+            return _shell_code(job["exit_code"])
+    return 0
+
+
+def _shell_code(code: int | None) -> int:
+    """As a shell would have it: a signal is 128 and its number. A job that failed without an exit code is 1."""
+    if code is None or code == 0:
+        return 1
+    return 128 - code if code < 0 else min(code, 255)

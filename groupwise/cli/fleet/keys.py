@@ -1,0 +1,95 @@
+"""`groupwise fleet key`: who may use the fleet's HTTP API."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.fleet.access import AsJson, FleetOption, fleet
+from groupwise.cli.fleet.printing import clock_time
+from groupwise.cli.output import say
+from groupwise.cli.printing import print_json, print_table
+from groupwise.core.errors import UsageError
+
+ROLES = ("read", "act", "admin")
+"""As a fleet calls them."""
+
+keys = typer.Typer(
+    help="Keys of the HTTP API: make, list, revoke.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@keys.command("new")
+def new(
+    role: Annotated[str, typer.Argument(metavar="ROLE", help="read, act or admin.")],
+    told: FleetOption = None,
+    project: Annotated[
+        list[str] | None,
+        typer.Option("--project", metavar="P", help="For its jobs alone; may be repeated."),
+    ] = None,
+    lasts: Annotated[
+        str | None, typer.Option("--lasts", metavar="TIME", help="90d, 12h; else until revoked.")
+    ] = None,
+    note: Annotated[
+        str | None, typer.Option("--note", metavar="TEXT", help="For whom it is.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key, and print it once.
+
+    read: look. act: submit, cancel, hold and retry jobs. admin: machines, projects and keys as well.
+    """
+    from groupwise.cli.fleet.words import seconds_of
+
+    if role not in ROLES:
+        raise UsageError(f"{role!r} is no role; there are {', '.join(ROLES)}.")
+    length = None if lasts is None else seconds_of("--lasts", lasts)
+    with fleet(told, make=True) as access:
+        made = access.make_key(role, projects=project or None, seconds=length, note=note)
+    if as_json:
+        print_json(made)
+        return
+    typer.echo(made["key"])
+    say("The key is not shown again. Whoever has it puts it into GROUPWISE_API_KEY.")
+    for note in made["notes"]:
+        say(f"Note: {note}.")
+
+
+@keys.command("list")
+def listing(told: FleetOption = None, as_json: AsJson = False) -> None:
+    """All keys, by what is known of them."""
+    with fleet(told) as access:
+        found = access.keys()
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        [
+            ("key", "role", "projects", "made", "until", "note"),
+            *(
+                (
+                    key["key_id"],
+                    key["role"],
+                    "all" if key["projects"] is None else ", ".join(key["projects"]),
+                    clock_time(key["created_at"]),
+                    "revoked" if key["revoked_at"] else clock_time(key["expires_at"]),
+                    key["note"] or "",
+                )
+                for key in found
+            ),
+        ]
+    )
+
+
+@keys.command("revoke")
+def revoke(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `key list` shows it.")],
+    told: FleetOption = None,
+) -> None:
+    """Refuse a key from the next request on."""
+    with fleet(told) as access:
+        access.revoke_key(key)
+    typer.echo(f"{key} is revoked.")

@@ -1,0 +1,247 @@
+"""`groupwise fleet vm prepare`: builds the environments that jobs of machines run in, several machines at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.fleet.access import AsJson, FleetOption, fleet_here
+from groupwise.cli.output import say
+from groupwise.cli.printing import print_json
+from groupwise.core.errors import GroupwiseError, UsageError
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.attempts.records import Machine
+    from groupwise.jobs.fleet.direct import DirectFleet
+    from groupwise.jobs.fleet.machines.plans import Plan
+    from groupwise.jobs.hosts.files import BlobStore
+
+
+def prepare(
+    vms: Annotated[list[str], typer.Argument(metavar="VM...", help="Names of machines.")],
+    told: FleetOption = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(metavar="E", help="Extra of groupwise that jobs need; without it: train."),
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="NAME", help="Also this, in the release installed here."),
+    ] = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Releases, as pip freeze writes them; with hashes, too."),
+    ] = None,
+    wheel: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Also this wheel, without what it needs."),
+    ] = None,
+    wheelhouse: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Install from its wheels alone; they are sent there."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P", help="Interpreter there that makes it; without it: the version of here."
+        ),
+    ] = None,
+    index_url: Annotated[
+        str | None,
+        typer.Option("--index-url", metavar="URL", help="Where pip looks there, in place of PyPI."),
+    ] = None,
+    extra_index_url: Annotated[
+        list[str] | None,
+        typer.Option("--extra-index-url", metavar="URL", help="Where pip looks as well."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="K=V", help="A variable for pip, as HTTPS_PROXY=…"),
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--secret",
+            metavar="NAME[=env:X|file:P]",
+            help="One that nobody is to read, as PIP_INDEX_URL=env:X.",
+        ),
+    ] = None,
+    time_limit: Annotated[
+        str, typer.Option("--time-limit", metavar="TIME", help="After which it is given up.")
+    ] = "2h",
+    prune: Annotated[
+        bool,
+        typer.Option("--prune", help="Then remove environments there that nothing uses any more."),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the lock, and do nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Build the Python environment that its jobs run in.
+
+    It gets groupwise as it is here, and what that needs in the releases that are installed here; the machine's row then names its
+    interpreter. What is there already is left as it is. The machine needs Python 3.11 or newer with venv.
+    """
+    from groupwise.cli.fleet import words
+    from groupwise.jobs.fleet.machines.plans import Asked, plan_of
+
+    if as_json and dry_run:
+        raise UsageError("--dry-run prints a lock for pip, which is no JSON; leave --json away.")
+    names = list(dict.fromkeys(vms))
+    with fleet_here(told) as fleet:
+        machines = fleet.read(_machines, names)
+        plan = plan_of(
+            Asked(
+                extras=extra or (),
+                also=also or (),
+                lock=lock,
+                wheels=wheel or (),
+                wheelhouse=wheelhouse,
+                python=python,
+                index_url=index_url,
+                extra_index_urls=extra_index_url or (),
+                environment=words.pairs("--env", env or ()),
+                secrets=dict(words.secret(word) for word in secret or ()),
+                time_seconds=words.seconds_of("--time-limit", time_limit),
+            )
+        )
+        if dry_run:
+            _show(plan)
+            return
+        try:
+            found = asyncio.run(_prepare_all(fleet, machines, plan, prune=prune))
+        except KeyboardInterrupt:
+            say("what has begun goes on there; the same command follows it to its end")
+            raise
+    if as_json:
+        print_json(found)
+    raise typer.Exit(1 if any("problem" in each for each in found) else 0)
+
+
+def _machines(session: Any, _: Any, names: Sequence[str]) -> list[Machine]:
+    """All of them, or an error of the first that cannot be used."""
+    from groupwise.jobs.fleet.attempts import records
+    from groupwise.jobs.fleet.machines.prepare import require_usable
+    from groupwise.jobs.fleet.verbs import find
+
+    found = [records.machine(find.active_machine(session, name)) for name in names]
+    for each in found:
+        require_usable(each)
+    return found
+
+
+def _show(plan: Plan) -> None:
+    """The lock on stdout, where `pip` reads it; all else beside it."""
+    say(f"environment {plan.name}: {plan.packed.file_name}, packed here, and {_contents(plan)}")
+    typer.echo(plan.lock.text, nl=False)
+
+
+def _contents(plan: Plan) -> str:
+    parts = [f"{len(plan.lock.lines)} releases" + (" with hashes" if plan.lock.hashed else "")]
+    if plan.wheels:
+        parts.append(f"{len(plan.wheels)} wheels")
+    if plan.wheelhouse is not None:
+        parts.append(f"all from {len(plan.wheelhouse)} wheels that are sent there")
+    if plan.lock.left_to_pip:
+        parts.append(f"not installed here, so chosen by pip: {', '.join(plan.lock.left_to_pip)}")
+    return "; ".join(parts)
+
+
+def usual_plan() -> Plan:
+    """Of `vm prepare` without options. Raises UsageError."""
+    from groupwise.jobs.fleet.machines.plans import Asked, plan_of
+
+    return plan_of(Asked())
+
+
+def prepare_new(fleet: DirectFleet, vm: str, plan: Plan) -> dict[str, Any]:
+    """A machine that has just been added; `problem` in what is told where that failed."""
+    machines = fleet.read(_machines, [vm])
+    return asyncio.run(_prepare_all(fleet, machines, plan, prune=False))[0]
+
+
+async def _prepare_all(
+    fleet: DirectFleet, machines: Sequence[Machine], plan: Plan, *, prune: bool
+) -> list[dict[str, Any]]:
+    """Each on its own: what goes wrong with one changes nothing for the others."""
+    from groupwise.jobs.hosts.files import BlobStore
+
+    say(f"environment {plan.name}: groupwise {plan.packed.version} and {_contents(plan)}")
+    store = BlobStore(fleet.place.blobs)
+
+    async def one(machine: Machine) -> dict[str, Any]:
+        tell = _teller(machine.vm_id, alone=len(machines) == 1)
+        try:
+            return await _prepare_one(fleet, machine, plan, store, tell, prune=prune)
+        except GroupwiseError as error:
+            say(f"groupwise: {error.message}")
+            return {"vm_id": machine.vm_id, "problem": error.message, "code": error.code}
+
+    return list(await asyncio.gather(*(one(machine) for machine in machines)))
+
+
+def _teller(vm: str, *, alone: bool) -> Callable[[str], None]:
+    """Says lines of one machine's log; of several, each with its name."""
+    return say if alone else lambda line: say(f"{vm}: {line}")
+
+
+async def _prepare_one(
+    fleet: DirectFleet,
+    machine: Machine,
+    plan: Plan,
+    store: BlobStore,
+    tell: Callable[[str], None],
+    *,
+    prune: bool,
+) -> dict[str, Any]:
+    from groupwise.jobs.fleet.machines import prepare as preparing
+    from groupwise.jobs.fleet.verbs import machines as verbs
+
+    vm = machine.vm_id
+    made = await preparing.prepare(machine, plan, store, tell)
+    await asyncio.to_thread(lambda: fleet.change(verbs.change, vm, python=made.python))
+    await asyncio.to_thread(fleet.ring)
+    say(
+        f"{vm} is prepared: its jobs run with {made.python} (Python {made.version}, groupwise {made.groupwise})"
+    )
+    found: dict[str, Any] = {"vm_id": vm, "environment": plan.name, **asdict(made)}
+    if prune:
+        found |= await _prune_one(fleet, machine, plan, store)
+    return found
+
+
+async def _prune_one(
+    fleet: DirectFleet, machine: Machine, plan: Plan, store: BlobStore
+) -> dict[str, Any]:
+    """What the row named a moment ago may be on its way in a launch; then nothing is removed."""
+    from groupwise.jobs.fleet.machines import prepare as preparing
+
+    vm = machine.vm_id
+    epochs = await asyncio.to_thread(
+        lambda: fleet.database.read(lambda session: preparing.beginning(session, vm))
+    )
+    if epochs:
+        say(f"{vm}: jobs are just beginning there, so no environment is removed; --prune once more")
+        return asdict(preparing.Pruned([], [], []))
+
+    async def keep() -> list[str]:
+        """What is to be kept."""
+        return [
+            plan.name,
+            *await asyncio.to_thread(lambda: fleet.database.read(preparing.named)),
+        ]
+
+    pruned = await preparing.prune(machine, keep, store)
+    parts = [f"{len(pruned.removed)} other environments were removed"]
+    if pruned.used:
+        parts.append(f"{len(pruned.used)} are still used")
+    if pruned.recent:
+        parts.append(f"{len(pruned.recent)} were prepared within the last hour, so they stay")
+    say(f"{vm}: {', '.join(parts)}")
+    return asdict(pruned)

@@ -1,0 +1,556 @@
+"""How jobs, machines and the state of a fleet look in a terminal: tables and pairs made of the documents that verbs give."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.cells import cell_len
+
+from groupwise.api.schemas.fleet import UNPREPARED
+from groupwise.cli.printing import (
+    folded,
+    print_pairs,
+    print_section,
+    print_table,
+    print_text,
+)
+from groupwise.core.terminal.quantities import duration
+from groupwise.core.terminal.text import one_line, shorten
+
+Document = Mapping[str, Any]
+
+LONGEST_REASON, LEAST_REASON = 60, 20
+TIMES = frozenset({"age", "time"})
+"""Columns of tables that say no more than the larger unit where there is no room."""
+WORDS = frozenset({"kind", "project", "where", "address", "model"})
+"""Columns that are cut off where there is none."""
+LEAST_CELL = 8
+"""Of these."""
+LEAST_NAME = 12
+"""Of a name that people have chosen, and that is shortened where nothing else gives room."""
+LONGEST_COMMAND = 400
+TAIL_LINES = 5
+NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
+"""Parts of events that stand elsewhere on the page, or say nothing to people; `--json` has them."""
+NOT_FACTS = frozenset({"machine_time", "quarantined"})
+"""What a machine says that is for programs, or is told in other words; likewise."""
+FINAL = frozenset({"completed", "failed", "cancelled"})
+
+
+def clock_time(seconds: float | None) -> str:
+    """Seconds since 1970 as local time, with seconds."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def stamp(text: str | None) -> float | None:
+    """A timestamp of a document as seconds since 1970."""
+    return None if text is None else datetime.fromisoformat(text).timestamp()
+
+
+def megabytes(size: float | None) -> str:
+    """`24 GB`."""
+    if size is None:
+        return ""
+    if size >= 1e6:
+        return f"{size / 1e6:.3g} TB"
+    return f"{size / 1000:.3g} GB" if size >= 1000 else f"{size:.0f} MB"
+
+
+# Jobs
+
+
+def print_jobs(jobs: Sequence[Document], now: float) -> None:
+    """A list of jobs, a line each."""
+    several = len({job["project"] for job in jobs}) > 1
+    head = ("job", "status", "kind", *(("project",) if several else ()), "where", "age", "time", "")
+    _print_with_remarks(head, [_job_row(job, now, several) for job in jobs])
+
+
+def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
+    created = stamp(job["created_at"]) or now
+    return (
+        job["job_id"],
+        _status(job),
+        job["job_type"],
+        *((job["project"],) if with_project else ()),
+        _where(job),
+        duration(now - created),
+        _took(job, now),
+        one_line(_remark(job)),
+    )
+
+
+def _print_with_remarks(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, least_name: int | None = None
+) -> None:
+    """A table whose last column has what a terminal leaves to it; where that is too little, others give way.
+
+    `least_name`: the first column does so too, last of all, down to this; None: never.
+    """
+    longest = LONGEST_REASON
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        wanted = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
+        rows = _narrowed(head, rows, width - wanted)
+        if least_name is not None and (wide := sum(_widths(head, rows)) + wanted - width) > 0:
+            room = max(least_name, max(cell_len(row[0]) for row in rows) - wide)
+            rows = [_with(row, 0, _cut_within(row[0], room)) for row in rows]
+        longest = max(1, width - sum(_widths(head, rows)))
+    print_table([head, *((*row[:-1], _cut(row[-1], longest)) for row in rows)])
+
+
+def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """Of all columns but the last, with the gap behind each."""
+    columns = zip(*(row[:-1] for row in (head, *rows)), strict=True)
+    return [max(map(cell_len, column)) + 2 for column in columns]
+
+
+def _narrowed(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int
+) -> list[tuple[str, ...]]:
+    """The rows with shorter cells where they have no room. The first column is left whole here: it is typed in again."""
+    found = list(rows)
+    if sum(_widths(head, found)) > width:
+        times = [place for place, name in enumerate(head) if name in TIMES]
+        for place in times:
+            found = [_with(row, place, " ".join(row[place].split()[:2])) for row in found]
+    words = [place for place, name in enumerate(head) if name in WORDS]
+    while sum(widths := _widths(head, found)) > width:
+        place = max(words, key=widths.__getitem__)
+        room = widths[place] - 3
+        if room < max(LEAST_CELL, cell_len(head[place])):
+            break
+        found = [_with(row, place, _cut(row[place], room)) for row in found]
+    return found
+
+
+def _with(row: tuple[str, ...], place: int, cell: str) -> tuple[str, ...]:
+    return (*row[:place], cell, *row[place + 1 :])
+
+
+def _cut(text: str, cells: int) -> str:
+    """At most so wide in a terminal, with `…` at its end where something was cut off."""
+    if cell_len(text) <= cells:
+        return text
+    text = text[: cells - 1]
+    while cell_len(text) >= cells:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def _cut_within(name: str, cells: int) -> str:
+    """The same with `…` in the middle: names of machines, which are ASCII, differ at their ends."""
+    end = (cells - 1) // 2
+    return name if cell_len(name) <= cells else _cut(name, cells - end) + name[-end:]
+
+
+def _status(job: Document) -> str:
+    if job["status"] == "running" and job["cancel_requested_at"] is not None:
+        return "cancelling"
+    code = job["exit_code"]
+    shown = f" ({code})" if code not in (None, 0) and job["status"] == "failed" else ""
+    return f"{job['status']}{shown}"
+
+
+def _where(job: Document) -> str:
+    if job["assigned_vm"] is None:
+        return ""
+    return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
+
+
+def _took(job: Document, now: float) -> str:
+    """Until now, where it has not ended; empty where it has not begun."""
+    start = stamp(job["start_time"])
+    return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
+
+
+def _remark(job: Document) -> str:
+    said = [job["name"] or ""]
+    if job["status"] == "pending":
+        said.append("; ".join(job["blocked_reasons"] or ()))
+    elif job["status"] == "failed":
+        said.append(job["failure_reason"] or "")
+    if job["retry_count"] and job["status"] not in FINAL:
+        said.append(f"retry {job['retry_count']}")
+    return " · ".join(text for text in said if text)
+
+
+def print_job(job: Document, now: float) -> None:
+    """All about one job."""
+    arguments = job["arguments"]
+    print_pairs(
+        [
+            ("job", job["job_id"]),
+            ("name", job["name"]),
+            ("status", _status(job)),
+            ("reason", job["failure_reason"]),
+            *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
+            ("exit code", job["exit_code"]),
+            ("kind", job["job_type"]),
+            ("command", arguments and shorten(shlex.join(arguments), LONGEST_COMMAND)),
+            ("project", job["project"]),
+            ("priority", job["priority"] or None),
+            ("needs", _needs(job["resources"])),
+            ("on", _where(job)),
+            (
+                "submitted",
+                f"{clock_time(stamp(job['created_at']))} by {job['submitted_by'] or 'SQL'}",
+            ),
+            ("started", clock_time(stamp(job["start_time"]))),
+            ("ended", clock_time(stamp(job["end_time"]))),
+            ("took", _took(job, now) if job["end_time"] else None),
+            ("retries", job["retry_count"] or None),
+            ("generation", job["generation"] or None),
+            ("log", job["log_path"]),
+            ("checkpoints", _checkpoints(job, now)),
+        ]
+    )
+    for attempt in job["attempts"]:
+        _print_attempt(attempt, now)
+    print_section("events", [event_line(event) for event in job["events"]])
+
+
+def _checkpoints(job: Document, now: float) -> str | None:
+    """What its next attempt would go on from, and what has not come; None: it has left none."""
+    # an API of before tells of none
+    whole = [each for each in job.get("checkpoints") or () if each["damaged_at"] is None]
+    found = [
+        f"step {c['step']}, mirrored {duration(now - c['mirrored_at'])} ago" for c in whole[:1]
+    ]
+    if len(whole) > 1:
+        found.append(f"and {len(whole) - 1} older")
+    members = [m for each in job["attempts"] if each["ended_at"] is None for m in each["members"]]
+    found += [m["handle"]["not_mirrored"] for m in members if "not_mirrored" in m["handle"]]
+    return "; ".join(found) or None
+
+
+def _needs(resources: Document | None) -> str | None:
+    if resources is None:
+        return None
+    shown = {name: value for name, value in resources.items() if value not in (None, [], {}, "")}
+    return ", ".join(f"{name} {_plain(value)}" for name, value in shown.items())
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{k}={v}" for k, v in value.items())  # type: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        return ",".join(str(each) for each in value)  # type: ignore[reportUnknownVariableType]
+    return str(value)
+
+
+def _print_attempt(attempt: Document, now: float) -> None:
+    ended = attempt["ended_at"]
+    began = attempt["running_at"]
+    verdict = attempt["outcome"] or attempt["state"]
+    if attempt["failure_class"]:
+        verdict += f" ({attempt['failure_class']}{'' if attempt['charged'] else ', not charged'})"
+    print_section(
+        f"attempt {attempt['number']} of generation {attempt['generation']}, epoch {attempt['epoch']}",
+        [
+            ("state", verdict),
+            *((f"rank {m['rank']}", _member(m)) for m in attempt["members"]),
+            ("reserved", clock_time(attempt["created_at"])),
+            ("running", clock_time(began)),
+            ("ended", clock_time(ended)),
+            ("took", duration((ended or now) - began) if began is not None else None),
+            ("from step", attempt["resumed_from_step"]),
+            ("machine", "does not answer" if attempt["contact"] != "ok" and not ended else None),
+            ("cleanup", attempt["cleanup"] if ended and attempt["cleanup"] != "clean" else None),
+            *_evidence(attempt["evidence"]),
+        ],
+    )
+
+
+def _member(member: Document) -> str:
+    gpus = ", ".join(str(gpu["index"]) for gpu in member["gpus"])
+    return (
+        f"{member['vm_id']}{f' GPU {gpus}' if gpus else ''} ({member['state'] or 'not spoken to'})"
+    )
+
+
+def _evidence(evidence: Document) -> list[tuple[str, str]]:
+    """Why it is believed to have ended so: what each member's exit record says, and its last lines."""
+    found = [("because", str(evidence["because"]))] if evidence.get("because") else []
+    members: list[Document] = evidence.get("members") or []
+    for member in members:
+        where = f"rank {member['rank']} " if len(members) > 1 else ""
+        if left_out := member.get("left_out"):
+            found.append(
+                (
+                    f"{where}left out",
+                    f"{left_out} links or the like; `groupwise fleet fetch` names them",
+                )
+            )
+        record: Document | None = member.get("exit")
+        if record is None:
+            continue
+        found.append((f"{where}exit", how_it_ended(record)))
+        found += [
+            ("" if n else f"{where}said", line) for n, line in enumerate(_last(record["tail"]))
+        ]
+    others = {k: v for k, v in evidence.items() if k not in ("because", "members", "rank")}
+    return [
+        *found,
+        *((name, shorten(_plain(value), LONGEST_COMMAND)) for name, value in others.items()),
+    ]
+
+
+def how_it_ended(record: Document) -> str:
+    """A command, by its exit record."""
+    how = f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
+    why = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
+    memory = ", ended by the kernel for want of memory" if record.get("oom_kill") else ""
+    return how + why + memory + _leftovers(record.get("leftovers") or 0)
+
+
+def _leftovers(number: int) -> str:
+    if not number:
+        return ""
+    what = "1 process" if number == 1 else f"{number} processes"
+    return f"; {what} that it had left behind {'was' if number == 1 else 'were'} ended"
+
+
+def _last(tail: str) -> list[str]:
+    """The last lines of a log."""
+    return [shorten(one_line(line), 160) for line in tail.splitlines()[-TAIL_LINES:]]
+
+
+def event_line(event: Document) -> tuple[str, str]:
+    """When, and who did what."""
+    told: dict[str, Any] = {**(event["after"] or {}), **(event["detail"] or {})}
+    detail = {name: value for name, value in told.items() if name not in NOT_SHOWN}
+    status = detail.pop("status", None)
+    what = (
+        event["kind"]
+        if status is None or str(event["kind"]).endswith(str(status))
+        else f"{event['kind']} → {status}"
+    )
+    more = ", ".join(f"{k} {_plain(v)}" for k, v in detail.items() if v not in (None, "", [], {}))
+    text = f"{what} by {event['actor']}"
+    return clock_time(event["at"]), shorten(one_line(f"{text}: {more}" if more else text), 160)
+
+
+# Machines
+
+
+def print_machines(machines: Sequence[Document]) -> None:
+    """A list of machines, a line each."""
+    head = ("machine", "state", "address", "GPUs free", "model", "CPUs", "RAM", "jobs", "")
+    _print_with_remarks(head, [_machine_row(vm) for vm in machines], least_name=LEAST_NAME)
+
+
+def _machine_row(vm: Document) -> tuple[str, ...]:
+    facts = vm["facts"]
+    return (
+        vm["vm_id"],
+        vm["state"],
+        _address(vm),
+        _free(vm),
+        ", ".join(sorted(_models(vm))),
+        str(facts.get("cpus") or ""),
+        megabytes(facts.get("ram_mb")),
+        str(len(_jobs_on(vm)) or ""),
+        one_line(_machine_remark(vm)),
+    )
+
+
+def _free(vm: Document) -> str:
+    if vm.get("engine"):
+        return f"{vm['available_slots']}/{vm['total_slots']} slots"
+    return f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-"
+
+
+def _models(vm: Document) -> set[str]:
+    if vm.get("engine"):
+        return {str(vm["engine"].get("gpu_model") or vm["engine"].get("name"))}
+    return {gpu["model"] for gpu in vm["gpus"] if gpu["model"]}
+
+
+def engine_line(vm: Document) -> str | None:
+    """What begins jobs in a machine's place, and what it is said to have; None: it does itself."""
+    engine: Document | None = vm.get("engine")  # an API of before tells of none
+    if engine is None:
+        return None
+    model, memory = engine.get("gpu_model"), engine.get("gpu_memory_mb")
+    told = [
+        f"{vm['available_slots']} of {vm['total_slots']} slots free",
+        f"GPUs for a job: {engine.get('gpus') or 'none'}",
+        *([model] if model else []),
+        *([megabytes(memory)] if memory else []),
+        *([shlex.join(engine["options"])] if engine.get("options") else []),
+        *([engine["address"]] if engine.get("address") else []),
+    ]
+    return f"{engine.get('name')}: {', '.join(told)}"
+
+
+def _address(vm: Document) -> str:
+    if vm["transport"] == "local":
+        return "this machine"
+    port = "" if vm["port"] == 22 else f":{vm['port']}"
+    user = "" if vm["user"] is None else f"{vm['user']}@"  # whoever asks may not be told
+    return f"{user}{vm['ip_address']}{port}"
+
+
+def _jobs_on(vm: Document) -> list[str]:
+    holders = [holder for gpu in vm["gpus"] for holder in gpu["held_by"]] + vm["cpu_slots_held_by"]
+    return sorted({holder["job_id"] or "a job of another project" for holder in holders})
+
+
+def _machine_remark(vm: Document) -> str:
+    if vm["state"] == "untrusted":
+        seen = vm["seen_fingerprint"]
+        return f"shows {seen}; `fleet vm trust {vm['vm_id']}`" if seen else vm["problem"] or ""
+    if vm["state"] == "cordoned":
+        return vm["cordoned"]
+    if vm["problem"] or vm["python"] != UNPREPARED:
+        return vm["problem"] or ""
+    return f"not prepared for training kinds: `fleet vm prepare {vm['vm_id']}`"
+
+
+def print_machine(vm: Document, now: float) -> None:
+    """All about one machine."""
+    facts = vm["facts"]
+    unreachable = vm["unreachable_since"]
+    print_pairs(
+        [
+            ("machine", vm["vm_id"]),
+            ("state", vm["state"]),
+            ("problem", vm["problem"]),
+            ("cordoned", vm["cordoned"]),
+            ("silent for", duration(now - unreachable) if unreachable else None),
+            ("address", _address(vm)),
+            ("through", vm["jump"] and vm["jump"].get("host")),
+            ("SSH key", vm["ssh_key_path"]),
+            ("host key", vm["fingerprint"]),
+            ("shows", vm["seen_fingerprint"]),
+            ("work folder", vm["workdir"]),
+            ("python", vm["python"]),
+            ("engine", engine_line(vm)),
+            ("labels", _plain(vm["labels"])),
+            ("CPU slots", vm["cpu_slots"]),
+            ("jobs of", ", ".join(vm["projects"] or ())),
+            ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
+            ("probe", " ".join(vm["probe"] or ())),
+            ("last polled", clock_time(stamp(vm["last_polled"]))),
+            *(
+                (f"  {name}", _plain(value))
+                for name, value in sorted(facts.items())
+                if value not in (None, "", [], {}) and name not in NOT_FACTS
+            ),
+            ("jobs", ", ".join(_jobs_on(vm))),
+            ("quarantined", ", ".join(_stray(each) for each in facts.get("quarantined") or ())),
+        ]
+    )
+    if vm["gpus"]:
+        print_text("")
+        head = ("GPU", "model", "memory", "used", "busy", "°C", "state", "held by")
+        print_table([head, *(_gpu_row(gpu) for gpu in vm["gpus"])])
+    print_section("events", [event_line(event) for event in vm.get("events", ())])
+
+
+def _stray(found: Document) -> str:
+    """What the machine has there and nobody knows."""
+    since = f" since {clock_time(found['since'])}" if found.get("since") else ""
+    pid = f" (pid {found['pid']})" if found.get("pid") else ""
+    return f"{found['what']} {found['detail']}{pid}{since}"
+
+
+def _gpu_row(gpu: Document) -> tuple[str, ...]:
+    state = f"quarantined: {gpu['quarantined']}" if gpu["quarantined"] else gpu["observed"]
+    if gpu["detail"] and not gpu["quarantined"]:
+        state += f" ({gpu['detail']})"
+    return (
+        f"{gpu['index']} {gpu['uuid']}",
+        gpu["model"] or "?",
+        megabytes(gpu["memory_mb"]),
+        megabytes(gpu["memory_used_mb"]),
+        "" if gpu["utilisation"] is None else f"{gpu['utilisation']} %",
+        "" if gpu["temperature"] is None else str(gpu["temperature"]),
+        state,
+        ", ".join(_held_by(holder) for holder in gpu["held_by"]),
+    )
+
+
+def _held_by(holder: Document) -> str:
+    job = holder["job_id"] or "a job of another project"
+    share = f" {megabytes(holder['share_mb'])}" if holder["share_mb"] else ""
+    return job + share + (f" (ended, {holder['cleanup']})" if holder["cleanup"] else "")
+
+
+# The fleet as a whole
+
+
+def print_status(found: Document) -> None:
+    """How a fleet is doing, in a few lines."""
+    counts = {status: count for status, count in found["jobs"].items() if count}
+    machines = found["machines"]
+    gpus = (
+        f", {machines['gpus_available']} of {machines['gpus']} GPUs free"
+        if machines["gpus"]
+        else ""
+    )
+    jobs = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet"
+    _print_facts(
+        {
+            "jobs": [jobs],
+            "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
+            "running": [_process(each) for each in found["processes"] if each["alive"]],
+        }
+    )
+    if found["alarms"]:
+        print_text("")
+    for alarm in found["alarms"]:
+        _print_folded("! ", alarm["message"])
+        _print_folded("  → ", alarm["remedy"])
+
+
+def _print_facts(facts: Mapping[str, Sequence[str]]) -> None:
+    """Names and values in two columns, in a terminal broken at blanks."""
+    margin = max(map(len, facts)) + 2
+    for name, texts in facts.items():
+        lines = [line for text in texts for line in folded(one_line(text), margin)]
+        for number, line in enumerate(lines):
+            print_text(f"{'' if number else name:<{margin}}{line}")
+
+
+def _print_folded(mark: str, text: str) -> None:
+    """Behind a mark, and in a terminal broken at blanks."""
+    for number, line in enumerate(folded(one_line(text), len(mark))):
+        print_text(f"{mark if number == 0 else ' ' * len(mark)}{line}")
+
+
+def _process(process: Document) -> str:
+    return f"{process['role']} on {process['host']}, process {process['pid']}"
+
+
+def print_projects(projects: Sequence[Document]) -> None:
+    """A list of projects, a line each."""
+    head = ("project", "weight", "waiting", "running", "GPUs", "GPUs at most", "waiting at most")
+    print_table(
+        [
+            head,
+            *(
+                (
+                    each["name"],
+                    f"{each['weight']:g}",
+                    str(each["waiting"]),
+                    str(each["running"]),
+                    str(each["gpus_in_use"]),
+                    _limit(each["max_gpus"]),
+                    _limit(each["max_waiting"]),
+                )
+                for each in projects
+            ),
+        ]
+    )
+
+
+def _limit(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,235 @@
+"""What `groupwise fleet vm add` finds out itself: where a machine is, and which host key it shows.
+
+Where a machine is, is said by options or asked of the user's ssh config, once. Its host key is shown to a person before anything else
+is said to it. For a fleet that runs elsewhere nothing is found out: what this machine sees and has is not what that one does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.cli.output import say
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.jobs.hosts.keys import Alias, HostKey
+
+NO_KEY_FROM_AFAR = (
+    "--trust and --yes are for who types on the machine where the fleet runs: what {vm} shows here need not be what it shows there. Leave "
+    "them out; the fleet reads its host key in the next round, and `groupwise fleet vm trust {vm} SHA256:…` then trusts it."
+)
+NO_PREPARING_FROM_AFAR = (
+    "--prepare is for who types on the machine where the fleet runs: it needs SSH keys and the code there. Leave it out, and type "
+    "`groupwise fleet vm prepare {vm}` there."
+)
+NO_ALIAS_FROM_AFAR = (
+    "--from-ssh-config {alias}: the ssh config of this machine names keys of this machine, and the fleet runs elsewhere. Say --host, "
+    "--user and --key, the path of the private key on the machine where the fleet runs."
+)
+KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+"""What ssh itself tries, in the folder .ssh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a machine is, and as whom it is reached."""
+
+    host: str
+    port: int
+    user: str
+    key: str | None
+    jump: Mapping[str, Any] | None = None
+
+    def as_fields(self) -> dict[str, Any]:
+        """As a fleet calls them."""
+        return {
+            "ip_address": self.host,
+            "port": self.port,
+            "user": self.user,
+            "ssh_key_path": self.key,
+            "jump": self.jump,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """By what a host key is trusted: a fingerprint that was said before, whatever it is, or a person's answer."""
+
+    fingerprint: str | None = None
+    of_jump: str | None = None
+    unasked: bool = False
+    ask: Callable[[str], bool] | None = None
+
+    def covers(self, fingerprint: str | None, question: str) -> bool:
+        """`fingerprint`: the one that was said, and found to be the same."""
+        return (
+            fingerprint is not None or self.unasked or (self.ask is not None and self.ask(question))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SeenKey:
+    """The host key of a machine: trusted, or only seen."""
+
+    pinned: str | None
+    shown: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a machine is reached, as its options said it; what was not said is None."""
+
+    host: str | None = None
+    port: int | None = None
+    user: str | None = None
+    key: str | None = None
+    alias: str | None = None
+    """Its name in the ssh config; the other options are laid over it."""
+
+    def of_new(self, trust: Trust) -> Where:
+        """Where a machine is that is taken in. Raises UsageError, also where the jump host on the way is not trusted."""
+        if self.host is None and self.alias is None:
+            raise UsageError(
+                "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
+            )
+        if self.alias is not None:
+            return self._of_alias(self.alias, trust)
+        if trust.of_jump is not None:
+            raise UsageError("--trust-jump is for a jump host, which --from-ssh-config finds.")
+        if self.user is None:
+            raise UsageError(f"as whom is {self.host} reached? Say it with --user.")
+        return Where(str(self.host), self.port or 22, self.user, private_key(self.key))
+
+    def of_new_from_afar(self) -> Where:
+        """Likewise, for a fleet that runs elsewhere: nothing of it can be looked at from here. Raises UsageError."""
+        if self.alias is not None:
+            raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
+        said = {"--host": self.host, "--user": self.user, "--key": self.key}
+        missing = [name for name, value in said.items() if value is None]
+        if missing:
+            raise UsageError(
+                f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
+                "private key on the machine where the fleet runs."
+            )
+        return Where(str(self.host), self.port or 22, str(self.user), self.key)
+
+    def of_known(self, trust: Trust) -> dict[str, Any]:
+        """What changes of a machine that there is. Raises UsageError."""
+        if self.alias is None:
+            _expect_no_jump(trust)
+            key = None if self.key is None else private_key(self.key)
+            return self._changes(key)
+        where = self._of_alias(self.alias, trust)
+        return {**where.as_fields(), "jump": where.jump or {}}
+
+    def of_known_from_afar(self, trust: Trust) -> dict[str, Any]:
+        """Likewise, for a fleet that runs elsewhere. Raises UsageError."""
+        if self.alias is not None:
+            raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
+        _expect_no_jump(trust)
+        return self._changes(self.key)
+
+    def _changes(self, key: str | None) -> dict[str, Any]:
+        return {
+            "ip_address": self.host,
+            "port": self.port,
+            "user": self.user,
+            "ssh_key_path": key,
+        }
+
+    def _of_alias(self, name: str, trust: Trust) -> Where:
+        """Where `ssh NAME` leads now, with options laid over it."""
+        from groupwise.jobs.hosts.keys import resolve_alias
+
+        if self.host is not None:
+            raise UsageError(
+                "--host and --from-ssh-config contradict each other: both say where it is."
+            )
+        found = resolve_alias(name)
+        if found.jump is None and trust.of_jump is not None:
+            raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")
+        jump = None if found.jump is None else _jump(found.jump, trust)
+        return Where(
+            found.host,
+            self.port or found.port,
+            self.user or found.user,
+            private_key(self.key or found.identity_file),
+            jump,
+        )
+
+
+def _expect_no_jump(trust: Trust) -> None:
+    if trust.of_jump is not None or trust.unasked:
+        raise UsageError(
+            "--trust-jump and --yes are for --from-ssh-config, which finds jump hosts."
+        )
+
+
+def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
+    """Nothing is reached through a host that nobody has looked at, so that one is trusted here or not at all."""
+    seen = _scanned(alias.host, alias.port)
+    say(f"the jump host {alias.host} shows the host key {seen.fingerprint} ({seen.type})")
+    _expect("--trust-jump", trust.of_jump, alias.host, seen)
+    if not trust.covers(trust.of_jump, "Is that the jump host's own key?"):
+        raise UsageError(
+            f"the jump host {alias.host} is not trusted, so that nothing is reached through it. Compare its fingerprint with what it says "
+            f"itself, and say --trust-jump {seen.fingerprint}. Nothing was changed."
+        )
+    return {
+        "host": alias.host,
+        "port": alias.port,
+        "user": alias.user,
+        "ssh_key_path": alias.identity_file,
+        "host_key": str(seen),
+    }
+
+
+def private_key(given: str | None) -> str | None:
+    """The path of the key, absolute, because whoever uses it runs elsewhere."""
+    if given is None:
+        folder = Path("~/.ssh").expanduser()
+        found = next((folder / name for name in KEYS if (folder / name).is_file()), None)
+        return None if found is None else str(found)
+    path = Path(given).expanduser().absolute()
+    if not path.is_file():
+        raise UsageError(
+            f"--key {given}: there is no such file; the private key is wanted, not the .pub."
+        )
+    if path.suffix == ".pub":
+        raise UsageError(
+            f"--key {given} is the public half; the private key is {path.with_suffix('')}."
+        )
+    return str(path)
+
+
+def host_key_of(where: Where, trust: Trust) -> SeenKey:
+    """The key that the machine shows now, and whether it is trusted. Raises UsageError where it is not the one of --trust."""
+    seen = _scanned(where.host, where.port, where.jump)
+    say(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})")
+    _expect("--trust", trust.fingerprint, where.host, seen)
+    if trust.covers(trust.fingerprint, "Is that the machine's own key?"):
+        return SeenKey(str(seen), None)
+    return SeenKey(None, str(seen))
+
+
+def _expect(option: str, fingerprint: str | None, host: str, seen: HostKey) -> None:
+    if fingerprint is not None and fingerprint != seen.fingerprint:
+        raise UsageError(
+            f"{host} shows the host key {seen.fingerprint}, not {fingerprint} of {option}. Either the fingerprint is of another key of "
+            "that machine, or this is not the machine that it should be. Nothing was changed."
+        )
+
+
+def _scanned(host: str, port: int, jump: Mapping[str, Any] | None = None) -> HostKey:
+    from groupwise.jobs.fleet.machines.reaching import jump_address
+    from groupwise.jobs.hosts.port import HostError
+    from groupwise.jobs.hosts.ssh import read_host_key
+
+    try:
+        return asyncio.run(read_host_key(host, port, jump=jump_address(jump)))
+    except HostError as error:
+        raise UsageError(f"{error}. Is it up, and is {port} its port?") from None

@@ -1,0 +1,163 @@
+"""Words of the command line as values: numbers, `k=v`, `2h`, statuses, settings of a kind.
+
+Each refusal says what was given and what is wanted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.states import JobStatus
+
+_PART = re.compile(r"(\d+(?:\.\d+)?)(d|h|min|m|s)?")
+_UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
+NONE = "none"
+_LONG = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
+
+
+def whole(
+    option: str, example: int, *, least: int = 1, most: int | None = None
+) -> Callable[[str | int], int]:
+    """For an option that takes a whole number: reads its word. Raises UsageError."""
+
+    def read(word: str | int) -> int:
+        if isinstance(word, int):
+            return word  # the default
+        text = word.strip().replace("_", "")
+        value = int(text) if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII) else None
+        if value is None or value < least or (most is not None and value > most):
+            wanted = f"a whole number, {_between(least, most)}, as {option} {example}"
+            raise UsageError(f"{option} {word}: what is wanted is {wanted}.")
+        return value
+
+    return read
+
+
+def whole_or_none(
+    option: str, example: int, *, least: int = 1, most: int | None = None
+) -> Callable[[str | int], int | str]:
+    """As `whole`, for an option that takes the word `none` as well."""
+    read_whole = whole(option, example, least=least, most=most)
+
+    def read(word: str | int) -> int | str:
+        if isinstance(word, str) and word.strip().lower() == NONE:
+            return NONE
+        try:
+            return read_whole(word)
+        except UsageError as error:
+            raise UsageError(f"{error.message.removesuffix('.')}, or {NONE}.") from None
+
+    return read
+
+
+def number(option: str, example: str) -> Callable[[str | float], float]:
+    """For an option that takes any number above 0: reads its word. Raises UsageError."""
+
+    def read(word: str | float) -> float:
+        if isinstance(word, int | float):
+            return word  # the default
+        try:
+            value = float(word)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise UsageError(
+                f"{option} {word}: what is wanted is a number above 0, as {option} {example}."
+            )
+        return value
+
+    return read
+
+
+def _between(least: int, most: int | None) -> str:
+    return f"at least {least}" if most is None else f"{least} to {most}"
+
+
+def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
+    """`KEY=VALUE` words. Raises UsageError with the first that is none, or that comes twice."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            raise UsageError(f"{option} {word}: write it as KEY=VALUE.")
+        if name in found:
+            raise UsageError(f"{option} {name} is given twice; once is enough.")
+        found[name] = value
+    return found
+
+
+def seconds_of(option: str, text: str) -> float:
+    """`90s`, `30min`, `2h`, `1h30m`, `7d`, or a plain number of seconds."""
+    stripped = text.strip().lower()
+    plain = _PART.fullmatch(stripped)
+    if plain is not None:
+        return float(plain[1]) * _UNITS[plain[2] or ""]
+    if _LONG.fullmatch(stripped):
+        return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(stripped))
+    raise UsageError(f"{option} {text}: a time is wanted, as 90s, 30min, 2h, 1h30m or 7d.")
+
+
+def statuses(words: Sequence[str] | None) -> frozenset[JobStatus] | None:
+    """Statuses of jobs; several may stand in one word, separated by commas."""
+    from groupwise.jobs.fleet.states import JobStatus
+
+    if not words:
+        return None
+    given = [part.strip().lower() for word in words for part in word.split(",")]
+    known = [status.value for status in JobStatus]
+    for each in given:
+        if each not in known:
+            near = difflib.get_close_matches(each, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+            raise UsageError(f"--status {each}: there is no such status; {hint}")
+    return frozenset(JobStatus(each) for each in given)
+
+
+def hyperparams(words: Sequence[str]) -> dict[str, Any]:
+    """Settings of a kind: a JSON object, or `key=value` with the value as YAML would read it; several words are laid over each other."""
+    from groupwise.core.settings.overrides import parse_override
+
+    found: dict[str, Any] = {}
+    for word in words:
+        if word.lstrip().startswith("{"):
+            found |= json_object("--hyperparams", word)
+            continue
+        if "=" not in word:
+            raise UsageError(
+                f"--hyperparams {word}: write key=value, or a JSON object, as '{{\"beta\": 0.04}}'."
+            )
+        path, value = parse_override(word)
+        found[".".join(path)] = value
+    return found
+
+
+def json_object(what: str, text: str) -> dict[str, Any]:
+    """A JSON object. Raises UsageError with where it stops being one."""
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{what}: this is no JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise UsageError(f'{what}: a JSON object is wanted, as {{"learning_rate": 1e-5}}.')
+    return cast("dict[str, Any]", value)
+
+
+def secret(word: str) -> tuple[str, str]:
+    """`NAME`, `NAME=env:OTHER` or `NAME=file:/path`: the variable of the job, and where the control machine finds its value."""
+    name, equals, reference = word.partition("=")
+    if not equals:
+        return name, f"env:{name}"
+    if not reference.startswith(("env:", "file:")):
+        raise UsageError(
+            f"--secret {name}=…: a secret is named, never given: {name}=env:VARIABLE or {name}=file:/path, "
+            "where the dispatcher finds its value. What was given is not shown here, but your shell may keep it in its history."
+        )
+    return name, reference

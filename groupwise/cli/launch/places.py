@@ -1,0 +1,234 @@
+"""Places of jobs, as words of the command line say them. A machine is trusted by its host key before anything else is said to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.cli.fleet.reach import Trust, Where
+    from groupwise.jobs.launch.local_registry import Note
+    from groupwise.jobs.launch.places import Place
+
+
+def note_of(
+    name: str, at: str | None, key: str | None, trust: str | None, profile: str | None = None
+) -> Note:
+    """Where the job is. Raises UsageError."""
+    check_name(name)
+    from groupwise.jobs.launch import local_registry
+
+    if at is not None:
+        return local_registry.Note(name, _place_at(at, key, trust, profile), Path.cwd())
+    if key is not None or trust is not None or profile is not None:
+        raise UsageError(
+            "--key, --trust and --profile are for --at: of a job that was launched here they are known."
+        )
+    return local_registry.find(name)
+
+
+def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) -> Place:
+    """The place of that word. Raises UsageError."""
+    from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, Place
+
+    kind, _, rest = at.partition(":")
+    if profile is not None and kind not in (AWS, MODAL):
+        raise UsageError(
+            f"--profile {profile}: it is for --at aws:REGION and --at modal, whose credentials have profiles, and --at is {at}."
+        )
+    if kind == LOCAL and not rest:
+        return Place(LOCAL)
+    if kind == SSH and rest:
+        return machines_together([_named(each, key, trust) for each in rest.split(",")], None)
+    if kind in (SLURM, RAY):
+        way, _, api = rest.partition(",")
+        address, slash, folder = way.partition("/")
+        login, shared = _named(address, key, trust), f"{slash}{folder}" or None
+        if kind == RAY:
+            return ray_cluster(login, shared, api or None)
+        if not api:
+            return slurm_cluster(login, shared)
+    if kind == AWS and rest and trust is None:
+        return Place(AWS, {"region": rest, "profile": profile, "key_path": key})
+    if kind == MODAL:
+        return Place(MODAL, {"profile": _one_profile(rest, profile)})
+    raise UsageError(
+        f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, slurm:USER@HOST:PORT/SHARED, "
+        "ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; of the last three all behind the first word may be left out."
+    )
+
+
+def _one_profile(in_word: str, profile: str | None) -> str | None:
+    if in_word and profile is not None:
+        raise UsageError(
+            f"--profile {profile}: --at modal:{in_word} names a profile already; leave one of the two out."
+        )
+    return in_word or profile
+
+
+def _named(word: str, key: str | None, trust: str | None) -> Place:
+    """The machine of USER@HOST:PORT; of nothing, this one."""
+    from groupwise.jobs.launch.places import LOCAL, Place
+
+    if not word:
+        return Place(LOCAL)
+    return machine(word, None, None, key, trust_of(trust, None), None)
+
+
+def machines_together(machines: Sequence[Place], meets_at: str | None) -> Place:
+    """One place of them all; `meets_at`: where the others reach the first one. Raises UsageError for one that is named twice."""
+    from groupwise.jobs.launch.places import SSH, Place
+
+    words = [str(each) for each in machines]
+    if twice := sorted({each for each in words if words.count(each) > 1}):
+        raise UsageError(f"--host: {twice[0]} is named twice, and a job runs once on each machine.")
+    first, *others = machines
+    if not others:
+        return first
+    more = {"others": [dict(each.detail) for each in others], "meets_at": meets_at}
+    return Place(SSH, {**first.detail, **more})
+
+
+def login_machine(
+    host: str | None,
+    user: str | None,
+    port: int | None,
+    key: str | None,
+    trust: str | None,
+    trust_jump: str | None,
+    python: str | None,
+) -> Place:
+    """From which a cluster is given its jobs: the named one, else this. Raises UsageError."""
+    from groupwise.jobs.launch.places import LOCAL, Place
+
+    if host is not None:
+        return machine(host, user, port, key, trust_of(trust, trust_jump), python)
+    if user or port or key or trust or trust_jump:
+        raise UsageError(
+            "--user, --port, --key, --trust and --trust-jump are of the machine that jobs are given to the cluster from: --host names it. "
+            "Without it the cluster is asked here."
+        )
+    return Place(LOCAL, {"python": python} if python else {})
+
+
+def slurm_cluster(login: Place, shared: str | None) -> Place:
+    """The Slurm that jobs are given to on this machine. Raises UsageError."""
+    from groupwise.jobs.launch.places import SLURM, Place
+
+    return Place(SLURM, {**login.detail, **_shared(shared)})
+
+
+def ray_cluster(login: Place, shared: str | None, address: str | None) -> Place:
+    """The Ray whose head this machine reaches by that address. Raises UsageError."""
+    from groupwise.jobs.clouds.ray import checked_address
+    from groupwise.jobs.hosts.ray import ADDRESS
+    from groupwise.jobs.launch.places import RAY, Place
+
+    found = checked_address(address or ADDRESS)
+    detail = {**login.detail, **_shared(shared)}
+    return Place(RAY, detail if found == ADDRESS else {**detail, "address": found})
+
+
+def _shared(folder: str | None) -> dict[str, str]:
+    if folder is None:
+        return {}
+    if not folder.startswith("/"):
+        raise UsageError(
+            f"--shared {folder}: an absolute path is expected, of a folder that the machine which jobs are given from and all nodes have."
+        )
+    return {"shared": folder.rstrip("/")}
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError for what can be no job's."""
+    from groupwise.jobs.hosts.spec import JOB_ID
+
+    if not JOB_ID.fullmatch(name):
+        raise UsageError(
+            f"{name[:80]!r} is no name of a job: letters, digits, - and _ are expected, 80 at most, a letter or a digit first."
+        )
+
+
+def trust_of(fingerprint: str | None, of_jump: str | None) -> Trust:
+    """By what host keys are trusted that no known_hosts has: these fingerprints, or the answer of who types."""
+    from groupwise.cli.fleet.reach import Trust
+
+    asks = sys.stdin.isatty() and sys.stderr.isatty()
+    return Trust(
+        fingerprint,
+        of_jump,
+        ask=(lambda question: typer.confirm(question, default=False, err=True)) if asks else None,
+    )
+
+
+def machine(
+    host: str,
+    user: str | None,
+    port: int | None,
+    key: str | None,
+    trust: Trust,
+    python: str | None,
+) -> Place:
+    """The machine that `ssh HOST` leads to, by its pinned key."""
+    if find_spec("asyncssh") is None:
+        raise UsageError("Other machines are reached by asyncssh: pip install 'groupwise[launch]'.")
+    from groupwise.cli.fleet.reach import Way
+    from groupwise.jobs.launch.places import AGENT, SSH, Place
+
+    before, _, name = host.rpartition("@")
+    name, port = _with_port(name, port)
+    where = Way(None, port, user or before or None, key, name).of_new(trust)
+    agent = where.key is None and AGENT in os.environ
+    jump = where.jump
+    detail: dict[str, Any] = {
+        "host": where.host,
+        "user": where.user,
+        "port": where.port,
+        "key": where.key,
+        "host_key": _host_key(name, where, trust),
+        "agent": agent,
+        "python": python,
+    }
+    if jump is not None:
+        detail["jump"] = {
+            "host": jump["host"],
+            "user": jump["user"],
+            "port": jump["port"],
+            "key": jump["ssh_key_path"],
+            "host_key": jump["host_key"],
+        }
+    return Place(SSH, detail)
+
+
+def _with_port(name: str, port: int | None) -> tuple[str, int | None]:
+    """HOST:PORT taken apart; an address of IPv6 has several colons."""
+    host, colon, number = name.rpartition(":")
+    if colon and number.isdecimal() and ":" not in host:
+        return host, int(number)
+    return name, port
+
+
+def _host_key(name: str, where: Where, trust: Trust) -> str:
+    """The one that is known already, else the one that is trusted now. Raises UsageError."""
+    from groupwise.cli.fleet.reach import host_key_of
+    from groupwise.jobs.hosts.keys import known
+
+    if trust.fingerprint is None:
+        found = known(where.host, where.port) or known(name, where.port)
+        if found is not None:
+            return str(found)
+    seen = host_key_of(where, trust)
+    if seen.pinned is None:
+        raise UsageError(
+            f"{where.host} is not in your known_hosts, so that nothing more is said to it. Compare the fingerprint above with what the "
+            "machine says of itself (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and say it: --trust SHA256:…"
+        )
+    return seen.pinned

@@ -1,0 +1,122 @@
+"""`groupwise launch sweep`: what is paid for and was ended by nobody."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.launch.options import AsJson, DryRun
+from groupwise.cli.launch.watch import ask
+from groupwise.cli.output import say, write_json
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.jobs.clouds.backend import Backend
+    from groupwise.jobs.launch.places import Place
+    from groupwise.jobs.launch.rentals import Swept
+
+At = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PLACE",
+        help="aws:REGION; without it: paid places that jobs were launched on from here.",
+    ),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(metavar="JOB", help="End what is there for this job, before its deadline too."),
+]
+Profile = Annotated[str | None, typer.Option(metavar="P", help="With --at: of the credentials.")]
+
+
+def sweep(
+    at: At = None,
+    name: Name = None,
+    profile: Profile = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """End machines that are paid for beyond their deadline.
+
+    Of everybody who uses the account; whoever launched them, and whatever became of that.
+    """
+    from groupwise.jobs.clouds.backend import CloudError, Renting
+    from groupwise.jobs.launch import rentals
+
+    async def swept(backend: Backend) -> Swept:
+        assert isinstance(backend, Renting), "that is what RENTING says"
+        return await rentals.sweep(backend, name, dry_run=dry_run)
+
+    found: list[tuple[str, Swept]] = []
+    failed: list[str] = []
+    for place in _places(at, profile):
+        try:
+            found.append((str(place), ask(place, swept)))
+        except CloudError as error:  # the others are to be swept all the same
+            failed.append(f"{place}: {error.message}")
+    failed += [f"{place}: {why}" for place, each in found for why in each.failed]
+    for why in failed:
+        say(f"NOT swept: {why}")
+    if as_json:
+        write_json({"swept": [_document(place, each) for place, each in found], "failed": failed})
+    else:
+        _tell(found, dry_run=dry_run)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _tell(found: list[tuple[str, Swept]], *, dry_run: bool) -> None:
+    from groupwise.jobs.launch import rentals
+
+    verb = "would be ended" if dry_run else "is ended"
+    for place, each in found:
+        for one in each.overdue:
+            say(f"{one.id}, of {one.owner or 'somebody'} for {one.job}, {verb} ({place})")
+        for one in each.left:
+            say(f"{one.job}, of {one.owner or 'somebody'}: {rentals.stays(one)} ({place})")
+        if not each.overdue and not each.left:
+            say(f"nothing is there ({place})")
+
+
+def _places(at: list[str] | None, profile: str | None) -> list[Place]:
+    from groupwise.jobs.launch import local_registry
+    from groupwise.jobs.launch.places import AWS, MODAL, RENTING, Place
+
+    if at is None:
+        if profile is not None:
+            raise UsageError("--profile is for --at.")
+        known = [each.place for each in local_registry.every() if each.place.kind in RENTING]
+        if not known:
+            raise UsageError(
+                "no job was launched on a paid place from here; name one: --at aws:us-east-1"
+            )
+        return [*{_account(each): each for each in known}.values()]
+    if find_spec("boto3") is None:
+        raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.")
+    places: list[Place] = []
+    for word in at:
+        kind, _, region = word.partition(":")
+        if kind != AWS or not region:
+            why = "Modal ends its containers with their calls, so that none is left; " * (
+                kind == MODAL
+            )
+            raise UsageError(
+                f"--at {word}: {why}a place that rents machines is wanted, aws:REGION."
+            )
+        places.append(Place(AWS, {"region": region, "profile": profile}))
+    return places
+
+
+def _account(place: Place) -> tuple[str, Any]:
+    return str(place), place.detail.get("profile")
+
+
+def _document(place: str, swept: Swept) -> dict[str, Any]:
+    return {
+        "place": place,
+        "overdue": [asdict(each) for each in swept.overdue],
+        "left": [asdict(each) for each in swept.left],
+    }

@@ -1,0 +1,132 @@
+"""Words of `groupwise launch`: what stands before `--` is the launcher's, what stands behind it goes to the job untouched."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from groupwise.core.errors import UsageError
+
+SCRIPT = "--script"
+BEHIND = "groupwise.behind"
+"""Where click keeps, for a command, what stood behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What is to be run."""
+
+    script: str | None
+    """A Python file of the project; None: a command of groupwise."""
+    words: tuple[str, ...]
+    """The verb with its arguments, or those of the script."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """As the job runs it, in an environment with groupwise."""
+        if self.script is None:
+            return ("groupwise", *self.words)
+        return ("python", self.script, *self.words)
+
+
+class LaunchCommand(TyperCommand):
+    """A command whose line ends with `-- VERB ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own, found = split(args)
+        if found is None:
+            _expect_no_verb(ctx.command_path, own)
+        elif found.script is not None:
+            own = [*own, SCRIPT, found.script]
+        ctx.meta[BEHIND] = found
+        return super().parse_args(ctx, own)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), f"(-- VERB ... | {SCRIPT} PATH ...)"]
+
+
+def split(args: Sequence[str]) -> tuple[list[str], Behind | None]:
+    """The launcher's own words, and what is to be run; None where nothing is."""
+    for n, word in enumerate(args):
+        if word == "--":
+            return [*args[:n]], Behind(None, tuple(args[n + 1 :]))
+        if word == SCRIPT or word.startswith(f"{SCRIPT}="):
+            _, equals, path = word.partition("=")
+            rest = list(args[n + 1 :])
+            if not equals:
+                path = rest.pop(0) if rest else ""
+            if not path or path == "--":
+                raise UsageError(f"{SCRIPT} wants the path of a Python file of the project.")
+            return [*args[:n]], Behind(path, tuple(rest[1:] if rest[:1] == ["--"] else rest))
+    return [*args], None
+
+
+def _expect_no_verb(command: str, words: Sequence[str]) -> None:
+    """Its options would be taken for the launcher's. Raises UsageError."""
+    from groupwise.jobs.launch.preflight import VERBS
+
+    verb = next((n for n, word in enumerate(words) if word in VERBS), None)
+    if verb is not None:
+        shown = f"{command} " + shlex.join([*words[:verb], "--", *words[verb:]])
+        raise UsageError(
+            f"what is to be run stands behind `--`, and the launcher's own options before it: {shown}"
+        )
+
+
+def behind(ctx: typer.Context, script: str | None) -> Behind:
+    """What is to be run; `script` as its option has it. Raises UsageError where nothing is."""
+    found: Behind | None = ctx.meta.get(BEHIND)
+    assert found is None or found.script == script, "the line was split there"
+    if found is None:
+        raise UsageError(
+            f"there is nothing to run. Put a command of groupwise behind `--`, as `{ctx.command_path} -- rl --config C.yaml --task-module "
+            f"task.py`, or a script of the project behind {SCRIPT}."
+        )
+    return found
+
+
+def new_name(behind: Behind, now: float | None = None) -> str:
+    """For a job that was given none: what it is, and when it was asked for, to the millisecond."""
+    what = behind.words[0] if behind.script is None else Path(behind.script).stem
+    letters = "".join(each if each.isascii() and each.isalnum() else "-" for each in what)[:40]
+    moment = time.time() if now is None else now
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(moment))
+    return f"{letters.strip('-') or 'job'}-{stamp}-{int(moment * 1000) % 1000:03d}"
+
+
+def environment_of(files: Sequence[Path]) -> dict[str, str]:
+    """Variables of `.env` files, a later one over an earlier one. Nothing in them is looked up in this process's environment."""
+    if not files:
+        return {}
+    try:
+        from dotenv import dotenv_values
+    except ImportError:
+        raise UsageError(
+            "--env-file is read by python-dotenv: pip install 'groupwise[launch]'."
+        ) from None
+    found: dict[str, str] = {}
+    for path in files:
+        found |= _read(path, dotenv_values)
+    return found
+
+
+def _read(path: Path, parse: Any) -> dict[str, str]:
+    try:
+        text = path.expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--env-file {path}: it cannot be read: {error}.") from None
+    values: Mapping[str, str | None] = parse(stream=io.StringIO(text), interpolate=False)
+    if any(value is None for value in values.values()):
+        # Not which: it may be a value that has lost its name.
+        raise UsageError(
+            f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
+        )
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,380 @@
+"""`groupwise runs`: look at what runs recorded.
+
+Answers go to standard output, as text for people or as JSON (`--json`) for programs; everything else to standard error. What a
+model wrote is shown as harmless plain text.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from groupwise.cli.printing import (
+    RUNS,
+    AsJson,
+    RunArgument,
+    RunsDir,
+    indented,
+    moment,
+    print_advice,
+    print_json,
+    print_pairs,
+    print_section,
+    print_table,
+    print_text,
+    rounded,
+)
+from groupwise.cli.runs.compare import compare
+from groupwise.cli.runs.export import export, push
+from groupwise.cli.runs.replay import replay
+from groupwise.cli.runs.rescore import rescore
+from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.core.terminal.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
+from groupwise.core.terminal.text import one_line, shorten
+from groupwise.runs import checkpoints
+from groupwise.runs.advice import advice_on
+from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
+from groupwise.runs.records import Order, RolloutFilter, RolloutView
+from groupwise.runs.store import Store
+from groupwise.runs.warm_up import warm_up_curve
+
+LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
+"""The keys of the `rollout` section by what they ended."""
+MOST_NAMED = 100
+"""Tasks of a run among which a name is looked for before the search, which says what there is."""
+
+app = typer.Typer(
+    name="runs",
+    help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay, export, push.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("list")
+def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
+    """List all runs with their state, steps and rewards."""
+    if not dir.is_dir():
+        raise RunNotFoundError(
+            f"there is no folder {dir}. Give --dir the folder that holds the runs (run.dir in their configs)."
+        )
+    infos = list_runs(dir)
+    if as_json:
+        print_json([_info_json(info) for info in infos])
+        return
+    if not infos:
+        typer.echo(f"no runs in {dir}", err=True)
+        return
+    head = ("name", "state", "steps", "reward", "started", "model", "task")
+    print_table([head, *(_info_row(info) for info in infos)])
+    _say_what_is_broken([info for info in infos if info.broken])
+
+
+@app.command()
+def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
+    """Show one run: state, configuration, last metrics, checkpoints, evaluations."""
+    path = resolve(run, dir).path
+    facts = _facts(path)
+    if as_json:
+        print_json(facts)
+    else:
+        _print_facts(facts)
+
+
+@app.command()
+def rollouts(
+    run: RunArgument,
+    dir: RunsDir = RUNS,
+    step: Annotated[
+        int | None, typer.Option(help="Only this step, an index from 0; default: the last one.")
+    ] = None,
+    all_steps: Annotated[bool, typer.Option("--all", help="All steps, not only the last.")] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only failed and timed-out ones.")
+    ] = False,
+    part: Annotated[
+        str | None, typer.Option(help="Only with this reward part; --best and --worst go by it.")
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Of a mixture: only this task, by its label or its data set's name."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            help="Only with all these words in the prompt, or in the completion; quotes hold a phrase."
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 16,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read rollouts: each prompt once, then what the members of its group answered and earned.
+
+    Without --step, the last step is shown; with --failed, --part, --task, --text, --best or --worst all steps are searched.
+    """
+    if best and worst:
+        raise UsageError("--best and --worst contradict each other: choose one.")
+    if step is not None and all_steps:
+        raise UsageError("--step and --all contradict each other: choose one.")
+    path = resolve(run, dir).path
+    order: Order = "best" if best else "worst" if worst else "draw"
+    named = (part, task, text) != (None, None, None)
+    searching = all_steps or failed or best or worst or named
+    with Store.open(path / RECORD, readonly=True) as store:
+        if part is not None:
+            _expect_name(f"reward part '{part}'", part, store.part_names())
+        if task is not None:
+            _expect_task(task, store.tasks(MOST_NAMED))
+        if step is not None:
+            _expect_step(step, store.last_step())
+        wanted = RolloutFilter(
+            step=step if step is not None or searching else store.last_step(),
+            outcome=("failed", "timed_out") if failed else None,
+            part=part,
+            task=task,
+            text=text,
+            order=order,
+            limit=limit,
+        )
+        found = store.rollouts(wanted)
+    if as_json:
+        print_json([asdict(view) for view in found])
+    elif not found:
+        typer.echo("no rollouts like that", err=True)
+    else:
+        _print_rollouts(found)
+
+
+@app.command()
+def plot(
+    run: RunArgument,
+    dir: RunsDir = RUNS,
+    metric: Annotated[
+        str | None, typer.Option(help="Name of the metric; default: reward, or loss without one.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the curve of a metric in the terminal, and to a file if asked; before step 0 that of the warm-up, where there was one."""
+    path = resolve(run, dir).path
+    with Store.open(path / RECORD, readonly=True) as store:
+        names = store.metric_names()
+        metric = metric or ("reward" if "reward" in names or "loss" not in names else "loss")
+        _expect_name(f"metric '{metric}'", metric, names)
+        points: list[Point] = [(step, value) for step, value in store.metrics([metric])[metric]]
+    warm_up = warm_up_curve(path, metric)
+    series = with_mean(metric, points, warm_up=warm_up)
+    title = f"{path.name} · {metric}"
+    if svg is not None:
+        svg.write_text(svg_curve(series, title=title), encoding="utf-8")
+        typer.echo(f"wrote {svg}", err=True)
+    if as_json:
+        told = {"warm_up": warm_up} if warm_up else {}
+        print_json({"run": path.name, "metric": metric, "points": points, **told})
+        return
+    width = min(shutil.get_terminal_size().columns, 100)
+    print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))
+
+
+app.command()(compare)
+app.command()(rescore)
+app.command()(replay)
+app.command()(export)
+app.command()(push)
+
+
+# The list
+
+
+def _info_json(info: RunInfo) -> dict[str, Any]:
+    return {**asdict(info), "path": str(info.path)}
+
+
+def _info_row(info: RunInfo) -> tuple[str, ...]:
+    if info.broken:
+        return (info.name, "broken", "", "", "", "", "")
+    total = f"/{info.max_steps}" if info.max_steps is not None else ""
+    ends, name = (info.reward_first, info.reward_last), ""
+    if info.reward_first is None:
+        ends, name = (info.loss_first, info.loss_last), "loss "
+    values = [f"{value:.3f}" for value in ends if value is not None]
+    return (
+        info.name,
+        info.state or "",
+        f"{info.steps}{total}",
+        name + " → ".join(values) if values else "",
+        moment(info.started),
+        shorten(info.model or "", 32),
+        shorten(info.task or "", 32),
+    )
+
+
+def _say_what_is_broken(infos: Sequence[RunInfo]) -> None:
+    """One line, however many they are."""
+    if not infos:
+        return
+    first = infos[0]
+    more = f" (and {len(infos) - 1} more, for which --json has the reasons)" if infos[1:] else ""
+    reason = one_line(first.broken or "")
+    typer.echo(f"{one_line(first.name)} cannot be read{more}: {reason}", err=True)
+
+
+# One run
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with Store.open(path / RECORD, readonly=True) as store:
+        last = store.last_step()
+        curves = store.metrics(["reward", "loss"])
+        evaluations = [
+            {"step": each.step, "name": each.name, "policy": each.policy, "metrics": each.metrics}
+            for each in store.evaluations(rows=False)
+        ]
+        found = checkpoints.complete(path / CHECKPOINTS)
+        meta = store.get_meta()
+        return {
+            **_info_json(run_info(path)),
+            "error": meta.get("error"),
+            "rows_left_out": meta.get("rows_left_out") or {},
+            "last_metrics": {} if last is None else store.step_metrics(last),
+            "rewards": [value for _, value in curves.get("reward", [])],
+            "losses": [value for _, value in curves.get("loss", [])],
+            "evaluations": evaluations,
+            "warnings": [asdict(warning) for warning in store.warnings()],
+            "resumes": [asdict(resume) for resume in store.resumes()],
+            "advice": advice_on(store),
+            "checkpoints": [checkpoint.step for checkpoint in found],
+            "final_step": final_step(path) if (path / FINAL).is_dir() else None,
+            "damaged_checkpoints": [str(skipped) for skipped in found.skipped],
+            "summary": read_summary(path),
+            "config": read_config(path),
+        }
+
+
+def _print_facts(facts: Mapping[str, Any]) -> None:
+    total = f" of {facts['max_steps']}" if facts["max_steps"] is not None else ""
+    error = facts["error"]
+    name = facts["name"]
+    print_pairs(
+        [
+            ("run", name),
+            ("folder", facts["path"]),
+            ("state", facts["state"]),
+            ("error", f"{error['code']}: {error['message']}" if error else None),
+            ("model", facts["model"]),
+            ("task", facts["task"]),
+            ("started", moment(facts["started"])),
+            ("steps", f"{facts['steps']}{total}"),
+            ("reward", sparkline(facts["rewards"], 40)),
+            ("loss", "" if facts["rewards"] else sparkline(facts["losses"], 40)),
+            ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
+            ("final", None if facts["final_step"] is None else f"{name}@{facts['final_step']}"),
+            ("damaged", "; ".join(facts["damaged_checkpoints"])),
+            ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
+            ("hub", _uploaded(facts["summary"])),
+        ]
+    )
+    print_section(
+        "warnings",
+        [
+            (f"after {w['step']} steps", f"{w['name']} {w['kind']}: {w['message']}")
+            for w in facts["warnings"]
+        ],
+    )
+    print_advice(facts["advice"])
+    for hook, reasons in facts["rows_left_out"].items():
+        print_section(f"rows of {hook} left out", [(str(n), why) for why, n in reasons.items()])
+    print_section("last step", [(k, rounded(v)) for k, v in facts["last_metrics"].items()])
+    for evaluation in facts["evaluations"]:
+        title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
+        print_section(title, [(k, rounded(v)) for k, v in evaluation["metrics"].items()])
+    print_section("configuration", list(flattened(facts["config"]).items()))
+
+
+def _uploaded(summary: Mapping[str, Any] | None) -> str | None:
+    """Where the result is on the hub, or why it is not there; None where it was not to be, or the run has not ended."""
+    hub: Mapping[str, str] = {} if summary is None else summary.get("hub", {})
+    if "error" in hub:
+        return f"not uploaded: {hub['error']}"
+    return f"{hub['url']} (commit {hub['commit']})" if "commit" in hub else hub.get("url")
+
+
+# Rollouts
+
+
+def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
+    if names and name not in names:
+        raise RunNotFoundError(f"this run has no {what}. There are: {', '.join(names)}.")
+    if not names:
+        raise RunNotFoundError(f"this run has no {what}: it has recorded no step yet.")
+
+
+def _expect_task(task: str, tasks: Sequence[str]) -> None:
+    """What a run without tasks, or with very many, answers is told by the search."""
+    if not tasks:
+        raise RunNotFoundError(
+            f"this run has no task '{task}': its examples name none. Those of a mixture do, see docs/how-to/data.md."
+        )
+    if len(tasks) < MOST_NAMED:
+        _expect_name(f"task '{task}'", task, tasks)
+
+
+def _expect_step(step: int, last: int | None) -> None:
+    if last is None:
+        raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
+    if not 0 <= step <= last:
+        raise RunNotFoundError(f"this run has no step {step}; it has the steps 0 to {last}.")
+
+
+def _print_rollouts(views: Sequence[RolloutView]) -> None:
+    for number, (_, members) in enumerate(groupby(views, key=lambda view: view.draw)):
+        group = list(members)
+        first = group[0]
+        place = "unfinished" if first.step is None else f"step {first.step}"
+        if number:
+            print_text("")
+        print_text(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
+        print_text(indented(first.prompt, "  │ "))
+        for view in group:
+            _print_member(view)
+
+
+def _print_member(view: RolloutView) -> None:
+    facts = [f"#{view.member}", _verdict(view)]
+    if view.advantage is not None:
+        facts.append(f"advantage {view.advantage:+.3f}")
+    facts.append(f"{view.completion_tokens} tokens{_cut_off(view)}")
+    if view.attempt:
+        facts.append(f"attempt {view.attempt}")
+    print_text("\n  " + " · ".join(facts))
+    if view.parts:
+        parts = (
+            f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {rounded(part.value) or '–'}"
+            for part in view.parts
+        )
+        print_text("     " + "   ".join(parts))
+    print_text(indented(view.completion, "     "))
+
+
+def _cut_off(view: RolloutView) -> str:
+    """That a limit cut the rollout off, and which one where there are several."""
+    limit = LIMITS.get(view.ended_by or "")
+    return f", cut off{f' by {limit}' if limit else ''}" if view.truncated else ""
+
+
+def _verdict(view: RolloutView) -> str:
+    if view.outcome == "scored":
+        return "given" if view.reward is None else f"reward {view.reward:.3f}"
+    outcome = view.outcome.replace("_", " ").upper()
+    return f"{outcome}: {one_line(view.reason)}" if view.reason else outcome

@@ -1,0 +1,118 @@
+"""`groupwise runs compare`: two policies, prompt by prompt."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.printing import (
+    RUNS,
+    AsJson,
+    RunsDir,
+    indented,
+    print_json,
+    print_pairs,
+    print_section,
+    print_table,
+    print_text,
+    rounded,
+)
+from groupwise.core.terminal.text import one_line
+
+if TYPE_CHECKING:
+    from groupwise.training.evaluation.statistics import Interval
+    from groupwise.training.review.compare import (
+        Comparison,
+        CurveChange,
+        MetricChange,
+        PromptChange,
+    )
+
+What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|RUN@STEP:NAME|FILE")]
+
+
+def compare(
+    a: What,
+    b: What,
+    dir: RunsDir = RUNS,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Show so many of the prompts that changed most.")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two policies on the held-out prompts that both answered, and two runs by their rewards, or by their losses.
+
+    Each is a run (its evaluation after training), a run after some steps (what was recorded then; `:NAME` behind it says
+    which evaluation), or a file that `groupwise eval` wrote.
+    """
+    from groupwise.training.review.compare import compare_references
+
+    comparison = compare_references(a, b, dir)
+    if as_json:
+        print_json(comparison.summary(rows))
+    else:
+        print_comparison(comparison, rows)
+
+
+def print_comparison(comparison: Comparison, rows: int = 0) -> None:
+    """A comparison for people."""
+    print_pairs([("A", comparison.a.label), ("B", comparison.b.label)])
+    for note in comparison.notes:
+        print_text(f"note: {one_line(note)}")
+    if comparison.metrics:
+        print_text(f"\n{_pairs_found(comparison)}")
+        head = ("metric", "A", "B", "B − A [95 %]", "better", "worse", "equal")
+        print_table([head, *(_metric_row(change) for change in comparison.metrics)])
+    if comparison.curve:
+        _print_curve(comparison.curve)
+    print_section(
+        "configuration", [(key, _differs(pair)) for key, pair in comparison.config.items()]
+    )
+    for change in comparison.changed[:rows]:
+        _print_change(change)
+
+
+def _pairs_found(comparison: Comparison) -> str:
+    alone = [
+        f"{count} only in {name} left out"
+        for name, count in (("A", comparison.only_a), ("B", comparison.only_b))
+        if count
+    ]
+    if comparison.a.supervised:
+        return f"held-out examples: the same {comparison.prompts} for both"
+    return ", ".join([f"held-out prompts: {comparison.prompts} answered by both", *alone])
+
+
+def _metric_row(change: MetricChange) -> tuple[str, ...]:
+    counts = ["" if n is None else str(n) for n in (change.better, change.worse, change.equal)]
+    moved = f"{change.b - change.a:+.3f}" if change.change is None else _signed(change.change)
+    return (change.name, rounded(change.a), rounded(change.b), moved, *counts)
+
+
+def _signed(interval: Interval) -> str:
+    return f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+
+def _print_curve(curve: CurveChange) -> None:
+    print_text(f"\n{curve.metric} in training, {curve.steps} steps that both have")
+    head = ("", "first steps", "last steps", "B − A, last steps [95 %]")
+    change = _signed(curve.change) if curve.change else "no draws with the same prompt"
+    rows = [head, ("A", *map(rounded, curve.a), ""), ("B", *map(rounded, curve.b), change)]
+    print_table(rows if curve.metric == "reward" else [row[:3] for row in rows])
+
+
+def _differs(pair: tuple[Any, Any]) -> str:
+    before, after = (json.dumps(value, ensure_ascii=False) for value in pair)
+    return f"{before} → {after}"
+
+
+def _print_change(change: PromptChange) -> None:
+    from groupwise.runs.tables import prompt_text
+
+    print_text(f"\n━━ reward {change.a:.3f} → {change.b:.3f} ━━")
+    print_text(indented(prompt_text(change.prompt), "  │ "))
+    for name, completion in (("A", change.completion_a), ("B", change.completion_b)):
+        print_text(f"\n  {name}")
+        print_text(indented(completion, "     "))

@@ -1,0 +1,88 @@
+"""`groupwise runs export` and `groupwise runs push`: a run's results for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from groupwise.cli.printing import RUNS, AsJson, RunsDir, print_json, print_pairs
+
+Policy = Annotated[
+    str, typer.Argument(metavar="RUN[@STEP]", help="Name of a run, or path of its folder.")
+]
+
+
+def export(
+    run: Policy,
+    to: Annotated[
+        Literal["adapter", "merged", "gguf", "jsonl", "parquet"],
+        typer.Option(
+            help="adapter, merged (one model) and gguf (for llama.cpp) are weights; jsonl and parquet are what the run "
+            "recorded."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that is made.")],
+    dir: RunsDir = RUNS,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Number format of a merged model; auto: that of its base."),
+    ] = "auto",
+    converter: Annotated[
+        Path | None, typer.Option(help="llama.cpp's convert_hf_to_gguf.py, for gguf.")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the output folder if it is not empty.")
+    ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Let the base model run code of its author, as the run's config has it.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's weights, or what it recorded, to a folder for other programs."""
+    from groupwise.training.review.export import export as write
+
+    made = write(
+        run,
+        to,
+        output,
+        runs_dir=dir,
+        dtype=dtype,
+        converter=converter,
+        force=force,
+        trust_remote_code=trust_remote_code,
+    ).summary
+    if as_json:
+        print_json(made)
+    else:
+        print_pairs([*made.items()][:-1])
+        print_pairs([("files", ", ".join(made["files"]))])
+
+
+def push(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
+    ],
+    dir: RunsDir = RUNS,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what a branch on the hub holds.")
+    ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch for the final weights, in place of run.hub.revision."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Upload what a run should have uploaded and has not: checkpoints that wait, then its final weights (run.hub)."""
+    from groupwise.training.review.push import push as upload
+
+    places = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)
+    if as_json:
+        print_json({"uploaded": places})
+    else:
+        print_pairs([("uploaded", place) for place in places])

@@ -1,0 +1,121 @@
+"""`groupwise runs rescore`: recorded rollouts judged by other rewards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from groupwise.cli.printing import (
+    RUNS,
+    AsJson,
+    RunArgument,
+    RunsDir,
+    indented,
+    print_json,
+    print_pairs,
+    print_table,
+    print_text,
+    rounded,
+)
+from groupwise.cli.rl import Overrides
+from groupwise.core.terminal.text import one_line, shorten
+
+if TYPE_CHECKING:
+    from groupwise.training.review.rescore import Agreement, Rescored, Rescoring
+
+LONGEST_REASON = 600
+"""Characters that are shown: a reason may quote a completion. The file with the rollouts has all of it."""
+
+
+def rescore(
+    run: RunArgument,
+    overrides: Overrides = None,
+    task_module: Annotated[
+        str | None,
+        typer.Option("--task-module", "-t", metavar="T", help="Whose get_reward_funcs judge."),
+    ] = None,
+    rewards: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REWARD[,…]",
+            help="Built-in rewards by name, or MODULE:FUNCTION, instead of a task's.",
+        ),
+    ] = None,
+    dir: RunsDir = RUNS,
+    step: Annotated[
+        int | None, typer.Option(help="Only this step, an index from 0; default: all steps.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="At most so many groups, the last ones.")
+    ] = None,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Show so many of the rollouts that moved farthest.")
+    ] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Score recorded rollouts with other rewards, and compare with what was recorded. The record stays as it is.
+
+    Exit code 1 if a reward function failed on every rollout, or none could be scored.
+    """
+    from groupwise.training.review.rescore import rescore as run_again
+
+    found = run_again(
+        run,
+        task=task_module,
+        rewards=tuple(rewards.split(",")) if rewards else (),
+        runs_dir=dir,
+        overrides=tuple(overrides or ()),
+        step=step,
+        limit=limit,
+    )
+    if as_json:
+        print_json(found.summary(rows))
+    else:
+        _print_rescoring(found, rows)
+    raise typer.Exit(found.exit_code)
+
+
+def _print_rescoring(found: Rescoring, rows: int) -> None:
+    weighted = [
+        name if weight == 1 else f"{weight:g} × {name}" for name, weight in found.rewards.items()
+    ]
+    print_text(f"{found.run} by {', '.join(weighted)}\n")
+    head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
+    steps = [_row(f"{step}", each) for step, each in found.steps.items()]
+    print_table([head, *steps, *([_row("all", found.overall)] if len(steps) > 1 else [])])
+    _print_failures(found)
+    farthest = found.farthest(rows)
+    if farthest:
+        print_text(f"\nmoved farthest in their group, of {found.overall.moved}")
+        head = ("step", "draw", "member", "place", "reward", "completion")
+        print_table([head, *(_moved(row) for row in farthest)])
+    print_text("")
+    print_pairs([("results", found.path), ("rollouts", found.rows_path)])
+
+
+def _print_failures(found: Rescoring) -> None:
+    """What went wrong most often, and which functions never worked."""
+    if found.overall.reasons:
+        print_text("\nwhat failed, and why")
+    for reason, count in found.overall.reasons.items():
+        print_text(indented(shorten(f"{count} × {reason}", LONGEST_REASON), "  "))
+    for name in found.broken:
+        print_text(f"\n`{name}` FAILED on every rollout.")
+
+
+def _row(name: str, each: Agreement) -> tuple[str, ...]:
+    values = (each.old, each.new, each.correlation, each.agreement)
+    shown = ["–" if value is None else f"{value:.3f}" for value in values]
+    return (name, str(each.rollouts), *shown, str(each.moved), str(each.failed or ""))
+
+
+def _moved(row: Rescored) -> tuple[str, ...]:
+    return (
+        str(row.step),
+        str(row.draw),
+        str(row.member),
+        f"{rounded(row.old_rank)} → {rounded(row.new_rank)}",
+        f"{rounded(row.old)} → {rounded(row.new)}",
+        shorten(one_line(row.completion), 60),
+    )

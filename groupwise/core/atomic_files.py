@@ -1,0 +1,303 @@
+"""The only gateway to the disk for whatever must outlive a crash.
+
+A run is killed at the worst instant sooner or later. So each change becomes visible in one step: a file by renaming a
+finished copy over it, a folder by renaming it into place after all of it was flushed, a database transaction by
+its commit. Before that step the old state stands, after it the new one; there is nothing in between. Only what is added to
+the end of a file may be there in part; who goes on with such a file cuts that off.
+
+Both sides of every such step are *crash points*: `on_write` is called with their name. It does nothing in a real run; a test
+replaces it, dies there, and then asks whether what is left can still be read. The names are `<kind>:<subject>:<moment>`:
+
+    file:<file name>:before      the copy is flushed, the old file stands
+    file:<file name>:after       the new file stands
+    folder:<folder name>:before  everything in it is flushed, it still has its building name
+    folder:<folder name>:after   it has its own name
+    append:<file name>:before    the file is as it was
+    append:<file name>:after     all that was added stands at its end
+    cut:<file name>:before       the file is as it was
+    cut:<file name>:after        its end is gone
+    remove:<name>:before         it still stands
+    remove:<name>:moved          it is out of sight, its files are still there
+    remove:<name>:after          it is gone
+    commit:<action>:before       the transaction is complete but not committed
+    commit:<action>:after        it is committed
+
+Files under construction and on their way out begin with `.building-` or `.removing-`; `sweep` deletes what dead
+writers left of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core.errors import StoreError, UsageError
+
+BUILDING = ".building-"
+REMOVING = ".removing-"
+
+
+def _nothing(name: str) -> None:
+    """What happens at a crash point of a real run."""
+
+
+on_write: Callable[[str], None] = _nothing
+"""Called with the name of every crash point, in this process."""
+
+
+def crash_point(name: str) -> None:
+    """Tell `on_write` that the run is at this point."""
+    on_write(name)
+
+
+def building_path(final: Path) -> Path:
+    """Where this thread builds what will be published as `final`: beside it, so that renaming is one atomic step."""
+    return final.with_name(f"{BUILDING}{final.name}-{os.getpid()}-{threading.get_native_id()}")
+
+
+def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Make `path` hold `data`, all of it or not at all.
+
+    With `replace=False` an existing file is left as it is and FileExistsError raised.
+    StoreError on a full disk or missing rights.
+    """
+    building = building_path(path)
+    with explained(path):
+        try:
+            _write_flushed(building, data)
+            crash_point(f"file:{path.name}:before")
+            _show_file(building, path, replace)
+        finally:
+            building.unlink(missing_ok=True)
+        flush_folder(path.parent)
+    crash_point(f"file:{path.name}:after")
+
+
+def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
+    """`write_file` of a value as readable JSON; see `without_nan`."""
+    text = json.dumps(without_nan(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_file(path, text.encode("utf-8", "backslashreplace"), replace=replace)
+
+
+def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
+    """Flush a finished file to the disk, then give it its name; an earlier one of that name is replaced.
+
+    With `replace=False` an earlier one is left as it is and FileExistsError raised.
+    """
+    with explained(path):
+        _flush(building)
+        crash_point(f"file:{path.name}:before")
+        _show_file(building, path, replace)
+        flush_folder(path.parent)
+    crash_point(f"file:{path.name}:after")
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file, which is made if there is none. After a crash, part of `data` may stand there: see `cut`."""
+    made = not path.exists()
+    with explained(path):
+        crash_point(f"append:{path.name}:before")
+        with path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if made:
+            flush_folder(path.parent)
+    crash_point(f"append:{path.name}:after")
+
+
+def cut(path: Path, size: int) -> None:
+    """Leave the first so many bytes of a file."""
+    with explained(path):
+        crash_point(f"cut:{path.name}:before")
+        with path.open("r+b") as file:
+            file.truncate(size)
+            os.fsync(file.fileno())
+    crash_point(f"cut:{path.name}:after")
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file; nothing where there is none."""
+    with explained(path):
+        crash_point(f"remove:{path.name}:before")
+        path.unlink(missing_ok=True)
+    crash_point(f"remove:{path.name}:after")
+
+
+def keep_file(finished: Path, path: Path) -> None:
+    """Make `path` the same file as a finished one that is about to be deleted; a copy where the disk knows no second names."""
+    building = building_path(path)
+    with explained(path):
+        path.parent.mkdir(exist_ok=True)
+        building.unlink(missing_ok=True)
+        link(finished, building)
+        publish_file(building, path)
+
+
+def link(finished: Path, path: Path) -> None:
+    """Give a file that never changes again a second name, within a folder under construction; a copy where the disk knows none."""
+    try:
+        os.link(finished, path)
+    except OSError:
+        shutil.copyfile(finished, path)
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: without_nan(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def check_can_write(file: Path) -> None:
+    """Before long work: UsageError if `file` could not be written at its end. Folders that are missing may be."""
+    try:
+        try_to_write(file.parent)
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be written: {_nearest_there(file.parent)}: {error.strerror or error}. Nothing has been done yet. "
+            "Mend that, or name another place."
+        ) from error
+
+
+def try_to_write(folder: Path) -> None:
+    """OSError if nothing could be written in a folder, which may be missing; leaves nothing."""
+    with tempfile.TemporaryFile(dir=_nearest_there(folder)):
+        pass
+
+
+def _nearest_there(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def publish_folder(building: Path, final: Path) -> None:
+    """Flush a finished folder to the disk, then give it its name.
+
+    An existing empty `final` is replaced; FileExistsError if it holds anything.
+    """
+    with explained(final):
+        _flush_tree(building)
+        crash_point(f"folder:{final.name}:before")
+        try:
+            building.rename(final)
+        except OSError as error:
+            if final.exists():
+                raise FileExistsError(f"{final} is there already") from error
+            raise
+        flush_folder(final.parent)
+    crash_point(f"folder:{final.name}:after")
+
+
+def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
+    """Make a folder that appears whole, of what `fill` writes into the one that it is given.
+
+    An earlier one goes with `replace`; without it FileExistsError if it holds anything.
+    """
+    building = building_path(final)
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        with explained(final):
+            building.mkdir(parents=True)
+            fill(building)
+            if replace and final.is_dir():
+                remove_folder(final)
+            publish_folder(building, final)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder. It goes out of sight in one step, so that nobody meets half of it."""
+    with explained(path):
+        crash_point(f"remove:{path.name}:before")
+        hidden = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        flush_folder(path.parent)
+        crash_point(f"remove:{path.name}:moved")
+        shutil.rmtree(hidden)
+    crash_point(f"remove:{path.name}:after")
+
+
+def commit(connection: sqlite3.Connection, action: str) -> None:
+    """Commit the open transaction; `action` names it at its crash points."""
+    crash_point(f"commit:{action}:before")
+    connection.execute("COMMIT")
+    crash_point(f"commit:{action}:after")
+
+
+def sweep(folder: Path) -> tuple[str, ...]:
+    """Delete what dead writers left under construction in `folder`, and return the names. Only for its one live writer."""
+    leftovers = [
+        path for path in sorted(folder.iterdir()) if path.name.startswith((BUILDING, REMOVING))
+    ]
+    for path in leftovers:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return tuple(path.name for path in leftovers)
+
+
+def flush_folder(path: Path) -> None:
+    """Force a folder's list of names to the disk."""
+    _flush(path)
+
+
+@contextmanager
+def explained(path: Path) -> Generator[None, None, None]:
+    """Turn a refusal of the disk into a StoreError that says what to do."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}. "
+            "Free space on that disk (or mend its permissions), then go on with --resume: what was complete still stands."
+        ) from error
+
+
+def _write_flushed(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _show_file(building: Path, path: Path, replace: bool) -> None:
+    if replace:
+        building.replace(path)
+    else:
+        os.link(building, path)
+
+
+def _flush_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            _flush(Path(folder, name))
+        _flush(Path(folder))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,85 @@
+"""Objects made from a class and the parameters that a config gives for it, such as `{name: early_stop, patience: 5}`.
+
+Whatever cannot be made is refused with a TaskError that says what the class takes: unknown and missing parameters, values of
+another type than its annotations say, and the class's own objections (a ValueError).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import nearest, run_user_code
+
+
+def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
+    """An instance of `kind`, its parameters checked against the constructor's; `what` begins the messages."""
+    known = taken_by(kind)
+    names = [p.name for p in known]
+    signature = inspect.signature(kind)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in parameters:
+        if name not in names and not takes_any:
+            raise TaskError(_no_parameter(what, name, names))
+    missing = [p.name for p in known if p.default is p.empty and p.name not in parameters]
+    if missing:
+        raise TaskError(f"{what} needs {' and '.join(f'`{name}`' for name in missing)}.")
+    hints = _hints(kind)
+    values = {
+        name: _typed(value, hints.get(name), f"{what}: {name}")
+        for name, value in parameters.items()
+    }
+    return refusing(lambda: kind(**values), what)
+
+
+def taken_by(kind: type) -> list[inspect.Parameter]:
+    """The parameters of a class that a config can give by name."""
+    parameters = inspect.signature(kind).parameters.values()
+    return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def refusing(call: Callable[[], Any], what: str) -> Any:
+    """The result of `call`. A ValueError is what an object refuses with, and says all; anything else is shown whole."""
+
+    def explained() -> Any:
+        try:
+            return call()
+        except ValueError as refused:
+            raise TaskError(f"{what}: {refused}") from refused
+
+    return run_user_code(explained, what=f"{what} failed")
+
+
+def _no_parameter(what: str, name: str, names: Sequence[str]) -> str:
+    near = nearest(name, names)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    there = f"It takes: {', '.join(names)}." if names else "It takes none."
+    return f"{what} has no parameter `{name}`{hint} {there}"
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(kind.__init__)
+    except Exception:  # noqa: BLE001 — annotations of users may be anything; without them any value is taken
+        return {}
+
+
+def _typed(value: Any, hint: Any, what: str) -> Any:
+    """The value as its parameter's annotation wants it: lists become tuples, whole numbers numbers, and nothing else is converted."""
+    if hint is None:
+        return value
+    try:
+        return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["msg"]
+        raise TaskError(
+            f"{what} is {json.dumps(value)}: {reason[:1].lower()}{reason[1:]}."
+        ) from None
+    except PydanticUserError:  # an annotation that pydantic knows nothing of
+        return value

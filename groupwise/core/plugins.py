@@ -1,0 +1,416 @@
+"""One way to load user code: a file, a module, an attribute of either, or a name.
+
+    load("path/to/task.py")            a file; its folder is importable while it runs and afterwards
+    load("my_package.tasks.chess")     a module, from the installed packages or the working directory
+    load("my_package.tasks:Chess")     an attribute; a class is instantiated without arguments
+    load("sort_words", builtins=…)     a name: built-in first, then an installed entry point
+
+A file runs anew each time it is loaded, under a module name made from its whole path, so that two files called
+`task.py` are two modules. Whatever goes wrong becomes one `TaskError` for people: what was looked for in which order,
+what exists nearby, or the traceback cut down to the user's own frames (`explain`).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from groupwise.core.errors import TaskError
+
+logger = logging.getLogger(__name__)
+
+_OTHER_PIP_NAMES = {
+    "PIL": "pillow",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python",
+    "dotenv": "python-dotenv",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
+"""Packages that are installed under another name than they are imported by."""
+
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
+_LIBRARY_FOLDERS = tuple(
+    str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")
+)
+_user_folders: set[str] = set()
+"""Folders of the files loaded so far; see `_forget_namesakes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPlugin:
+    """User code that stands in memory, and how another process loads the same."""
+
+    object: Any
+    """The module, or the attribute that was asked for (an instance where that is a class)."""
+    module: ModuleType
+    spec: str
+    """What `load` takes in another process to get the same: an absolute path or a module, with the attribute."""
+    file: str | None
+
+
+def load(
+    spec: str,
+    *,
+    kind: str = "task",
+    builtins: Mapping[str, str] | None = None,
+    entry_points: str | None = None,
+    instantiate: bool = True,
+) -> LoadedPlugin:
+    """Load `spec`; see the module's text for its forms.
+
+    `kind` names what is loaded in messages. `builtins` maps bare names to modules, `entry_points` is the group in which
+    installed packages announce theirs. A class is instantiated, unless the caller does it. Raises TaskError.
+    """
+    target, attribute = _split(spec)
+    file = Path(target).expanduser()
+    if _is_path(target) or file.is_file():
+        return _taken(
+            _load_file(file, spec, kind), str(file.resolve()), attribute, kind, instantiate
+        )
+    builtins = builtins or {}
+    if attribute is None and target in builtins:
+        return _taken(_import(builtins[target], kind), builtins[target], None, kind)
+    announced = _announced(entry_points)
+    if attribute is None and target in announced:
+        target, attribute = _split(announced[target])
+    if _exists(target):
+        return _taken(_import(target, kind), target, attribute, kind, instantiate)
+    raise TaskError(_not_found(spec, target, kind, builtins, announced))
+
+
+def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: str) -> str | None:
+    """What `load` would say of a spec that names nothing, as far as that shows without running code; None otherwise.
+
+    Whether a dotted module or an attribute is there shows only when the packages around them have run.
+    """
+    target, _ = _split(spec)
+    file = Path(target).expanduser()
+    if _is_path(target) or file.is_file():
+        return None if file.is_file() else _no_file(file, spec, kind)
+    announced = _announced(entry_points)
+    if "." in target or target in builtins or target in announced or _exists(target):
+        return None
+    return _not_found(spec, target, kind, builtins, announced)
+
+
+def trains_when_imported(source: str | bytes) -> str | None:
+    """Which statement of a module would train as soon as it is imported, `line 40: trainer.train()`; None where none would.
+
+    `model.train()` is none: that switches PyTorch's dropout on. What is no Python has none either.
+    """
+    try:
+        outer: list[ast.AST] = list(reversed(ast.parse(source).body))
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    while outer:
+        node = outer.pop()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if node.func.attr == "train" and not owner.endswith("model"):
+                return f"line {node.lineno}: {ast.unparse(node):.60}"
+        if isinstance(node, ast.If) and runs_as_script(node.test):
+            outer += reversed(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            outer += reversed(list(ast.iter_child_nodes(node)))
+    return None
+
+
+def runs_as_script(test: ast.expr) -> bool:
+    """Whether it is the condition `__name__ == "__main__"`, which no import fulfils."""
+    return sorted(ast.unparse(test).split(" == ")) == ["'__main__'", "__name__"]
+
+
+def _warn_of_training(source: bytes, file: str | Path, kind: str) -> None:
+    if statement := trains_when_imported(source):
+        logger.warning(
+            "The %s file %s trains when it is imported (%s), which happens now, in each process that needs it. Put that below "
+            '`if __name__ == "__main__":`, or the functions into a file of their own.',
+            kind,
+            file,
+            statement,
+        )
+
+
+def explain(error: BaseException) -> str:
+    """The error as its author wants to see it: own frames only, the line of each, and what to install."""
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if _is_users(frame)] or every[-1:]
+    if isinstance(error, SyntaxError):
+        frames = []  # it names file and line itself, and nothing of the file has run
+    lines = [
+        f"  {frame.filename}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in frames
+    ]
+    lines.append(
+        "  " + "".join(traceback.format_exception_only(error)).strip().replace("\n", "\n  ")
+    )
+    if hint := _import_hint(error):
+        lines.append(f"  {hint}")
+    return printable("\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """`text` with what no encoding can write (halves of surrogate pairs) escaped, so that it can be stored and sent."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The names of `known` that `name` may have been meant to be, most likely first."""
+    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+
+
+def _split(spec: str) -> tuple[str, str | None]:
+    """`module:attribute` in two; a colon that is part of a path (`C:/task.py`) stays there."""
+    target, colon, attribute = spec.rpartition(":")
+    if colon and target and all(part.isidentifier() for part in attribute.split(".")):
+        return target, attribute
+    return spec, None
+
+
+def _is_path(target: str) -> bool:
+    return target.endswith(".py") or "/" in target or "\\" in target
+
+
+def _taken(
+    module: ModuleType, source: str, attribute: str | None, kind: str, instantiate: bool = True
+) -> LoadedPlugin:
+    found: Any = module
+    for name in attribute.split(".") if attribute else ():
+        if not hasattr(found, name):
+            raise TaskError(_no_attribute(source, found, name, kind))
+        found = getattr(found, name)
+    if inspect.isclass(found) and instantiate:
+        found = _instance(found, source)
+    spec = f"{source}:{attribute}" if attribute else source
+    return LoadedPlugin(found, module, spec, getattr(module, "__file__", None))
+
+
+def _no_attribute(source: str, owner: Any, name: str, kind: str) -> str:
+    public = [known for known in dir(owner) if not known.startswith("_")]
+    close = nearest(name, public)
+    hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
+    return f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_listed(public)}."
+
+
+def _instance(kind: Callable[[], Any], source: str) -> Any:
+    try:
+        inspect.signature(kind).bind()
+    except TypeError as error:
+        raise TaskError(
+            f"{source}: class `{kind.__name__}` is instantiated without arguments, but its constructor "
+            f"does not allow that ({error}). Give its parameters defaults, or name an instance of it instead."
+        ) from error
+    return run_user_code(
+        kind, what=f"{source}: class `{kind.__name__}` failed while it was instantiated"
+    )
+
+
+def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
+    """The result of `call`; what it raises becomes a TaskError that starts with `what` and shows the user's frames."""
+    try:
+        return call()
+    except TaskError:
+        raise
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # any user code may run here, scripts that exit included
+        raise TaskError(f"{what}:\n{explain(error)}") from error
+
+
+def _load_file(file: Path, spec: str, kind: str) -> ModuleType:
+    if not file.is_file():
+        raise TaskError(_no_file(file, spec, kind))
+    path = file.resolve()
+    name = f"groupwise_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    module = importlib.util.module_from_spec(
+        importlib.machinery.ModuleSpec(name, loader, origin=str(path))
+    )
+    module.__file__ = str(path)
+    previous = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        _run_file(module, path, kind)
+    except BaseException:
+        _restore(name, previous)
+        raise
+    return module
+
+
+def _run_file(module: ModuleType, path: Path, kind: str) -> None:
+    """Run it with its folder in front, as Python does for a script; afterwards the folder stays at the end."""
+    folder = str(path.parent)
+    _forget_namesakes(folder)
+    _user_folders.add(folder)
+    sys.path.insert(0, folder)
+
+    def run() -> None:
+        # Compiled here and not by the loader: its cache takes an edit within the same second for none.
+        source = path.read_bytes()
+        _warn_of_training(source, path, kind)
+        exec(compile(source, str(path), "exec"), module.__dict__)
+
+    try:
+        run_user_code(run, what=f"The {kind} file {path} cannot be loaded")
+    finally:
+        with suppress(ValueError):  # the file may have changed the path itself
+            sys.path.remove(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _restore(name: str, module: ModuleType | None) -> None:
+    if module is None:
+        del sys.modules[name]
+    else:
+        sys.modules[name] = module
+
+
+def _forget_namesakes(folder: str) -> None:
+    """Unload the siblings of files loaded from other folders that have a namesake in this one.
+
+    Without it `import helpers` would quietly give the second task the helpers of the first.
+    """
+    others = _user_folders - {folder}
+    for name, module in sys.modules.copy().items() if others else ():
+        origin = getattr(module, "__file__", None)
+        owner = os.path.dirname(origin) if isinstance(origin, str) else None
+        if owner in others and Path(folder, f"{name}.py").is_file():
+            del sys.modules[name]
+
+
+def _exists(target: str) -> bool:
+    if not all(part.isidentifier() for part in target.split(".")):
+        return False
+    _make_working_directory_importable()
+    parent = target.rpartition(".")[0]
+    if parent and not _exists(parent):
+        return False
+    what = f"The module `{parent}` cannot be imported"
+    return run_user_code(lambda: _find_spec(target), what=what) is not None
+
+
+def _find_spec(target: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(target)
+    except ModuleNotFoundError as error:
+        if target.startswith(f"{error.name}."):  # the parent is a plain module, not a package
+            return None
+        raise
+    except ValueError:  # `__main__` and hand-made modules have no spec
+        return None
+
+
+def _make_working_directory_importable() -> None:
+    """The console script, unlike `python -m`, starts without it. At the end, so that it hides nothing."""
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+
+
+def _import(name: str, kind: str) -> ModuleType:
+    what = f"The {kind} module `{name}` cannot be imported"
+
+    def run() -> ModuleType:
+        found = _find_spec(name) if name not in sys.modules else None
+        if found is not None and found.origin and found.origin.endswith(".py"):
+            _warn_of_training(Path(found.origin).read_bytes(), found.origin, kind)
+        return importlib.import_module(name)
+
+    return run_user_code(run, what=what)
+
+
+def _announced(group: str | None) -> dict[str, str]:
+    if group is None:
+        return {}
+    return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
+
+
+def _no_file(file: Path, spec: str, kind: str) -> str:
+    folder = next(parent for parent in file.absolute().parents if parent.is_dir())
+    files = sorted(path.name for path in folder.glob("*.py"))
+    close = nearest(file.name, files)
+    hint = f" Did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
+    where = "is a folder: name the Python file in it" if file.is_dir() else "is not a file"
+    shown = file if file.is_dir() else folder
+    files = sorted(path.name for path in shown.glob("*.py"))
+    return (
+        f"The {kind} file `{spec}` was not found: {file.absolute()} {where}.{hint} "
+        f"Python files in {shown}: {_listed(files)}."
+    )
+
+
+def _not_found(
+    spec: str, target: str, kind: str, builtins: Mapping[str, str], announced: Mapping[str, str]
+) -> str:
+    files = {path.stem: path.name for path in Path.cwd().glob("*.py")}
+    close = [files.get(name, name) for name in nearest(target, [*builtins, *announced, *files])]
+    tried = [
+        f"a file {Path(target).absolute()}",
+        *([f"a built-in {kind}"] if builtins else []),
+        *([f"an entry point of an installed package (there are: {_listed(announced)})"]),
+        f"a module `{target}` to import",
+    ]
+    lines = [
+        f"No {kind} `{spec}` was found. Tried in this order:",
+        *(f"  {number}. {what}" for number, what in enumerate(tried, 1)),
+    ]
+    if close:
+        lines.append(f"Did you mean {' or '.join(f'`{name}`' for name in close)}?")
+    if builtins:
+        lines.append(f"Built-in: {_listed(builtins)}.")
+    lines.append("Give path/to/file.py, package.module, module:attribute or one of these names.")
+    return "\n".join(lines)
+
+
+def _listed(names: Iterable[str], limit: int = 20) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + more if ordered else "none"
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether the frame is in code that belongs neither to a library nor to this package."""
+    if frame.filename.startswith("<frozen "):
+        return False
+    path = str(Path(frame.filename).resolve())
+    if path.startswith(_PACKAGE_FOLDER):
+        return f"{_PACKAGE_FOLDER}/tasks" in path and not path.endswith(
+            ("contract.py", "environment.py")
+        )
+    return not path.startswith(_LIBRARY_FOLDERS)
+
+
+def _import_hint(error: BaseException) -> str | None:
+    if isinstance(error, ImportError) and "no known parent package" in str(error):
+        return (
+            "A task file is no package: write `import helpers` for the file helpers.py beside it."
+        )
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    package = error.name.partition(".")[0]
+    if package in sys.modules:
+        return f"`{package}` is there, but has no module `{error.name}`."
+    siblings = [path.stem for folder in sorted(_user_folders) for path in Path(folder).glob("*.py")]
+    close = nearest(package, siblings)
+    sibling = f" Or was the file {close[0]}.py beside the task meant?" if close else ""
+    name = _OTHER_PIP_NAMES.get(package, package)
+    return f"`{package}` is not installed here: {sys.executable} -m pip install {name}.{sibling}"

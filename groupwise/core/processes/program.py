@@ -1,0 +1,101 @@
+"""A program with everything that it starts: begun, waited for, ended.
+
+It ends with whoever began it, kill -9 included (Linux), and with `end` at the latest. What it says goes into a log, from which a
+secret is taken out when it has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from uuid import uuid4
+
+from groupwise.core.processes.family import MARK, end_family, has_ended
+from groupwise.core.terminal.text import clean
+
+LOOK = 0.05
+"""Seconds between two looks at a program that is waited for."""
+TOLD_LINES, TOLD_CHARACTERS = 3, 300
+"""Of a log in a message: the last lines, and of each so much."""
+FRAMES = "╭│╰─"
+"""What begins the lines of a traceback in a frame."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class Family:
+    """A context manager, which ends all of them."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        secret: str | None = None,
+        niceness: int = 0,
+    ) -> None:
+        """Begin the program in `folder`; `environment` in addition to this process's own, `niceness` by how much it gives way."""
+        self.log = log
+        self._secret = secret
+        self._mark = uuid4().hex
+        with log.open("ab") as said:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "groupwise.core.processes.run_tied"),
+                    *(str(os.getpid()), self._mark, str(niceness), *words),
+                ],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, **environment, MARK: self._mark},
+                start_new_session=True,
+            )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the program itself has."""
+        return has_ended(self.process)
+
+    def wait(self, seconds: float) -> int | None:
+        """The return code; None where it has not ended by then."""
+        deadline = time.monotonic() + seconds
+        while not self.ended:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(LOOK)
+        return self.end()
+
+    def end(self) -> int:
+        """End whoever is left; returns the code of the program."""
+        if self.process.returncode is None:
+            end_family(self.process.pid, self._mark)
+        code = self.process.wait()
+        if self._secret is not None and self._secret.encode() in (said := self.log.read_bytes()):
+            self.log.write_bytes(said.replace(self._secret.encode(), "…".encode()))
+        return code
+
+    def last_words(self) -> str:
+        """The end of its log, for a message."""
+        text = _COLOUR.sub("", self.log.read_text(encoding="utf-8", errors="replace"))
+        lines = [clean(line).strip() for line in text.splitlines()]
+        lines = [line for line in lines if line and line[0] not in FRAMES]
+        return "\n".join(line[:TOLD_CHARACTERS] for line in lines[-TOLD_LINES:])
+
+    def __enter__(self) -> Family:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()

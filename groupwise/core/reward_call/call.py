@@ -1,0 +1,412 @@
+"""How one reward function is called, and what its answer may be.
+
+The convention is the one that TRL users know: `f(prompts=…, completions=…, **columns) -> list[float | None]`, one call
+for a group, one entry for each member, None or NaN where the reward does not apply. A function gets what it names, or all of it through
+`**kwargs`: the columns, and `prompt_ids`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra`. It may be async, a method, a
+partial or an object with `__call__`. One that is not async is called outside of any running event loop, so that it may run one of its own;
+`asyncio.get_event_loop()` gives it one that lasts as long as its thread, for clients that it keeps between calls, and what it returns to
+be awaited is awaited there.
+
+`call` never raises for what the function does: an exception or an answer of the wrong shape is the reason why the
+rollouts concerned have no value, an entry that is no finite number concerns its own rollout only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import threading
+import weakref
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from keyword import iskeyword
+from typing import Any, NoReturn, cast
+
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import explain, printable
+from groupwise.core.reward_call.plain import plain
+from groupwise.core.reward_call.request import ORIGIN, ScoreRequest
+
+RewardCallable = Callable[..., Any]
+
+OPTIONAL_ARGUMENTS = (
+    "prompts_seen", "prompt_ids", "completion_ids", "trainer_state", "log_metric", "log_extra",
+)  # fmt: skip
+"""Given beside prompts, completions and columns."""
+
+LARGEST = 1e15
+"""Rewards beyond it are failures: their squares, of which deviations are made, would leave the range of the learner's numbers."""
+
+RESERVED = ("prompts", "completions", *OPTIONAL_ARGUMENTS)
+"""Names that no dataset column may have, because the arguments of reward functions have them."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where the run stands, for rewards that change with time. Names and meanings are those of TRL's, as far as they are known here."""
+
+    global_step: int
+    """Steps done before the one that the group is drawn for."""
+    max_steps: int
+    steps_per_epoch: float | None = None
+    """Ours; None: nobody knows how many steps a pass over the rows takes."""
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    """Of whatever process: each group is scored once."""
+    is_hyper_param_search: bool = False
+    trial_name: None = None
+    trial_params: None = None
+    log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """From here on what TRL has before the first step: rewards are called beside the training, and are not told more."""
+    best_metric: None = None
+    best_global_step: None = None
+    best_model_checkpoint: None = None
+    total_flos: int = 0
+    num_input_tokens_seen: int = 0
+    train_batch_size: None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the rows so far."""
+        if self.steps_per_epoch is None:
+            raise AttributeError  # of which `__getattr__` says more
+        return self.global_step / self.steps_per_epoch
+
+    @property
+    def num_train_epochs(self) -> int:
+        """Passes that all steps make, the last one begun counting whole."""
+        if self.steps_per_epoch is None:
+            raise AttributeError
+        return math.ceil(self.max_steps / self.steps_per_epoch)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        known = ", ".join(each.name for each in fields(self))
+        epochs = "" if self.steps_per_epoch is None else ", epoch, num_train_epochs"
+        raise AttributeError(
+            f"`trainer_state` has no `{name}` here: rewards are called beside the training, and are told where it stands and no more. "
+            f"There are: {known}{epochs}. Logs and evaluations are for callbacks; see get_rl_callbacks."
+        )
+
+
+@dataclass(slots=True)
+class Logged:
+    """What one function recorded during one call."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    extras: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one function said about a group: for each member a value (None: does not apply) or a reason for none."""
+
+    values: tuple[float | None, ...]
+    failures: tuple[str | None, ...]
+    logged: Logged = field(default_factory=Logged)
+
+
+class Failed(float):
+    """What a function gives in the place of a value for one completion that it cannot score: NaN, with the reason."""
+
+    def __new__(cls, reason: str) -> Failed:
+        """`reason` continues "reward `name` …"."""
+        made = super().__new__(cls, math.nan)
+        made.reason = reason
+        return made
+
+    reason: str
+
+
+class _Unusable(Exception):
+    """An answer that is no list of one number for each member; its text says what it is instead."""
+
+
+def name_of(function: RewardCallable) -> str:
+    """How a function is called in metrics and messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    own = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return printable(own.strip("<>")) if isinstance(own, str) else type(function).__name__
+
+
+def check_function(function: object, where: str) -> None:
+    """Raise TaskError unless `function` can be called the way reward functions are."""
+    if inspect.isclass(function):
+        raise TaskError(
+            f"{where}: `{function.__name__}` is a class; give an instance, `{function.__name__}()`."
+        )
+    if not callable(function):
+        shown = "" if function is None else f" ({function!r:.60})"
+        named = isinstance(function, str | dict)
+        remedy = (
+            " groupwise.tasks.rewards.get_reward_funcs(names, config) makes functions of names, each with its weight."
+            if named
+            else ""
+        )
+        raise TaskError(
+            f"{where}: expected a function (prompts, completions, **columns) -> list[float | None], "
+            f"got {type(function).__name__}{shown}.{remedy}"
+        )
+    for parameter in _parameters(function, where):
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise TaskError(
+                f"{where}: `{name_of(function)}` takes `{parameter.name}` by position only; "
+                "reward functions are called with keywords. Remove the `/` from its signature."
+            )
+
+
+def check_columns(function: RewardCallable, columns: Collection[str], where: str) -> None:
+    """Raise TaskError if `function` needs an argument that is neither a column nor given to every reward."""
+    needed = [
+        parameter.name
+        for parameter in _parameters(function, where)
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    missing = [name for name in needed if name not in columns and name not in RESERVED]
+    if missing:
+        raise TaskError(
+            f"{where}: `{name_of(function)}` asks for {_quoted(missing)}, but the dataset has no such column. "
+            f"It has: {', '.join(sorted({*columns} - {ORIGIN})) or 'none but prompt'}. "
+            f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_of_one_completion(function, missing, columns, where)}"
+        )
+
+
+def column_arguments(function: RewardCallable) -> list[str]:
+    """The arguments that a function means columns by: all that it names but those that every function can have, and its own settings,
+    which have a default other than None."""
+    return [
+        parameter.name
+        for parameter in _parameters(function, "reward")
+        if parameter.name not in (*RESERVED, ORIGIN)
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and (parameter.default is parameter.empty or parameter.default is None)
+    ]
+
+
+def _of_one_completion(
+    function: RewardCallable, missing: Collection[str], columns: Collection[str], where: str
+) -> str:
+    """What to do with a function that scores one completion at a time, as those of verifiers do; empty for others."""
+    if not {"completion", "prompt", "state", "parser"} & set(missing):
+        return ""
+    own = getattr(function, "__name__", "")
+    name = own if own.isidentifier() and not iskeyword(own) else "reward"
+    takes = [
+        each.name
+        for each in _parameters(function, where)
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    lists = {"completion": "completions", "prompt": "prompts"}
+    lists |= {each: each for each in (*columns, *RESERVED) if each in takes and each not in lists}
+    row = "i"
+    while row in (name, *lists, *lists.values()):
+        row += "i"
+    given = ", ".join(
+        f"{each}={lists[each]}" + ("" if each in RESERVED else f"[{row}]")
+        for each in takes
+        if each in lists
+    )
+    asked = dict.fromkeys(["completions", *(lists[each] for each in takes if each in lists)])
+    begins, waits = ("async ", "await ") if is_async(function) else ("", "")
+    unfilled = [each for each in missing if each not in lists]
+    bound = ", ".join(f"{each}=…" for each in unfilled)
+    first = f" with functools.partial({name}, {bound}) as `{name}`" if unfilled else ""
+    return (
+        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead{first}:\n"
+        f"  {begins}def {name}_of_all({', '.join(asked)}, **columns):\n"
+        f"      return [{waits}{name}({given}) for {row} in range(len(completions))]"
+    )
+
+
+async def call(
+    name: str,
+    function: RewardCallable,
+    request: ScoreRequest,
+    started: Callable[[str], None],
+) -> Answer:
+    """Ask one function about a group. `started` hears its name just before it runs."""
+    count, logged = len(request.completions), Logged()
+    try:
+        arguments = _arguments(function, request, logged)
+        started(name)
+        if is_async(function):
+            answer = await function(**arguments)
+        else:
+            answer = call_plain(function, arguments)
+        entries = _entries(answer, count)
+    except _Unusable as problem:
+        return _failed(count, f"reward `{name}` {problem}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
+        return _failed(count, f"reward `{name}` raised {explain(error).strip()}")
+    return _answer(name, entries, logged)
+
+
+def is_async(function: RewardCallable) -> bool:
+    """Whether calling it gives a coroutine, as far as it says so itself."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    made = getattr(type(function), "__call__", None)  # noqa: B004 — it may be async itself
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(made)
+
+
+def call_plain(function: RewardCallable, arguments: Mapping[str, Any]) -> Any:
+    """The answer of a function that is not async; see the module for the event loop that it finds."""
+    with loop_of_thread() as loop:
+        answer = function(**arguments)
+        if inspect.isawaitable(answer):
+            answer = loop.run_until_complete(answer)
+        return list(cast("Any", answer)) if isinstance(answer, Iterator) else answer
+
+
+class _Owner:
+    """Keeps a thread's event loop, which is closed with it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        weakref.finalize(self, self.loop.close).atexit = False
+
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def loop_of_thread() -> Generator[asyncio.AbstractEventLoop]:
+    """As in a thread without a running event loop."""
+    running = asyncio.events._get_running_loop()  # pyright: ignore[reportPrivateUsage]
+    owner: _Owner | None = getattr(_of_thread, "owner", None)
+    if owner is None or owner.loop.is_closed():  # by a function that took it for one of its own
+        owner = _of_thread.owner = _Owner()
+    asyncio.events._set_running_loop(None)  # pyright: ignore[reportPrivateUsage] — there is no other way to leave a loop for a while
+    asyncio.set_event_loop(owner.loop)
+    try:
+        yield owner.loop
+    finally:
+        asyncio.set_event_loop(running)
+        asyncio.events._set_running_loop(running)  # pyright: ignore[reportPrivateUsage]
+
+
+def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError as error:  # some functions written in C tell no signature
+        raise TaskError(
+            f"{where}: `{name_of(function)}` has no signature that Python can read; wrap it in a function."
+        ) from error
+
+
+def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) -> dict[str, Any]:
+    """Fresh lists for each function, so that one that changes its arguments changes nobody else's."""
+    parameters = _parameters(function, "reward")
+    named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    given: dict[str, Any] = {
+        "prompts": [_copy(prompt) for prompt in request.prompts],
+        "completions": [_copy(completion) for completion in request.completions],
+        **{column: list(values) for column, values in request.columns.items()},
+    }
+    optional: dict[str, Any] = {
+        "prompts_seen": list(request.prompts_seen),
+        "prompt_ids": [list(ids) for ids in request.prompt_ids],
+        "completion_ids": [list(ids) for ids in request.completion_ids],
+        "trainer_state": TrainerState(
+            request.global_step, request.max_steps, request.steps_per_epoch
+        ),
+        "log_metric": functools.partial(_log_metric, logged),
+        "log_extra": functools.partial(_log_extra, logged, len(request.completions)),
+    }
+    return {key: value for key, value in {**given, **optional}.items() if takes_all or key in named}
+
+
+def _copy(value: Any) -> Any:
+    return value if isinstance(value, str) else [dict(message) for message in value]
+
+
+def _log_metric(logged: Logged, name: str, value: float) -> None:
+    """Record a number about the group; several of one name are averaged, and what is not finite is left out."""
+    number = float(value)
+    if math.isfinite(number):
+        logged.metrics.setdefault(printable(str(name)), []).append(number)
+
+
+def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> None:
+    """Record a value for each rollout, to be kept beside it."""
+    entries = list(values)
+    if len(entries) != count:
+        raise ValueError(
+            f"log_extra({name!r}, …) got {counted(len(entries))} for {count} completions"
+        )
+    logged.extras[printable(str(name))] = [plain(value) for value in entries]
+
+
+def _entries(answer: Any, count: int) -> list[Any]:
+    """The answer as a list; arrays and tensors of one axis count as lists, and so does a column."""
+    if getattr(answer, "shape", None) == (count, 1):
+        answer = answer.reshape(-1)
+    listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
+    if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping | Set):
+        raise _Unusable(f"returned {_kind(answer)}; expected a list of {count} numbers")
+    entries = list(cast("Iterable[Any]", listed))
+    if len(entries) != count:
+        raise _Unusable(f"returned {counted(len(entries))} for {count} completions")
+    return entries
+
+
+def _answer(name: str, entries: list[Any], logged: Logged) -> Answer:
+    values: list[float | None] = []
+    failures: list[str | None] = []
+    for entry in entries:
+        value, problem = _number(entry)
+        values.append(value)
+        failures.append(problem and printable(f"reward `{name}` {problem}"))
+    return Answer(tuple(values), tuple(failures), logged)
+
+
+def _number(entry: Any) -> tuple[float | None, str | None]:
+    """The value of one entry, and what is wrong with it."""
+    if entry is None:
+        return None, None
+    if isinstance(entry, Failed):
+        return None, entry.reason
+    try:
+        value = None if isinstance(entry, str | bytes) else float(entry)
+    except Exception:  # noqa: BLE001 — `__float__` of a foreign object may raise anything
+        value = None
+    if value is None:
+        return None, f"returned {_kind(entry)} for this completion; expected a number or None"
+    if math.isnan(value):  # as with TRL, which makes NaN of None
+        return None, None
+    if not abs(value) <= LARGEST:
+        return None, f"returned {value} for this completion; expected a number up to {LARGEST:g}"
+    return value, None
+
+
+def _failed(count: int, reason: str) -> Answer:
+    return Answer((None,) * count, (printable(reason),) * count)
+
+
+def _kind(value: object) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+def counted(values: int) -> str:
+    """`1 value`, `2 values`."""
+    return f"{values} value" + ("" if values == 1 else "s")

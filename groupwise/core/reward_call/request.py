@@ -1,0 +1,102 @@
+"""What is asked of the rewards for a group, and what comes back: plain records and the protocol between them.
+
+A `Scorer` is asked once for each group. It never raises for what a reward function did: members that could not be
+scored come back `failed` or `timed_out` with a reason. It raises `RewardWorkerError` where scoring itself cannot go on.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from groupwise.core.reward_call.text import CompletionText
+from groupwise.core.types import Outcome, Prompt, RewardPart
+
+ORIGIN = "origin"
+"""The column that says where an example comes from (fresh, easy, replay), unless the dataset has one of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A group to be scored: every list has one entry for each member, in their order."""
+
+    draw: int
+    prompts: list[Prompt]
+    completions: list[CompletionText]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    """The other columns of the dataset; their values may be anything that pickle can write."""
+    global_step: int
+    max_steps: int
+    prompt_ids: list[list[int]] = field(default_factory=list[list[int]])
+    """Empty where nobody knows the tokens."""
+    prompts_seen: list[Prompt] = field(default_factory=list[Prompt])
+    """As the model saw them, with what the chat template put around them; empty where nobody knows that."""
+    steps_per_epoch: float | None = None
+    """Steps that a pass over the rows takes; None where nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberScore:
+    """The verdict on one rollout."""
+
+    outcome: Outcome
+    reason: str | None = None
+    """Why it is not `scored`."""
+    reward: float | None = None
+    """Σ weight × value over the parts that apply; None unless `scored`."""
+    parts: tuple[RewardPart, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What functions recorded with `log_extra`, as plain JSON values."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """The verdicts on a group, in the order of its members."""
+
+    members: tuple[MemberScore, ...]
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """What functions recorded with `log_metric`, averaged over the group."""
+
+
+class Scorer(Protocol):
+    """Scores groups. Implementations: `RewardWorkers` (killable processes), `InProcessScorer` (one thread)."""
+
+    async def start(self) -> None:
+        """Get ready; raises RewardWorkerError if that fails. Optional: the first call does it too."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> GroupScore:
+        """Score one group; may be awaited for many groups at once."""
+        ...
+
+    async def compute_metrics(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[CompletionText],
+        rows: Sequence[dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The task's own metrics over flat lists, as plain JSON values. Raises RewardWorkerError if they fail."""
+        ...
+
+    async def close(self) -> None:
+        """End every process and thread. Calls that are under way are given up."""
+        ...
+
+
+def unpicklable(columns: Mapping[str, Any]) -> list[str]:
+    """The columns whose values cannot be sent to another process."""
+    found: list[str] = []
+    for name, values in columns.items():
+        try:
+            pickle.dumps(values)
+        except Exception:  # noqa: BLE001 — values of user classes may raise anything here
+            found.append(name)
+    return found
+
+
+def unscored(count: int, outcome: Outcome, reason: str) -> GroupScore:
+    """A group none of whose members could be scored, for one reason."""
+    return GroupScore(tuple(MemberScore(outcome, reason) for _ in range(count)))

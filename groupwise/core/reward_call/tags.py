@@ -1,0 +1,187 @@
+"""The tags that a completion is asked to write its reasoning and its answer in, `<reasoning>…</reasoning><answer>…</answer>`.
+
+A tag is given by its name, or by the two delimiters that open and close it where they are of another kind, such as `[START, END]`. Names
+and delimiters are text, whatever characters are in them, and case does not matter. The answer is what stands in the last pair of answer
+tags that is closed and has no answer tag within. What a completion reasons is no answer: tags quoted there do not count (see
+`after_reasoning`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import TypeAlias
+
+from groupwise.core.types import Prompt
+
+Tag: TypeAlias = str | tuple[str, str]
+"""A name, `answer` for `<answer>…</answer>`, or both marks: `("<SOLUTION>", "</SOLUTION>")`."""
+
+
+def marks(tag: Tag) -> tuple[str, str]:
+    """What opens a tag and what closes it, as they are written."""
+    return (f"<{tag}>", f"</{tag}>") if isinstance(tag, str) else tag
+
+
+def check_tag(tag: Tag) -> None:
+    """Raise ValueError for what cannot be a tag."""
+    if isinstance(tag, str):
+        if not tag.strip() or set(tag) & set("<>/"):
+            raise ValueError(
+                f"{tag!r} cannot be the name of a tag. Give it without brackets, for example `think`, or give both marks as a list."
+            )
+    else:
+        _check_apart(tag)
+
+
+def _check_apart(all_marks: tuple[str, ...]) -> None:
+    if not all(mark.strip() for mark in all_marks):
+        raise ValueError(f"{all_marks} cannot be the marks of tags: one of them is empty.")
+    for one, other in permutations(all_marks, 2):
+        if one.lower() in other.lower():
+            raise ValueError(
+                f"the marks of tags {one!r} and {other!r} cannot be told apart: one stands in the other. Give others."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """Both tags. Raises ValueError for tags that could not be told apart."""
+
+    reasoning: Tag = "reasoning"
+    answer: Tag = "answer"
+
+    def __post_init__(self) -> None:
+        check_tag(self.reasoning)
+        check_tag(self.answer)
+        if self.reasoning == self.answer:
+            raise ValueError(f"both tags are {self.answer!r}. Give them different names.")
+        _check_apart(self.four)
+
+    @property
+    def four(self) -> tuple[str, str, str, str]:
+        """The tags as they are written: reasoning opens, reasoning closes, answer opens, answer closes."""
+        return (*marks(self.reasoning), *marks(self.answer))
+
+    def counts(self, text: str) -> tuple[int, int, int, int]:
+        """How often each of the four tags occurs, in the order of `four`."""
+        opened, closed, answered, ended = self.four
+        return (
+            _count(opened, text),
+            _count(closed, text),
+            _count(answered, text),
+            _count(ended, text),
+        )
+
+    def share(self, text: str) -> float:
+        """How many of the four tags occur, of four."""
+        return sum(count > 0 for count in self.counts(text)) / 4
+
+    def last_answer(self, text: str) -> str | None:
+        """What stands in the last pair of answer tags, without the white space around it; None where there is no pair."""
+        return last_tagged(after_reasoning(text, self.reasoning), self.answer)
+
+
+REASONING = Tags()
+THINK = Tags(reasoning="think")
+
+
+REASONING_NAMES = (
+    "think",
+    "thinking",
+    "reasoning",
+    "thought",
+    "thoughts",
+    "reason",
+    "scratchpad",
+    "analysis",
+    "reflection",
+)
+REASONING_TAGS: tuple[Tag, ...] = (
+    *REASONING_NAMES,
+    ("[THINK]", "[/THINK]"),
+    ("[REASONING]", "[/REASONING]"),
+    ("◁think▷", "◁/think▷"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|think|>", "<|/think|>"),
+    ("<|thinking|>", "<|/thinking|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<start_working_out>", "<end_working_out>"),
+    ("<unused94>", "<unused95>"),
+)
+"""Tags that models write their reasoning in."""
+
+# The channels of gpt-oss, with its special tokens, and without them, as completions are decoded.
+_CHANNEL_OPENS = (
+    r"<\|channel\|>(?:analysis|commentary)(?:<\|message\|>)?|(?-i:\Aanalysis(?=[^\s:.,]|\n))"
+)
+_CHANNEL_CLOSES = r"<\|channel\|>final(?:<\|message\|>)?|(?-i:assistantfinal)"
+
+
+def after_reasoning(text: str, *more: Tag) -> str:
+    """What a completion says behind its reasoning: after the last closing tag, and before one that is opened and not closed.
+
+    Reasoning stands in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one; the prompt may have opened it.
+    """
+    opening, closing = _patterns((*REASONING_TAGS, *more))
+    ends = [found.end() for found in closing.finditer(text)]
+    return opening.split(text[ends[-1] :] if ends else text, maxsplit=1)[0]
+
+
+def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
+    """The end of a prompt from the reasoning tag on that it opens for the assistant; empty where it opens none.
+
+    In a chat the assistant's last message may say something behind the tag, in a text it is the last that stands there.
+    """
+    opening, closing = _patterns((*REASONING_TAGS, *more))
+    if isinstance(prompt, str):
+        found = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
+        return "" if found is None else found.group()
+    last = prompt[-1] if prompt else {}
+    said = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(said, str):
+        return ""
+    started = [found.start() for found in opening.finditer(said)]
+    return said[started[-1] :] if started and not closing.search(said, started[-1]) else ""
+
+
+def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """What opens any of these tags or a channel of reasoning, and what closes it."""
+    opened, closed = zip(*map(marks, tags), strict=True)
+    return _any_of(opened, _CHANNEL_OPENS), _any_of(closed, _CHANNEL_CLOSES)
+
+
+def _any_of(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
+    spaced = [re.escape(text).replace(">", r"\s*>") for text in texts]  # `<think >` opens, too
+    return re.compile("|".join([*spaced, pattern]), re.IGNORECASE)
+
+
+def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
+    """What stands in the last pair of this tag behind the reasoning, without the white space around it; None where there is no pair.
+
+    With `listed`, pairs that have only a comma, `and` or `or` between them are one answer, a list.
+    """
+    opened, closed = map(re.escape, marks(tag))
+    said = text if tag in REASONING_TAGS else after_reasoning(text)
+    # Neither mark within: `<a>1<a>2</a>` says 2, and a stray closing tag after a pair spoils nothing.
+    inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
+    found = list(re.finditer(inside, said, re.DOTALL | re.IGNORECASE))
+    if not found:
+        return None
+    answers = [found[-1][1].strip()]
+    for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
+        if not listed or not _IN_A_LIST.fullmatch(said, before.end(), after.start()):
+            break
+        answers.insert(0, before[1].strip())
+    return ", ".join(answers)
+
+
+_IN_A_LIST = re.compile(r"\s*(?:[,;]\s*(?:and|or)?|and|or)\s*", re.IGNORECASE)
+"""Between pairs that are one answer together."""
+
+
+def _count(tag: str, text: str) -> int:
+    return len(re.findall(re.escape(tag), text, re.IGNORECASE))

@@ -1,0 +1,66 @@
+"""What changed between two configs, and what a resume does about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from groupwise.core.settings.schema import KeyPath, Leaf, leaves
+from groupwise.core.settings.tree import copied
+
+Change = tuple[Any, Any]
+"""Old and new value of a key; None also where a side does not have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What changed between two configs, by dotted path, sorted by what a resume does about it."""
+
+    free: dict[str, Change] = field(default_factory=dict[str, Change])
+    warned: dict[str, Change] = field(default_factory=dict[str, Change])
+    fixed: dict[str, Change] = field(default_factory=dict[str, Change])
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseModel]) -> Differences:
+    """Differences of two resolved configs. A key that the old one does not have yet counts as its default."""
+    schema = {leaf.path: leaf for leaf in leaves(model)}
+    result = Differences()
+    by_class = {"free": result.free, "warn": result.warned, "fixed": result.fixed}
+    for path, change in _changes(old, new, (), schema):
+        leaf = _leaf_above(path, schema)
+        by_class[leaf.on_resume if leaf else "fixed"][".".join(path)] = change
+    return result
+
+
+_ABSENT: Any = object()
+
+
+def _changes(
+    old: Any, new: Any, path: KeyPath, schema: Mapping[KeyPath, Leaf]
+) -> Iterator[tuple[KeyPath, Change]]:
+    if isinstance(new, Mapping) and (old is _ABSENT or isinstance(old, Mapping)):
+        before = cast("Mapping[str, Any]", {} if old is _ABSENT else old)
+        after = cast("Mapping[str, Any]", new)
+        for key in dict.fromkeys([*after, *before]):
+            sides = before.get(key, _ABSENT), after.get(key, _ABSENT)
+            yield from _changes(*sides, (*path, key), schema)
+        return
+    if old is _ABSENT:
+        old = _default_at(path, schema)
+    change = copied(old), None if new is _ABSENT else copied(new)
+    if change[0] != change[1]:
+        yield path, change
+
+
+def _default_at(path: KeyPath, schema: Mapping[KeyPath, Leaf]) -> Any:
+    if path not in schema or schema[path].key.is_required():
+        return None
+    return schema[path].key.get_default(call_default_factory=True)
+
+
+def _leaf_above(path: KeyPath, schema: Mapping[KeyPath, Leaf]) -> Leaf | None:
+    found = (schema[path[:n]] for n in range(len(path), 0, -1) if path[:n] in schema)
+    return next(found, None)

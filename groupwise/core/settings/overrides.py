@@ -1,0 +1,108 @@
+"""Words that change single keys of a config: `training.learning_rate=1e-5`, typed as the same text in the file would be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from ruamel.yaml.error import YAMLError
+
+from groupwise.core.errors import ConfigError
+from groupwise.core.settings.credentials import is_secret, names_secret
+from groupwise.core.settings.schema import KeyPath
+from groupwise.core.settings.tree import Tree, copied, parse_yaml, plain_value
+from groupwise.core.settings.wording import as_given
+
+
+def override(tree: Tree, words: Sequence[str]) -> Tree:
+    """The tree with `a.b=value` words laid over it, the later ones winning. What is wrong with them joins `problems`."""
+    result = Tree(
+        tree.source, copied(tree.values), dict(tree.origins), list(tree.problems), set(tree.unread)
+    )
+    for word in words:
+        try:
+            path, value = parse_override(word)
+            _set(result, path, value, word)
+        except ConfigError as error:
+            result.problems.append(error.message)
+            result.unread.add(tuple(word.partition("=")[0].split(".")))
+    return result
+
+
+def parse_override(word: str) -> tuple[KeyPath, Any]:
+    """`training.learning_rate=1e-5` as path and value. Raises ConfigError with the right way to write it."""
+    name, equals, text = word.partition("=")
+    if not equals:
+        shown = "…" if names_secret(word) else word
+        raise ConfigError(f"override {shown}: write it as key=value, for example training.seed=1.")
+    path = tuple(name.split("."))
+    for key in path:
+        _check_override_key(key, name, word)
+    origin = _override_origin(path, word)
+    value = _override_value(text, name, origin)
+    holder = Tree(origin)
+    plain = plain_value(value, path, holder)
+    if holder.problems:
+        raise ConfigError(holder.problems[0])
+    return path, plain
+
+
+def _check_override_key(key: str, name: str, word: str) -> None:
+    origin = f"override {word.partition('=')[0]}=…"
+    if re.fullmatch(r"[A-Za-z_][\w-]*", key):
+        return
+    if not name:
+        raise ConfigError(f"{origin}: there is no key before `=`; write key=value.")
+    if name[0] in "+~":
+        bare = name.lstrip("+~")
+        raise ConfigError(f"{origin}: keys take no `{name[0]}`; write {bare}=value.")
+    if key.isdigit() or "[" in key:
+        whole = re.split(r"\.\d|\[", name)[0]
+        raise ConfigError(
+            f"{origin}: a list is given whole, {whole}=[first, second]; single items cannot be set."
+        )
+    raise ConfigError(f"{origin}: `{name}` is not a key; keys are words joined by dots.")
+
+
+def _override_value(text: str, name: str, origin: str) -> Any:
+    stripped = text.strip()
+    try:
+        read = parse_yaml(f"value: {text}")
+    except YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"{origin}: the value cannot be read as YAML ({problem}); for plain text, quote it: {name}='\"text\"'."
+        ) from None
+    value = cast("Mapping[str, Any]", read)["value"]
+    if len(cast("Mapping[str, Any]", read)) > 1:
+        raise ConfigError(
+            f"{origin}: one override sets one key; give the others as words of their own."
+        )
+    if value is None and not re.match(r"(null|Null|NULL|~)(\s|$)", stripped):
+        raise ConfigError(f"{origin}: nothing is given after `=`; write {name}=null for no value.")
+    return value
+
+
+def _override_origin(path: KeyPath, word: str) -> str:
+    """How messages call it, without its value where that is, or holds, a credential."""
+    secret = any(map(is_secret, path)) or names_secret(word.partition("=")[2])
+    return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(word.split())}"
+
+
+def _set(tree: Tree, path: KeyPath, value: Any, word: str) -> None:
+    section = tree.values
+    origin = _override_origin(path, word)
+    for depth, key in enumerate(path[:-1], start=1):
+        inner = section.get(key)
+        if inner is None:
+            inner = section[key] = {}
+            tree.origins[path[:depth]] = origin
+        if not isinstance(inner, dict):
+            there = ".".join(path[:depth])
+            raise ConfigError(f"{origin}: {there} is {as_given(inner)}, which has no keys inside.")
+        section = cast("dict[str, Any]", inner)
+    section[path[-1]] = value
+    for stale in [known for known in tree.origins if known[: len(path)] == path]:
+        del tree.origins[stale]
+    tree.origins[path] = origin

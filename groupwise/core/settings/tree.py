@@ -1,0 +1,239 @@
+"""A config as it was written: plain values, and for each of them where it stands.
+
+A config is a YAML 1.2 file. `read_yaml` turns it into a `Tree`: what is written, with file and line. `tree_of` does the same
+with a mapping given from Python. What no config can hold is noted as a problem, for the validation to report with the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, TaggedScalar
+from ruamel.yaml.constructor import DuplicateKeyError, RoundTripConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.scalarbool import ScalarBoolean
+
+from groupwise.core.errors import ConfigError
+from groupwise.core.settings.schema import KeyPath
+from groupwise.core.settings.wording import as_given
+
+DEEPEST, LARGEST = 100, 100_000
+"""Sections and lists inside each other, and values of a file, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A config as it was written, not yet validated."""
+
+    source: str
+    """What the messages call it, `configs/wordle.yaml`."""
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    origins: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
+    """Where each key was given: `configs/wordle.yaml:12` or `override training.seed=1`."""
+    problems: list[str] = field(default_factory=list[str])
+    """What was wrong before any schema is looked at; `validate` reports it with the rest."""
+    unread: set[KeyPath] = field(default_factory=set[KeyPath])
+    """The keys that they are about, whose values nobody knows."""
+
+    def origin(self, path: KeyPath) -> str:
+        """Where the value at `path`, or the nearest section around it, was given."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return self.source
+
+    def value(self, path: KeyPath) -> Any:
+        """What was given at `path`; None where nothing was."""
+        value: Any = self.values
+        for key in path:
+            if not isinstance(value, Mapping):
+                return None
+            value = cast("Mapping[str, Any]", value).get(key)
+        return value
+
+
+MOST_OPEN = 500
+"""Brackets that are open at once, wherever they stand: more than any text has that is meant."""
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+class _Yaml12(RoundTripConstructor):
+    """YAML 1.2 with line numbers; a date stays the text that was written."""
+
+
+def _as_written(constructor: Any, node: Any) -> str:
+    return node.value
+
+
+cast("Any", _Yaml12).add_constructor("tag:yaml.org,2002:timestamp", _as_written)
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML 1.2 text holds, with line numbers. Raises `YAMLError`."""
+    reader: Any = YAML()
+    reader.Constructor = _Yaml12
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(text):
+        depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    try:
+        if deepest > MOST_OPEN:  # of which reading alone would take long
+            raise RecursionError
+        found = reader.load(text)
+    except RecursionError:
+        raise YAMLError(f"it is nested more than {DEEPEST} deep") from None
+    except (ValueError, KeyError, IndexError) as error:  # of a value that is not what its tag says
+        raise YAMLError(f"a value is not of the kind that it is said to be ({error})") from None
+    _check_size(found)
+    return found
+
+
+def _check_size(value: Any) -> None:
+    """Raise YAMLError for what is too deep or too large to be a config, with everything that an alias stands for."""
+    left, count = [(value, 0)], 0
+    while left:
+        part, depth = left.pop()
+        count += 1
+        if depth > DEEPEST:
+            raise YAMLError(f"it is nested more than {DEEPEST} deep")
+        if count > LARGEST:
+            raise YAMLError(
+                f"it holds more than {LARGEST:,} values, counting each alias as what it stands for"
+            )
+        if isinstance(part, Mapping):
+            part = list(cast("Mapping[Any, Any]", part).values())
+        if isinstance(part, list | tuple | Set):
+            left += [(each, depth + 1) for each in cast("Iterable[Any]", part)]
+
+
+def read_yaml(path: Path, expected: str | None = None) -> Tree:
+    """The tree of a file. Raises ConfigError where there is no such file or it is not a YAML mapping with unique keys.
+
+    `expected` tells in messages what the file should hold, where that is no config of a run.
+    """
+    source = str(path)
+    content = _load_file(path)
+    if content is None:
+        least = expected or "a config needs at least `model:` with a `name:`"
+        raise ConfigError(f"{source} is empty; {least}.")
+    if not isinstance(content, CommentedMap):
+        kind = expected or "a config is a mapping of sections, `model:`, `training:` and so on"
+        raise ConfigError(f"{source} holds {as_given(content)}; {kind}.")
+    tree = Tree(source)
+    tree.values.update(plain_value(cast("Any", content), (), tree))
+    return tree
+
+
+def _load_file(path: Path) -> Any:
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except MarkedYAMLError as error:
+        raise ConfigError(_yaml_message(path, error)) from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file in UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(_missing_file_message(path, error)) from None
+
+
+def _yaml_message(path: Path, error: Any) -> str:
+    where = f"{path}:{error.problem_mark.line + 1}" if error.problem_mark else str(path)
+    if not isinstance(error, DuplicateKeyError):
+        return f"{where}: cannot be read as YAML: {error.problem}."
+    found = re.search(r'duplicate key "(.*?)"', str(cast("Any", error).problem))
+    key = f"`{found[1]}`" if found else "a key"
+    return f"{where}: {key} is written twice in the same section; keep one of the two."
+
+
+def _missing_file_message(path: Path, error: OSError) -> str:
+    folder = path if path.is_dir() else path.parent
+    if path.exists() and not path.is_dir():
+        return f"{path} cannot be read: {error.strerror}."
+    what = f"{path} is a folder, not a config file" if path.is_dir() else f"There is no file {path}"
+    if not folder.is_dir():
+        return f"{what}, and no folder {folder} either."
+    there = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
+    if not there:
+        return f"{what}; there are no .yaml files in {folder}/."
+    near = difflib.get_close_matches(path.name, there, n=1)
+    hint = f" Did you mean {folder / near[0]}?" if near else ""
+    return f"{what}.{hint} {folder}/ holds: {', '.join(there)}."
+
+
+def tree_of(values: Mapping[str, Any], source: str = "config") -> Tree:
+    """The tree of a mapping given from Python."""
+    tree = Tree(source)
+    tree.values.update(plain_value(values, (), tree))
+    return tree
+
+
+def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
+    """The value as JSON knows it, noting lines and whatever JSON cannot hold on the way."""
+    if isinstance(value, TaggedScalar):
+        return _problem(tree, path, f"carries the YAML tag {_tag_of(value)}; use plain values")
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[Any, Any]", value)
+        return {
+            key: plain_value(item, (*path, key), tree)
+            for key, item in mapping.items()
+            if _is_key(mapping, key, path, tree)
+        }
+    if isinstance(value, list | tuple):
+        return [plain_value(item, path, tree) for item in cast("Sequence[Any]", value)]
+    return _plain_scalar(value, path, tree)
+
+
+def _tag_of(scalar: Any) -> str:
+    return str(scalar.tag.value)
+
+
+def _is_key(mapping: Mapping[Any, Any], key: Any, path: KeyPath, tree: Tree) -> bool:
+    lines: Any = cast("Any", mapping).lc.data if isinstance(mapping, CommentedMap) else {}
+    if lines and key in lines:
+        tree.origins[(*path, str(key))] = f"{tree.source}:{lines[key][0] + 1}"
+    if isinstance(key, str):
+        return True
+    _problem(tree, (*path, str(key)), f'has a key that is not text; write "{key}": with quotes')
+    return False
+
+
+def _plain_scalar(value: Any, path: KeyPath, tree: Tree) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, ScalarBoolean):
+        return bool(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        return _problem(tree, path, f"is {float(value)}; it must be a finite number")
+    if isinstance(value, Path):
+        return str(value)
+    return _problem(
+        tree, path, f"is {as_given(value)}, which a config cannot hold ({type(value).__name__})"
+    )
+
+
+def _problem(tree: Tree, path: KeyPath, what: str) -> None:
+    tree.problems.append(f"{tree.origin(path)}: {'.'.join(path) or 'the config'} {what}.")
+    tree.unread.add(path)
+
+
+def copied(value: Any) -> Any:
+    """A copy of plain nested data that shares nothing with the original."""
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [copied(item) for item in cast("Sequence[Any]", value)]
+    return value

@@ -1,0 +1,419 @@
+"""Checking a config once against its schema, and wording whatever is wrong with it.
+
+`validate` raises one `ConfigError` that lists every problem with its place, what was given and what is allowed. An unknown key
+is told the nearest known one; a key that other frameworks use is told its name here; a key of a part that does not exist yet is
+told so, and a key that a section leaves out on purpose is told why.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from groupwise.core.errors import ConfigError
+from groupwise.core.settings.credentials import explain_secret, is_secret, names_secret
+from groupwise.core.settings.schema import (
+    EACH_VALUE_ALONE,
+    Conflict,
+    KeyPath,
+    Place,
+    Problems,
+    Strict,
+    keys_of,
+    later_keys,
+    leaves,
+    locate,
+    refused_keys,
+    sections_in,
+    tag_of,
+)
+from groupwise.core.settings.tree import Tree
+from groupwise.core.settings.wording import as_given, describe
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validate(
+    model: type[Model],
+    tree: Tree,
+    at: KeyPath = (),
+    check: Callable[[Tree], Sequence[str]] | None = None,
+) -> Model:
+    """The tree (or its section `at`) as a `model`. Raises one ConfigError with every problem, each with its place.
+
+    `check` looks at the raw tree for what no schema can say and returns further problems.
+    """
+    problems = [*tree.problems, *(check(tree) if check else ())]
+    section = tree.value(at) if at else tree.values
+    search = _Search(model, {} if section is None else section, _below(at, tree.unread))
+    result = search.run()
+    problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
+    for within, conflict in _conflicts(result) if result is not None else ():
+        if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
+            problems.append(f"{_where(tree, at + within)}: {conflict.message}")
+    if problems or result is None:
+        foreign = [
+            path for path in map(_unknown_key, search.told) if path and _foreign_name(model, path)
+        ]
+        if len(foreign) >= MANY_FOREIGN and Path(tree.source).is_file():
+            problems.append(
+                f"Of these keys {len(foreign)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
+                f"{tree.source}` writes one of ours, with the origin of each value."
+            )
+        raise ConfigError(_listed(problems, tree.source))
+    return result
+
+
+def _unknown_key(detail: ErrorDetails) -> str | None:
+    return str(detail["loc"][-1]) if detail["type"] == "extra_forbidden" else None
+
+
+def _where(tree: Tree, path: KeyPath) -> str:
+    """Where a section was given, and which it is; the whole has no name of its own."""
+    return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
+
+
+def _below(at: KeyPath, paths: Iterable[KeyPath]) -> Iterator[KeyPath]:
+    return (path[len(at) :] for path in paths if path[: len(at)] == at)
+
+
+def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
+    """What does not go together in a section and in those inside it, each with the path of its section, or of the list that holds it."""
+    if isinstance(section, Strict):
+        for conflict in section.conflicts():
+            yield within, conflict
+    for name, info in section.__class__.model_fields.items():
+        inner = getattr(section, name)
+        several = cast("Sequence[Any]", inner if isinstance(inner, list | tuple) else [inner])
+        for each in several:
+            if isinstance(each, BaseModel):
+                yield from _conflicts(each, (*within, info.alias or name))
+
+
+class _Search:
+    """For everything that is wrong with single keys.
+
+    Some of it shows only where the rest is right. So a wrong value is taken out, a key that is missing gets a value, and the
+    rest is looked at again, until there is nothing more. What the config says of such keys is unknown from then on: whatever
+    is wrong only in view of what now stands for them is not told.
+    """
+
+    def __init__(self, model: type[Model], section: Any, unread: Iterable[KeyPath]) -> None:
+        self.model = model
+        self.told: list[ErrorDetails] = []
+        self._left = json.loads(json.dumps(section))
+        self._replaced: set[KeyPath] = set()
+        self._meant: set[KeyPath] = set()
+        """Keys that may be written under another name."""
+        for path in unread:
+            self._replaced.add(path)
+            _take_out(self._left, path)
+
+    def run(self) -> Any:
+        """The model with the keys that are right; None where nothing could be put in the place of what is wrong."""
+        seen: set[str] = set()
+        while (text := json.dumps(self._left)) not in seen:
+            seen.add(text)
+            try:
+                return self.model.model_validate_json(
+                    text, extra=_extra_keys(self.model), context=EACH_VALUE_ALONE
+                )
+            except ValidationError as error:
+                self._learn(error.errors(include_url=False, include_input=False))
+        return None
+
+    def doubts(self, keys: Iterable[KeyPath]) -> bool:
+        """Whether it is unknown what the config says of one of these keys or sections."""
+        unknown = self._replaced | self._meant
+        return any(_starts(key, path) or _starts(path, key) for key in keys for path in unknown)
+
+    def _learn(self, details: Sequence[ErrorDetails]) -> None:
+        """Tell what is wrong, and put something right in its place."""
+        read = [self._read_by(detail) for detail in details]
+        before = frozenset(self._replaced)
+        for detail, keys in zip(details, read, strict=True):
+            if not keys:
+                place = locate(self.model, detail["loc"])
+                if not any(_starts(place.path, path) for path in before):
+                    self.told.append(detail)
+                self._replace(place, detail["type"])
+        for detail, keys in zip(details, read, strict=True):
+            if keys:
+                if not self.doubts(keys):
+                    self.told.append(detail)
+                self._replace(locate(self.model, detail["loc"]), detail["type"])
+
+    def _read_by(self, detail: ErrorDetails) -> list[KeyPath]:
+        """The other keys that decide whether it is wrong at all: none, mostly."""
+        place = locate(self.model, detail["loc"])
+        if detail["type"] in ("value_error", "assertion_error"):
+            # A check of a schema that does not say what it reads.
+            return [place.path] if isinstance(_inside(self._left, place.path), dict) else []
+        of_another_type = detail["type"] == "extra_forbidden" and any(
+            place.path[-1] in keys_of(variant) for variant in place.variants.values()
+        )
+        if not of_another_type or not issubclass(place.section, Strict):
+            return []
+        return [(*place.path[:-1], key) for key in place.section.type_from]
+
+    def _replace(self, place: Place, kind: str) -> None:
+        path = place.path
+        given, above = _inside(self._left, path), _inside(self._left, path[:-1])
+        inner = sections_in(place.key.annotation) if place.key else {}
+        if kind == "extra_forbidden":
+            self._meant.update(_explain_unknown(self.model, place).meant)
+        if kind.startswith("union_tag") and isinstance(given, dict):
+            section = cast("dict[str, Any]", given)
+            section["type"] = _likeliest(inner, section)
+            path = (*path, "type")
+        elif kind == "missing" and isinstance(above, dict):
+            above[path[-1]] = {} if inner else _SOME_TEXT
+        else:
+            _take_out(self._left, path)
+        self._replaced.add(path)
+
+
+MANY_FOREIGN = 3
+"""Keys of other frameworks from which on a config is taken for one of theirs."""
+MOST_NAMES = 3
+"""Keys that a message names where it is not sure which one is meant."""
+
+_SOME_TEXT = "…"
+"""Stands for a required value: those of our own sections, which others are compared with, are all texts."""
+
+
+def _likeliest(variants: Mapping[str, type[BaseModel]], given: Mapping[str, Any]) -> str:
+    """The type that has most of the keys."""
+    return max(variants, key=lambda kind: len(keys_of(variants[kind]).keys() & given.keys()))
+
+
+def _starts(path: KeyPath, other: KeyPath) -> bool:
+    """Whether a path is another one or lies below it."""
+    return path[: len(other)] == other
+
+
+def _take_out(root: Any, path: KeyPath) -> None:
+    above = _inside(root, path[:-1])
+    if path and isinstance(above, dict):
+        cast("dict[str, Any]", above).pop(path[-1], None)
+
+
+def _inside(value: Any, path: KeyPath) -> Any:
+    """What stands at a path; None where nothing does."""
+    for key in path:
+        value = cast("dict[str, Any]", value).get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _extra_keys(model: type[BaseModel]) -> Literal["forbid"] | None:
+    """Unknown keys are refused also by a model that does not say what it does with them."""
+    return None if model.model_config.get("extra") else "forbid"
+
+
+def _listed(problems: Sequence[str], source: str) -> str:
+    """One below the other: those of the file in its order, then those of overrides."""
+
+    def line(problem: str) -> float:
+        found = re.match(rf"{re.escape(source)}(:\d+)?: ", problem)
+        return int((found[1] or ":0")[1:]) if found else math.inf
+
+    return "\n".join(sorted(dict.fromkeys(problems), key=line))
+
+
+def _explain(
+    model: type[BaseModel], detail: ErrorDetails, tree: Tree, at: KeyPath
+) -> Iterator[str]:
+    place = locate(model, detail["loc"])
+    path = at + place.path
+    if detail["type"] == "extra_forbidden":
+        yield f"{tree.origin(path)}: {_explain_unknown(model, place, at).text}"
+    elif detail["type"] == "missing":
+        origin = tree.origin(path[:-1])
+        yield from (f"{origin}: {text}" for text in _explain_missing(place, at))
+    elif detail["type"].startswith("union_tag"):
+        yield f"{tree.origin((*path, 'type'))}: {_explain_type(place, tree, at)}"
+    elif isinstance(several := detail.get("ctx", {}).get("error"), Problems):
+        yield from (f"{_where(tree, path)}: {problem}" for problem in several.problems)
+    else:
+        yield f"{tree.origin(path)}: {_explain_value(model, place, detail, tree, at)}"
+
+
+def _explain_missing(place: Place, at: KeyPath) -> Iterator[str]:
+    assert place.key is not None
+    inner = sections_in(place.key.annotation)
+    if len(inner) != 1:
+        meaning = f": {place.key.description}" if place.key.description else "."
+        yield f"{'.'.join(at + place.path)} is required{meaning}"
+        return
+    (section,) = inner.values()
+    for name, info in keys_of(section).items():
+        if info.is_required():
+            yield from _explain_missing(Place((*place.path, name), section, info, inner), at)
+
+
+def _explain_type(place: Place, tree: Tree, at: KeyPath) -> str:
+    assert place.key is not None
+    path = ".".join(at + place.path)
+    variants = sections_in(place.key.annotation)
+    given = tree.value(at + place.path)
+    if not isinstance(given, Mapping):
+        return f"{path} is {as_given(given)}; it must be a section, with {path}.type one of {', '.join(variants)}."
+    kind = cast("Mapping[str, Any]", given).get("type")
+    if any(f"type={kind}" in later_keys(variant) for variant in variants.values()):
+        return f"{path}.type: {kind} is not in this version; there are {', '.join(variants)}."
+    if kind is None:
+        return f"{path}.type is required; it must be one of {', '.join(variants)}."
+    near = difflib.get_close_matches(str(kind), variants, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"{path}.type is {as_given(kind)}; it must be one of {', '.join(variants)}{hint}"
+
+
+def _explain_value(
+    model: type[BaseModel], place: Place, detail: ErrorDetails, tree: Tree, at: KeyPath
+) -> str:
+    path = at + place.path
+    dotted = ".".join(path) or tree.source
+    if detail["type"] in ("value_error", "assertion_error"):
+        return f"{dotted}: {detail.get('ctx', {}).get('error', detail['msg'])}"
+    given = tree.value(path)
+    if place.key is not None and f"{path[-1]}={given}" in later_keys(place.section):
+        return f"{dotted}: {given} is not in this version; it must be {describe(place.key)}."
+    secret = (path and is_secret(path[-1])) or names_secret(str(given))
+    shown = "…" if secret else as_given(given)
+    allowed = describe(place.key) if place.key is not None else None
+    if allowed is None:
+        return f"{dotted} is {shown}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."
+    if detail["type"] == "too_short":
+        least = detail.get("ctx", {}).get("min_length", 1)
+        return f"{dotted} is {shown}; it must have at least {least} item{'s' * (least > 1)}."
+    return f"{dotted} is {shown}; it must be {allowed}.{_hint(model, path, given, allowed)}"
+
+
+def _hint(model: type[BaseModel], path: KeyPath, given: Any, allowed: str) -> str:
+    key = (path[-1] if path else "", repr(given))
+    if issubclass(model, Strict) and (meant := model.foreign_values.get(key)):
+        return f" {meant}."
+    if given == -1 and "null" in allowed:
+        return " Write null for none."
+    if isinstance(given, str) and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false|null", given):
+        return " Write it without quotes."
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """What is said of a key that is not there."""
+
+    text: str
+    meant: tuple[KeyPath, ...] = ()
+    """The keys or sections that it may have been written for, from the root of the schema."""
+
+
+def _explain_unknown(root: type[BaseModel], place: Place, at: KeyPath = ()) -> _Unknown:
+    """The most certain advice first."""
+    *above, key = at + place.path
+    dotted = ".".join((*above, key))
+    unknown = f"{dotted} is not a key"
+    if reason := refused_keys(place.section).get(key):
+        return _Unknown(f"{unknown}; {reason}.")
+    if any(key in later_keys(variant) for variant in place.variants.values()):
+        return _Unknown(f"{dotted} is not in this version.")
+    if advice := _foreign_name(root, key):
+        return _Unknown(f"{unknown}; {advice}.", _named_in(advice))
+    if is_secret(key):
+        return _Unknown(explain_secret((*above, key)))
+    if elsewhere := _explain_variant(place, at):
+        return elsewhere
+    if found := _paths_named(root, key):
+        names = " or ".join(".".join(path) for path in found[:MOST_NAMES])
+        why = _refused_elsewhere(root, key)
+        return _Unknown(f"{unknown}; did you mean {names}?{why}", found)
+    if late := _late_path(root, key):
+        return _Unknown(f"{unknown}; {late} would be, but it is not in this version.")
+    if near := _nearest(root, place):
+        return _Unknown(f"{unknown}; did you mean {'.'.join(at + near)}?", (near,))
+    known = list(keys_of(place.section))
+    likest = difflib.get_close_matches(key, known, n=MOST_NAMES, cutoff=0.0)
+    section = f"in {'.'.join(above)}" if above else "at the top"
+    if len(known) <= MOST_NAMES:
+        return _Unknown(f"{unknown}; the keys {section} are: {', '.join(known)}.")
+    return _Unknown(
+        f"{unknown}; of the {len(known)} keys {section} the nearest are {', '.join(likest)}."
+    )
+
+
+def _named_in(advice: str) -> tuple[KeyPath, ...]:
+    """The keys that an advice names in full, as `training.max_steps`."""
+    return tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
+
+
+def _foreign_name(root: type[BaseModel], key: str) -> str | None:
+    if not issubclass(root, Strict):
+        return None
+    by_start = (
+        advice
+        for name, advice in root.foreign.items()
+        if name.endswith("*") and key.startswith(name[:-1])
+    )
+    return root.foreign.get(key) or next(by_start, None)
+
+
+def _explain_variant(place: Place, at: KeyPath) -> _Unknown | None:
+    """For a section that comes in several types: whether another type has the key."""
+    if len(place.variants) < 2:
+        return None
+    *above, key = at + place.path
+    owners: dict[str, list[str]] = {}
+    for kind, variant in place.variants.items():
+        for name in keys_of(variant):
+            owners.setdefault(name, []).append(kind)
+    near = difflib.get_close_matches(key, owners, n=1)
+    if not near:
+        return None
+    kind, who = tag_of(place.section), ", ".join(owners[near[0]])
+    found = f"a key of {who}" if near[0] == key else f"{'.'.join((*above, near[0]))} (of {who})"
+    question = f"it is {found}." if near[0] == key else f"did you mean {found}?"
+    return _Unknown(
+        f"{'.'.join((*above, key))} is not a key of {'.'.join(above)} type {kind}; {question}",
+        () if near[0] == key else ((*place.path[:-1], near[0]),),
+    )
+
+
+def _paths_named(root: type[BaseModel], key: str) -> tuple[KeyPath, ...]:
+    return tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key))
+
+
+def _refused_elsewhere(root: type[BaseModel], key: str) -> str:
+    """Why another section leaves out a key that this one does not have either; empty where none does."""
+    for leaf in leaves(root):
+        if reason := refused_keys(leaf.section).get(key):
+            return f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
+    return ""
+
+
+def _late_path(root: type[BaseModel], key: str) -> str | None:
+    for leaf in leaves(root):
+        if key in later_keys(leaf.section):
+            return ".".join((*leaf.path[:-1], key))
+    return None
+
+
+def _nearest(root: type[BaseModel], place: Place) -> KeyPath | None:
+    key = place.path[-1]
+    known = keys_of(place.section)
+    near = difflib.get_close_matches(key, known, n=1)
+    near = near or [name for name in known if len(key) > 2 and name.startswith(key)]
+    if near:
+        return (*place.path[:-1], near[0])
+    everywhere = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
+    far = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)
+    return everywhere[far[0]] if far else None

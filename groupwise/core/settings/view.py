@@ -1,0 +1,75 @@
+"""The read-only mapping that user code receives as the config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from groupwise.core.settings.tree import copied
+
+
+class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that it equals
+    """A config that can only be read: `config["task"]["words"]`, `config.task.words`, `config.task.get("words", 3)`.
+
+    Inner mappings are views too; lists come as copies. Equal to a dict with the same content.
+    """
+
+    __slots__ = ("_path", "_values")
+
+    def __init__(self, values: Mapping[str, Any], path: str = "config") -> None:
+        object.__setattr__(self, "_values", copied(values))
+        object.__setattr__(self, "_path", path)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._values:
+            raise KeyError(self._missing(key))
+        return self._wrapped(self._values[key], f"{self._path}.{key}")
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__") or key not in self._values:
+            raise AttributeError(self._missing(key))
+        return self[key]
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        raise AttributeError(f"{self._path} can only be read; {key} cannot be set.")
+
+    def __delattr__(self, key: str) -> None:
+        raise AttributeError(f"{self._path} can only be read; {key} cannot be deleted.")
+
+    def _missing(self, key: str) -> str:
+        near = difflib.get_close_matches(str(key), self._values, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        there = ", ".join(self._values) or "nothing"
+        return f"{self._path} has no `{key}`.{hint} It has: {there}."
+
+    def _wrapped(self, value: Any, path: str) -> Any:
+        if isinstance(value, dict):
+            return View(cast("dict[str, Any]", value), path)
+        if isinstance(value, list):
+            return [self._wrapped(item, path) for item in cast("list[Any]", value)]
+        return value
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain, independent copy, for `json.dumps` and the like."""
+        return copied(self._values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Mapping):
+            return self._values == copied(cast("Mapping[str, Any]", other))
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return f"View({self._values!r})"
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._values})
+
+    def __reduce__(self) -> tuple[type[View], tuple[dict[str, Any], str]]:
+        return View, (self._values, self._path)

@@ -1,0 +1,81 @@
+"""What a key accepts, and what was given for it, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from groupwise.core.settings.schema import sections_in
+
+_WORDS = {
+    bool: ("true or false", "lists of true or false"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("text", "texts"),
+}
+
+_LIMITS = {
+    "gt": "above",
+    "ge": "at least",
+    "lt": "below",
+    "le": "at most",
+    "min_length": "of length at least",
+    "max_length": "of length at most",
+}
+
+
+def describe(key: FieldInfo) -> str | None:
+    """What a key accepts: `a number above 0 or null`. None for a type that these words do not cover."""
+    return _describe(key.annotation, key.metadata)
+
+
+def _describe(annotation: Any, constraints: Sequence[Any]) -> str | None:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in _WORDS:
+        return _WORDS[annotation][0] + _range(constraints)
+    if annotation in (None, NoneType):
+        return "null"
+    if origin is Annotated:
+        return _describe(arguments[0], [*constraints, *arguments[1:]])
+    if origin is Literal:
+        return choices(arguments)
+    if origin in (Union, UnionType):
+        members = [_describe(member, constraints) for member in arguments]
+        return None if None in members else " or ".join(dict.fromkeys(cast("list[str]", members)))
+    if origin in (list, tuple) and arguments and arguments[0] in _WORDS:
+        return f"a list of {_WORDS[arguments[0]][1]}"
+    if origin in (list, tuple) and arguments:
+        inner = _describe(arguments[0], ())
+        return f"a list, each {inner}" if inner else None
+    if origin is dict or sections_in(annotation):
+        return "a section with keys of its own"
+    return None
+
+
+def choices(values: Sequence[Any]) -> str:
+    """`one of a, b`."""
+    names = ", ".join(str(value) for value in values)
+    return names if len(values) == 1 else f"one of {names}"
+
+
+def _range(constraints: Sequence[Any]) -> str:
+    words = [
+        f"{phrase} {value if isinstance(value, int) else f'{value:g}'}"
+        for limit in constraints
+        for name, phrase in _LIMITS.items()
+        if (value := getattr(limit, name, None)) is not None
+    ]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def as_given(value: Any) -> str:
+    """A given value as one would write it, cut where it is long."""
+    if isinstance(value, str | int | float | bool | list | dict | None):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

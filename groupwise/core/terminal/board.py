@@ -1,0 +1,239 @@
+"""What is known of long work at the moment, and how a line or a terminal lays it out."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from groupwise.core.terminal.plot import sparkline
+from groupwise.core.terminal.text import one_line, shorten
+
+NARROW = 64
+"""Columns below which the live view puts one number beside another no more."""
+
+RECENT = 10
+"""Steps whose times are averaged to say how long the rest will take."""
+
+LINE_PARTS = 6
+"""Parts of the reward that a plain line names; more of them would hide the rest."""
+
+Metrics = Mapping[str, float]
+
+
+class Board:
+    """The last step's numbers, the phase within the next one, and times."""
+
+    def __init__(self, title: str, total: int, start: int, clock: Callable[[], float]) -> None:
+        self.title = title
+        self.total = total
+        self.done = start
+        self._start = start
+        self._clock = clock
+        self._began = self._last = clock()
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._rewards: list[float] = []
+        self._losses: list[float] = []
+        self._metrics: Metrics = {}
+        self._phase: tuple[str, int | None, int | None] = ("", None, None)
+
+    def start(self) -> None:
+        self._began = self._last = self._clock()
+
+    def phase(self, name: str, done: int | None, total: int | None) -> None:
+        self._phase = (name, done, total)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        now = self._clock()
+        self._seconds.append(metrics.get("time/step", now - self._last))
+        self._last = now
+        self.done = step + 1
+        self._metrics = dict(metrics)
+        if "reward" in metrics:
+            self._rewards.append(metrics["reward"])
+        if "loss" in metrics:
+            self._losses.append(metrics["loss"])
+
+    def line(self) -> str:
+        """The step as one plain line; what the step did not measure is left out."""
+        facts = [
+            ("reward", self._reward()),
+            *self._parts_of_several(),
+            ("loss", self._number("loss", "{:z.4f}")),
+            ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
+            ("kl", self._number("kl", "{:.4f}")),
+            ("entropy", self._number("entropy", "{:.2f}")),
+            ("len", self._number("completions/mean_length", "{:.1f}")),
+            ("cut", self._number("completions/clipped_ratio", "{:.0%}")),
+            ("no-signal", self._number("frac_reward_zero_std", "{:.0%}")),
+            ("failed", self._failures() or None),
+            ("grad", self._number("grad_norm", "{:.3g}")),
+            ("lr", self._number("learning_rate", "{:.2g}")),
+            ("gap", self._number("sampling/logprob_gap", "{:.1e}")),
+            ("epoch", self._number("epoch", "{:.2f}")),
+            ("time", self._step_time()),
+            ("eta", self._remaining()),
+        ]
+        digits = len(str(self.total))
+        head = f"step {self.done:>{digits}}/{self.total}"
+        return "  ".join([head, *(f"{name} {value}" for name, value in facts if value)])
+
+    def view(self, width: int) -> RenderableType:
+        """The block that the terminal shows."""
+        return Group(*self._head(width), *self._numbers(width), Text(self.phase_text(), "dim"))
+
+    def times(self) -> str:
+        """How long it has taken, and will take."""
+        gone = f"{_duration(self._clock() - self._began)} gone"
+        left = self._remaining()
+        return f"{gone}, {left} to go" if left else gone
+
+    def _head(self, width: int) -> list[RenderableType]:
+        digits = len(str(self.total))
+        count = f"{self.done:>{digits}}/{self.total}"
+        times = self.times()
+        bar = Table.grid(expand=True, padding=(0, 1))
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            f"step {count}", ProgressBar(self.total, self.done, width=None), f"{self._share():.0%}"
+        )
+        title = Text(shorten(self.title, width), "bold")
+        if len(self.title) + len(times) + 2 <= width:
+            title.append(" " * (width - len(self.title) - len(times)) + times, "not bold dim")
+            return [title, bar]
+        return [title, Text(shorten(times, width), "dim"), bar]
+
+    def _numbers(self, width: int) -> list[RenderableType]:
+        if not self._metrics:
+            return []
+        lines: list[RenderableType] = [self._headline(width)]
+        if parts := self._parts(width):
+            lines.append(Text.assemble(("parts  ", "dim"), parts))
+        return [*lines, self._table(columns=1 if width < NARROW else 3)]
+
+    def headline(self) -> tuple[str, str]:
+        """The number that the run is about: its reward, or the loss where nothing is rewarded."""
+        if self._rewarded():
+            return "reward", self._reward() or "none scored"
+        return "loss", self._number("loss", "{:z.4f}") or ""
+
+    def _headline(self, width: int) -> Text:
+        name, value = self.headline()
+        curve = self._rewards if self._rewarded() else self._losses
+        line = Text.assemble((f"{name} ", "dim"), (value, "bold green"))
+        room = width - line.cell_len - 2
+        if room >= 10:
+            line.append("  " + sparkline(curve, min(room, 40)), "green")
+        return line
+
+    def _rewarded(self) -> bool:
+        return "reward" in self._metrics or "rollouts/scored" in self._metrics
+
+    def _table(self, columns: int) -> Table:
+        table = Table.grid(padding=(0, 1))
+        for _ in range(columns):
+            table.add_column(style="dim", no_wrap=True)
+            table.add_column(justify="left", no_wrap=True, min_width=10)
+        facts = self.facts()
+        for start in range(0, len(facts), columns):
+            cells: list[RenderableType] = []
+            for name, value in facts[start : start + columns]:
+                cells += [name, Text(value, "red" if name == "failed" else "")]
+            table.add_row(*cells)
+        return table
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What the last step measured beside the headline, in words."""
+        found = [
+            ("kl", self._number("kl", "{:.4f}")),
+            ("entropy", self._number("entropy", "{:.3f}")),
+            ("log-prob gap", self._number("sampling/logprob_gap", "{:.1e}")),
+            ("length", self._number("completions/mean_length", "{:.1f} tokens")),
+            ("truncated", self._number("completions/clipped_ratio", "{:.0%}")),
+            ("groups without signal", self._number("frac_reward_zero_std", "{:.0%}")),
+            ("grad norm", self._number("grad_norm", "{:.3g}")),
+            ("learning rate", self._number("learning_rate", "{:.2e}")),
+            ("loss", self._number("loss", "{:z.4f}") if self._rewarded() else None),
+            ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
+            ("epoch", self._number("epoch", "{:.2f}")),
+            ("sampling", self._number("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),
+            ("learning", self._number("perf/learning_tokens_per_second", "{:,.0f} tok/s")),
+            ("step time", self._step_time()),
+            ("failed", self._failures()),
+        ]
+        return [(name, value) for name, value in found if value]
+
+    def _reward(self) -> str | None:
+        value = self._number("reward", "{:.3f}")
+        spread = self._number("reward_std", " ±{:.3f}")
+        return value and value + (spread or "")
+
+    def _parts(self, width: int) -> str:
+        parts = [f"{name} {value}" for name, value in self._part_means("{:.3f}")]
+        return shorten("   ".join(parts), width - 7)
+
+    def _parts_of_several(self) -> list[tuple[str, str]]:
+        """Those that a line has room for; a single one would repeat the reward."""
+        parts = self._part_means("{:z.2f}")
+        return parts[:LINE_PARTS] if len(parts) > 1 else []
+
+    def _part_means(self, form: str) -> list[tuple[str, str]]:
+        return [
+            (one_line(part), _format(value, form))
+            for name, value in self._metrics.items()
+            if (part := part_of(name)) is not None
+        ]
+
+    def _failures(self) -> str | None:
+        failed = self._metrics.get("rollouts/failed", 0)
+        late = self._metrics.get("rollouts/timed_out", 0)
+        scored = self._metrics.get("rollouts/scored", 0)
+        if not failed and not late:
+            return None
+        slow = f" ({late:.0f} timed out)" if late else ""
+        return f"{failed + late:.0f} of {failed + late + scored:.0f}{slow}"
+
+    def _number(self, name: str, form: str) -> str | None:
+        value = self._metrics.get(name)
+        return None if value is None else _format(value, form)
+
+    def _step_time(self) -> str | None:
+        return f"{self._seconds[-1]:.1f} s" if self._seconds else None
+
+    def _remaining(self) -> str | None:
+        if not self._seconds or self.done >= self.total:
+            return None
+        return _duration(sum(self._seconds) / len(self._seconds) * (self.total - self.done))
+
+    def _share(self) -> float:
+        return self.done / self.total if self.total else 1.0
+
+    def phase_text(self) -> str:
+        """What is going on, and how much of it is done."""
+        name, done, total = self._phase
+        if not name:
+            return ""
+        return f"{name} …" if done is None else f"{name} {done}" + (f"/{total}" if total else "")
+
+
+def part_of(metric: str) -> str | None:
+    """The part of the reward whose mean a metric is; None for any other."""
+    is_part = metric.startswith("rewards/") and metric.endswith("/mean")
+    return metric.removeprefix("rewards/").removesuffix("/mean") if is_part else None
+
+
+def _format(value: float, form: str) -> str:
+    return form.format(value) if math.isfinite(value) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

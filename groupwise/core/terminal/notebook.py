@@ -1,0 +1,160 @@
+"""Showing things in a notebook: HTML where a kernel draws it (Jupyter, Colab, Kaggle), plain text everywhere else.
+
+What is shown may come from a model or a dataset, so all of it is cleaned and escaped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Protocol
+
+from groupwise.core.terminal.text import clean, one_line
+
+FONT = "13px ui-sans-serif, system-ui, sans-serif"
+STYLE = f"font: {FONT}; border-collapse: collapse; margin: .3em 0"
+CELL = "text-align: left; vertical-align: top; padding: .2em .9em .2em 0; white-space: pre-wrap"
+
+
+class Shown(Protocol):
+    """What can be shown both ways."""
+
+    def as_html(self) -> str: ...
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Lines of cells under a title; with `header`, a name above each column."""
+
+    title: str
+    rows: Sequence[Sequence[str]]
+    header: Sequence[str] = ()
+    unbroken: tuple[int, ...] = ()
+    """Columns whose lines stay whole, however narrow the page."""
+
+    def __str__(self) -> str:
+        """Columns beside each other, as wide as their longest cell."""
+        lines = [
+            [one_line(cell) for cell in row]
+            for row in ([self.header] if self.header else []) + list(self.rows)
+        ]
+        widths = [
+            max(len(row[i]) for row in lines if i < len(row))
+            for i in range(max(map(len, lines), default=0))
+        ]
+        body = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+            for row in lines
+        ]
+        return "\n".join([*([self.title] if self.title else []), *(f"  {line}" for line in body)])
+
+    def as_html(self) -> str:
+        """A table of HTML."""
+        head = "".join(
+            f'<th style="{CELL}; opacity: .6">{as_html(name)}</th>' for name in self.header
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(
+                f'<td style="{CELL}{self._of(i)}">{as_html(cell)}</td>'
+                for i, cell in enumerate(row)
+            )
+            + "</tr>"
+            for row in self.rows
+        )
+        title = (
+            f'<caption style="text-align: left; font-weight: 600">{as_html(self.title)}</caption>'
+            if self.title
+            else ""
+        )
+        return f'<table style="{STYLE}">{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+    def _of(self, column: int) -> str:
+        """The names of facts, where no header says what a column is, stand back."""
+        faint = "; opacity: .6" if column == 0 and not self.header else ""
+        return faint + ("; white-space: pre" if column in self.unbroken else "")
+
+    def _repr_html_(self) -> str:
+        return self.as_html()
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Lines to copy, under a title."""
+
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        """Lines under the title."""
+        return "\n".join([self.title, *(f"  {line}".rstrip() for line in self.text.splitlines())])
+
+    def as_html(self) -> str:
+        """A block of HTML, whose lines are broken where the page is narrower."""
+        title = f'<div style="font: {FONT}; font-weight: 600">{as_html(self.title)}</div>'
+        return f'{title}<pre style="margin: .3em 0 .6em; white-space: pre-wrap">{as_html(self.text)}</pre>'
+
+
+class Output:
+    """A place below the cell; what is drawn there stands in place of what was drawn before."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def draw(self, kernel: Any, html: str) -> None:
+        """`kernel` is `IPython.display`."""
+        shown = kernel.HTML(html)
+        if self._handle is None:
+            self._handle = kernel.display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+
+_shared: ContextVar[Output | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def one_output() -> Generator[None]:
+    """All that is shown within, tables and the pages of trainings, has one place below the cell, for which each takes its turn."""
+    before = _shared.set(Output())
+    try:
+        yield
+    finally:
+        _shared.reset(before)
+
+
+def output() -> Output:
+    """Where the next thing is to be drawn: a place of its own, but within `one_output`."""
+    return _shared.get() or Output()
+
+
+def show(shown: Shown) -> None:
+    """Show it where the reader is: below the cell, or on standard output."""
+    kernel = kernel_display()
+    if kernel is None:
+        tell(str(shown))
+    else:
+        output().draw(kernel, shown.as_html())
+
+
+def tell(text: str) -> None:
+    """A line for whoever runs the cell or the script."""
+    sys.stdout.write(f"{clean(text)}\n")
+
+
+def kernel_display() -> Any | None:
+    """`IPython.display`, where a kernel draws what is displayed; None in a terminal, a script or a file."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return importlib.import_module("IPython.display") if hasattr(shell, "kernel") else None
+
+
+def as_html(text: str) -> str:
+    """Text of a stranger as harmless HTML."""
+    return escape(clean(text))

@@ -1,0 +1,160 @@
+"""The progress of long work in a notebook: one output below the cell, redrawn in place.
+
+It shows the numbers of the board, curves of reward, its parts, KL and length, and the newest completions with their rewards. Pictures are
+images of their own, whose styles cannot reach the rest of the notebook. What stands there last is saved with the notebook.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from groupwise.core.terminal.board import Board, Metrics, part_of
+from groupwise.core.terminal.notebook import FONT, Table, as_html, output
+from groupwise.core.terminal.plot import Point, Series, svg_curve, with_mean
+from groupwise.core.terminal.text import ending, shorten
+from groupwise.core.types import Group, Prompt, Rollout
+
+REDRAW = 1.0
+"""Seconds between two drawings. The last step is drawn at once, and the end in any case."""
+GROUPS, OF_EACH = 3, 2
+"""Groups of a step that are shown, and completions of each."""
+LONGEST = 240
+"""Characters shown of a completion."""
+ASKED = 120
+"""Characters shown of a prompt, the last ones."""
+WIDTH, HEIGHT = 375, 215
+EACH = "each step"
+"""What the points of a curve are."""
+_CURVES = {
+    "kl": "KL to the reference",
+    "completions/mean_length": "length in tokens",
+    "loss": "loss",
+}
+
+
+class Page:
+    """Draws a board with `IPython.display`; from whatever thread, it appears below the cell that made it."""
+
+    def __init__(self, kernel: Any, board: Board, clock: Callable[[], float]) -> None:
+        self._kernel = kernel
+        self._board = board
+        self._clock = clock
+        self._cell = contextvars.copy_context()
+        self._output = output()
+        self._drawn_at = 0.0
+        self._curves: dict[str, list[Point]] = {}
+        self._notes: list[str] = []
+        self._groups: Sequence[Group] = ()
+
+    def step(self, step: int, metrics: Metrics, groups: Sequence[Group]) -> None:
+        """A step is done."""
+        for name, value in metrics.items():
+            if name in ("reward", *_CURVES) or part_of(name) is not None:
+                self._curves.setdefault(name, []).append((step + 1, value))
+        self._groups = groups or self._groups
+        if self._board.done >= self._board.total:
+            self.draw()
+        else:
+            self.tick()
+
+    def note(self, text: str) -> None:
+        """Something that the reader should know; stays above the numbers."""
+        self._notes.append(text)
+        self.draw()
+
+    def tick(self) -> None:
+        """Something went on; shown if the last drawing is not too fresh, else by the next one."""
+        if self._clock() - self._drawn_at >= REDRAW:
+            self.draw()
+
+    def draw(self) -> None:
+        """Replace what is shown."""
+        self._drawn_at = self._clock()
+        self._cell.copy().run(self._output.draw, self._kernel, self.html())
+
+    def html(self) -> str:
+        """What is shown now."""
+        parts = [self._head(), self._told(), self._numbers(), self._pictures(), self._completions()]
+        return f'<div style="font: {FONT}">{"".join(parts)}</div>'
+
+    def _head(self) -> str:
+        board = self._board
+        share = 100 * board.done / board.total if board.total else 100
+        name, value = board.headline()
+        phase = f" · {as_html(board.phase_text())}" if board.phase_text() else ""
+        return (
+            f"<div><b>{as_html(board.title)}</b> · step {board.done}/{board.total} · {as_html(board.times())}{phase}</div>"
+            '<div style="background: #8884; height: 6px; border-radius: 3px; margin: .4em 0; max-width: 900px">'
+            f'<div style="background: #0969da; height: 6px; border-radius: 3px; width: {share:.1f}%"></div></div>'
+            + (f"<div>{name} <b>{as_html(value)}</b></div>" if value else "")
+        )
+
+    def _told(self) -> str:
+        return "".join(
+            f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes
+        )
+
+    def _numbers(self) -> str:
+        facts = " ".join(
+            f'<span style="margin-right: 1.4em; white-space: nowrap"><span style="opacity: .6">{name}</span> {as_html(value)}</span>'
+            for name, value in self._board.facts()
+        )
+        return f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>'
+
+    def _pictures(self) -> str:
+        shown = [
+            picture(svg_curve(series, title=title, width=WIDTH, height=HEIGHT), title)
+            for title, series in self._plots()
+        ]
+        return f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(shown)}</div>'
+
+    def _plots(self) -> list[tuple[str, list[Series]]]:
+        found: list[tuple[str, list[Series]]] = []
+        if reward := self._curves.get("reward"):
+            found.append(("reward", with_mean(EACH, reward)))
+        curves = [(part_of(name), points) for name, points in self._curves.items()]
+        if parts := [Series(part, tuple(points)) for part, points in curves if part is not None]:
+            found.append(("parts", parts))
+        for name, title in _CURVES.items():
+            if name in self._curves and not (name == "loss" and "reward" in self._curves):
+                found.append((title, with_mean(EACH, self._curves[name])))
+        return found
+
+    def _completions(self) -> str:
+        groups = [group for group in self._groups if group.rollouts][:GROUPS]
+        rows = [
+            (asked(group.example.prompt, ASKED) if place == 0 else "", *_row(rollout))
+            for group in groups
+            for place, rollout in enumerate(group.rollouts[:OF_EACH])
+        ]
+        if not rows:
+            return ""
+        header = ("asked", "reward", "parts", "completion")
+        return Table("", rows, header, unbroken=(2,)).as_html()
+
+
+def asked(prompt: Prompt, longest: int) -> str:
+    """The end of a prompt, or of its last message, where the question stands."""
+    if isinstance(prompt, str):
+        return ending(prompt, longest)
+    said = prompt[-1].get("content") if prompt else ""
+    return ending(said if isinstance(said, str) else str(said or ""), longest)
+
+
+def picture(svg: str, title: str) -> str:
+    """An image that stands alone."""
+    source = base64.b64encode(svg.encode()).decode()
+    return f'<img alt="{as_html(title)}" style="max-width: 100%" src="data:image/svg+xml;base64,{source}">'
+
+
+def number(value: float | None) -> str:
+    """A reward, or none."""
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _row(rollout: Rollout) -> tuple[str, str, str]:
+    parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
+    return number(rollout.reward), parts, shorten(rollout.completion, LONGEST)

@@ -1,0 +1,486 @@
+"""Curves: in a terminal as Unicode, in a file as SVG, in a line as a sparkline.
+
+All take plain numbers. Points that are not finite are left out. A curve of raw values is noisy in reinforcement learning, so
+`with_mean` shows them as faint points under the bold line of their moving mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Literal
+
+from groupwise.core.terminal.text import one_line, shorten
+
+Point = tuple[float, float]
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+MOST_POINTS = 400
+"""Points of a line, or dots, in a picture: about one for each pixel of a small one, so that no picture grows with a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One set of points to draw."""
+
+    name: str
+    points: tuple[Point, ...]
+    """(x, y) in order of x."""
+    style: Literal["line", "points", "band"] = "line"
+    """A band is the area between the lowest and the highest point of each x; a terminal shows its points."""
+
+
+def with_mean(
+    name: str,
+    points: Sequence[Point],
+    window: int | None = None,
+    warm_up: Sequence[Point] = (),
+) -> list[Series]:
+    """The raw points and the line of their moving mean over the last `window` (default: a tenth of them, at least 3).
+
+    Points of a warm-up are a line of their own.
+    """
+    finite = _finite(points)
+    window = window or max(3, math.ceil(len(finite) / 10))
+    means = moving_mean([y for _, y in finite], window)
+    line = tuple((x, mean) for (x, _), mean in zip(finite, means, strict=True))
+    return [
+        Series(name, finite, "points"),
+        Series(f"mean of {window}", line, "line"),
+        *([Series("warm-up", tuple(warm_up), "line")] if warm_up else []),
+    ]
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of the last `window` values at each place, of fewer at the beginning."""
+    return [
+        math.fsum(values[max(0, end - window) : end]) / min(window, end)
+        for end in range(1, len(values) + 1)
+    ]
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
+    """At most `most` (at least 4) of the points: the first, the last, and of each stretch between them the lowest and the highest."""
+    if len(points) <= most:
+        return tuple(points)
+    stretches = (most - 2) // 2
+    edges = [1 + round(i * (len(points) - 2) / stretches) for i in range(stretches + 1)]
+    kept = {0, len(points) - 1}
+    for start, end in pairwise(edges):
+        stretch = range(start, end)
+        kept.add(min(stretch, key=lambda i: points[i][1]))
+        kept.add(max(stretch, key=lambda i: points[i][1]))
+    return tuple(points[i] for i in sorted(kept))
+
+
+def sparkline(values: Sequence[float], width: int | None = None) -> str:
+    """Values as a row of small bars; more than `width` of them are averaged into so many."""
+    finite = [value for value in values if math.isfinite(value)]
+    if width is not None and len(finite) > width:
+        edges = [round(i * len(finite) / width) for i in range(width + 1)]
+        finite = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    if high == low:
+        return SPARKS[3] * len(finite)
+    top = len(SPARKS) - 1
+    return "".join(SPARKS[round((value - low) / (high - low) * top)] for value in finite)
+
+
+def terminal_curve(
+    series: Sequence[Series],
+    width: int = 72,
+    height: int = 14,
+    title: str = "",
+    x_label: str = "step",
+    colour: bool = False,
+) -> str:
+    """A curve of `width` × about `height` characters, axes included. `colour` adds ANSI colours."""
+    drawn = [Series(each.name, _finite(each.points), each.style) for each in series]
+    if not any(each.points for each in drawn):
+        return f"{one_line(title)}: no values yet" if title else "no values yet"
+    frame = _Frame.around(drawn, y_ticks=max(2, height // 3))
+    labels = [_number(tick, frame.y_step) for tick in frame.y_ticks]
+    margin = max(len(label) for label in labels)
+    canvas = _Canvas(max(8, width - margin - 2), max(3, height), frame)
+    for index, each in enumerate(drawn):
+        canvas.draw(each, index)
+    lines = _axis_of_y(canvas, dict(zip(frame.y_ticks, labels, strict=True)), margin, colour)
+    lines += _axis_of_x(canvas, margin, x_label)
+    return "\n".join([*_heading(title, drawn, width, colour), *lines])
+
+
+# Scales
+
+LARGEST = 1e300
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The rectangle of values that is shown."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+    x_ticks: tuple[float, ...]
+    x_step: float
+    y_ticks: tuple[float, ...]
+    y_step: float
+
+    @classmethod
+    def around(cls, series: Iterable[Series], y_ticks: int, x_ticks: int = 6) -> _Frame:
+        points = [point for each in series for point in each.points]
+        left, right = _spread([x for x, _ in points], at_least=1.0)
+        low, high = _spread([y for _, y in points], at_least=1e-9)
+        y_step = _nice_step(high - low, y_ticks)
+        x_step = max(1.0, _nice_step(right - left, x_ticks))
+        bottom, top = math.floor(low / y_step) * y_step, math.ceil(high / y_step) * y_step
+        return cls(
+            left,
+            right,
+            bottom,
+            top,
+            _ticks(left, right, x_step),
+            x_step,
+            _ticks(bottom, top, y_step),
+            y_step,
+        )
+
+    def place(self, x: float, y: float) -> Point:
+        """From (0, 0) at the bottom left to (1, 1) at the top right."""
+        return (x - self.left) / (self.right - self.left), (y - self.bottom) / (
+            self.top - self.bottom
+        )
+
+
+def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
+    """Those that a curve can have: the difference of two is a number, too."""
+    return tuple((x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST)
+
+
+def _spread(values: Sequence[float], at_least: float) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    if high - low >= at_least * max(1.0, abs(high)):
+        return low, high
+    half = max(at_least, abs(high) * 0.1, 0.05 if at_least < 1 else 0.5)
+    return low - half, high + half
+
+
+def _nice_step(extent: float, count: int) -> float:
+    """The step of 1, 2 or 5 × a power of ten that divides `extent` into about `count`."""
+    rough = extent / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * nice for nice in (1.0, 2.0, 5.0, 10.0) if power * nice >= rough * 0.999)
+
+
+def _ticks(low: float, high: float, step: float) -> tuple[float, ...]:
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return tuple(number * step for number in range(first, last + 1))
+
+
+def _number(value: float, step: float) -> str:
+    """With as many digits as the step between ticks needs."""
+    if not 1e-4 <= abs(step) < 1e6:
+        return f"{value:.3g}"
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value + 0.0:.{digits}f}"
+
+
+# The terminal
+
+_COLOURS = (36, 33, 35, 32, 34)
+_DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+class _Canvas:
+    """Character cells; each holds 2 × 4 braille dots of a line, or one faint point."""
+
+    def __init__(self, columns: int, rows: int, frame: _Frame) -> None:
+        self.columns = columns
+        self.rows = rows
+        self.frame = frame
+        self._dots = [[0] * columns for _ in range(rows)]
+        self._points = [[False] * columns for _ in range(rows)]
+        self._owner = [[0] * columns for _ in range(rows)]
+
+    def draw(self, series: Series, index: int) -> None:
+        if series.style != "line":
+            for x, y in series.points:
+                column, row = self._cell(x, y)
+                self._points[row][column] = True
+                self._owner[row][column] = index
+            return
+        dots = [self._dot(x, y) for x, y in series.points]
+        for start, end in zip(dots, dots[1:] or dots, strict=False):
+            for column, row in _straight(start, end):
+                self._dots[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
+                self._owner[row // 4][column // 2] = index
+
+    def row_of(self, y: float) -> int:
+        return self._cell(self.frame.left, y)[1]
+
+    def column_of(self, x: float) -> int:
+        return self._cell(x, self.frame.bottom)[0]
+
+    def text(self, row: int, colour: bool) -> str:
+        return "".join(self._character(row, column, colour) for column in range(self.columns))
+
+    def _character(self, row: int, column: int, colour: bool) -> str:
+        dots = self._dots[row][column]
+        if not dots and not self._points[row][column]:
+            return " "
+        paint = _COLOURS[self._owner[row][column] % len(_COLOURS)]
+        if dots:
+            shown = chr(0x2800 + dots)
+            return f"\x1b[{paint}m{shown}{_PLAIN}" if colour else shown
+        return f"{_DIM}·{_PLAIN}" if colour else "·"
+
+    def _cell(self, x: float, y: float) -> tuple[int, int]:
+        column, row = self._dot(x, y)
+        return column // 2, row // 4
+
+    def _dot(self, x: float, y: float) -> tuple[int, int]:
+        across, up = self.frame.place(x, y)
+        return round(across * (2 * self.columns - 1)), round((1 - up) * (4 * self.rows - 1))
+
+
+def _straight(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    """The dots on the way from one dot to another."""
+    (x0, y0), (x1, y1) = start, end
+    length = max(abs(x1 - x0), abs(y1 - y0), 1)
+    return [
+        (round(x0 + (x1 - x0) * i / length), round(y0 + (y1 - y0) * i / length))
+        for i in range(length + 1)
+    ]
+
+
+def _heading(title: str, series: Sequence[Series], width: int, colour: bool) -> list[str]:
+    if not title:
+        return []
+    signs = "   ".join(
+        f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in series
+    )
+    line = shorten(one_line(title), width)
+    shown = f"{_BOLD}{line}{_PLAIN}" if colour else line
+    fits = len(line) + 3 + len(signs) <= width
+    return [shown + " " * (width - len(line) - len(signs)) + signs] if fits else [shown]
+
+
+def _axis_of_y(canvas: _Canvas, labels: dict[float, str], margin: int, colour: bool) -> list[str]:
+    rows = {canvas.row_of(tick): label for tick, label in labels.items()}
+    return [
+        f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
+        for row in range(canvas.rows)
+    ]
+
+
+def _axis_of_x(canvas: _Canvas, margin: int, label: str) -> list[str]:
+    frame = canvas.frame
+    line = ["─"] * canvas.columns
+    below = [" "] * (canvas.columns + margin + 2)
+    free = 0
+    for tick in frame.x_ticks:
+        column, text = canvas.column_of(tick), _number(tick, frame.x_step)
+        start = min(max(column + margin + 2 - len(text) // 2, 0), len(below) - len(text))
+        if start < free:
+            continue
+        line[column] = "┬"
+        below[start : start + len(text)] = text
+        free = start + len(text) + 1
+    name = one_line(label)
+    numbers = "".join(below).rstrip()
+    if len(numbers) + 2 + len(name) > len(below):
+        numbers = f"{numbers}\n{name:>{len(below)}}"
+    else:
+        numbers += f"{name:>{len(below) - len(numbers)}}"
+    return [f"{'':>{margin}} └{''.join(line)}", *numbers.split("\n")]
+
+
+# SVG
+
+_STYLE = """
+    .back { fill: #ffffff } .ink { fill: #24292f } .faint { fill: #57606a } .grid { stroke: #d0d7de }
+    .line { fill: none; stroke-width: 2.5; stroke-linejoin: round; stroke-linecap: round }
+    .c0 { stroke: #0969da; fill: #0969da } .c1 { stroke: #bc4c00; fill: #bc4c00 }
+    .c2 { stroke: #8250df; fill: #8250df } .c3 { stroke: #1a7f37; fill: #1a7f37 }
+    .line.c0, .line.c1, .line.c2, .line.c3 { fill: none }
+    .line.dashed { stroke-dasharray: 6 6; stroke-linecap: butt }
+    .dots { stroke: none; opacity: .35 } .band { stroke: none; opacity: .15 }
+    text { font: 13px ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif }
+    .title { font-size: 16px; font-weight: 600 }
+    @media (prefers-color-scheme: dark) {
+      .back { fill: #0d1117 } .ink { fill: #e6edf3 } .faint { fill: #8d96a0 } .grid { stroke: #30363d }
+      .c0 { stroke: #4493f8; fill: #4493f8 } .c1 { stroke: #f0883e; fill: #f0883e }
+      .c2 { stroke: #ab7df8; fill: #ab7df8 } .c3 { stroke: #3fb950; fill: #3fb950 }
+    }
+"""
+COLOURS = 4
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 56, 48
+
+
+def svg_curve(
+    series: Sequence[Series],
+    title: str = "",
+    x_label: str = "step",
+    y_label: str = "",
+    width: int = 720,
+    height: int = 360,
+) -> str:
+    """A picture that stands alone: no scripts, no fonts to load, light and dark. Many points are thinned."""
+    drawn = [each for each in map(_drawn_as_svg, series) if each.points]
+    body: list[str] = []
+    legend, below = _legend(drawn, width, title)
+    if drawn:
+        frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
+        body += _svg_axes(frame, width, height)
+        body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
+    else:
+        body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
+    body.append(_label(width - _RIGHT, height - 12, x_label, "faint", "end"))
+    if below:
+        body = [f'<g transform="translate(0 {below})">', *body, "</g>"]
+        height += below
+    head = [
+        f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
+        _label(_LEFT, 28, title, "ink title"),
+        _label(_LEFT, 46, y_label, "faint"),
+    ]
+    inner = "\n  ".join([*head, *body, *legend])
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img" aria-label="{_xml(title)}">\n'
+        f"  <title>{_xml(title)}</title>\n  <style>{_STYLE}  </style>\n  {inner}\n</svg>\n"
+    )
+
+
+def _drawn_as_svg(series: Series) -> Series:
+    finite = _finite(series.points)
+    points = finite if series.style == "band" else thinned(finite)
+    return Series(series.name, points, series.style)
+
+
+def _svg_axes(frame: _Frame, width: int, height: int) -> list[str]:
+    shapes: list[str] = []
+    for tick in frame.y_ticks:
+        _, y = _pixel(frame, frame.left, tick, width, height)
+        shapes.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
+        shapes.append(_label(_LEFT - 8, y + 4, _number(tick, frame.y_step), "faint", "end"))
+    for tick in frame.x_ticks:
+        x, y = _pixel(frame, tick, frame.bottom, width, height)
+        shapes.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
+    return shapes
+
+
+def _svg_series(
+    series: Series, index: int, drawn: Sequence[Series], frame: _Frame, width: int, height: int
+) -> str:
+    places = [_pixel(frame, x, y, width, height) for x, y in series.points]
+    colour = f"c{_colour(index, drawn)}"
+    if series.style == "points":
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
+        return f'<g class="dots {colour}">{dots}</g>'
+    if series.style == "band":
+        return f'<path class="band {colour}" d="{_path(_outline(places))}Z"/>'
+    return f'<path class="{_line(index, drawn)}" d="{_path(places)}"/>'
+
+
+def _path(places: Sequence[Point]) -> str:
+    return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+
+
+def _outline(places: Sequence[Point]) -> list[Point]:
+    """Along the highest place of each x, and back along the lowest."""
+    heights: dict[float, list[float]] = {}
+    for x, y in places:
+        heights.setdefault(x, []).append(y)
+    there = [(x, min(ys)) for x, ys in heights.items()]
+    back = [(x, max(ys)) for x, ys in heights.items()]
+    return [*there, *reversed(back)]
+
+
+def _colour(index: int, drawn: Sequence[Series]) -> int:
+    """Points or a band and the line after them belong together and share a colour."""
+    return len(_lines(drawn[:index])) % COLOURS
+
+
+def _line(index: int, drawn: Sequence[Series]) -> str:
+    """The classes of a line: dashed where it lies on an earlier one, which shows between the dashes, and where colours begin again."""
+    before = _lines(drawn[:index])
+    lies_on = any(each.points == drawn[index].points for each in before)
+    dashed = " dashed" if lies_on or len(before) >= COLOURS else ""
+    return f"line c{_colour(index, drawn)}{dashed}"
+
+
+def _lines(drawn: Sequence[Series]) -> list[Series]:
+    return [each for each in drawn if each.style == "line"]
+
+
+_SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
+"""Pixels of a letter, of one of the title, of the colour beside a name, and from one row of names to the next."""
+
+
+def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
+    """Beside the title, or below it where they would meet, in as many rows as it takes; and by how much the curves go down for these."""
+    rows: list[list[tuple[int, str]]] = [[]]
+    for index, each in enumerate(drawn):
+        if each.style == "band":  # the line after it names both
+            continue
+        named = (index, shorten(one_line(each.name), 24))
+        if rows[-1] and _across([*rows[-1], named]) > width - _RIGHT:
+            rows.append([])
+        rows[-1].append(named)
+    meets = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
+    first = 46 if meets or len(rows) > 1 else 28
+    shapes = [
+        shape
+        for number, row in enumerate(rows)
+        for shape in _legend_row(drawn, row, width, first + number * _LINE)
+    ]
+    return shapes, (len(rows) - 1) * _LINE
+
+
+def _across(named: Sequence[tuple[int, str]]) -> float:
+    return sum(_SIGN * len(name) + _SWATCH for _, name in named)
+
+
+def _legend_row(
+    drawn: Sequence[Series], named: Sequence[tuple[int, str]], width: int, y: int
+) -> list[str]:
+    shapes: list[str] = []
+    x = float(width - _RIGHT)
+    for index, name in reversed(named):
+        colour = f"c{_colour(index, drawn)}"
+        shapes.append(_label(x, y, name, "faint", "end"))
+        x -= _SIGN * len(name) + 8
+        if drawn[index].style == "points":
+            shapes.append(f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>')
+        else:
+            line = _line(index, drawn)
+            shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
+        x -= _SWATCH - 8
+    return shapes
+
+
+def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:
+    across, up = frame.place(x, y)
+    return (
+        _LEFT + across * (width - _LEFT - _RIGHT),
+        _TOP + (1 - up) * (height - _TOP - _BOTTOM),
+    )
+
+
+def _label(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_xml(text)}</text>'
+    )
+
+
+def _xml(text: str) -> str:
+    return escape(one_line(text))

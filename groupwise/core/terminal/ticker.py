@@ -1,0 +1,76 @@
+"""One line that tells how far long work is: redrawn in place in a terminal, a new line now and then everywhere else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from groupwise.core.terminal.text import clean, one_line, shorten
+
+REDRAW = 0.2
+"""Seconds between two drawings of the line in a terminal."""
+
+
+class Ticker:
+    """Use it as a context manager. It writes to standard error, so that standard output belongs to results."""
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        every: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`every`: seconds between two lines where nothing can be redrawn."""
+        self._stream = stream if stream is not None else sys.stderr
+        self._redraws = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._pause = REDRAW if self._redraws else every
+        self._clock = clock
+        self._next = clock()
+        self._line = self._shown = ""
+
+    def __enter__(self) -> Ticker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._draw()
+        if self._redraws and self._shown:
+            self._write("\n")
+
+    def show(self, line: str) -> None:
+        """How far the work is now; written where enough time has passed, and when the work ends."""
+        self._line = one_line(line)
+        if self._clock() >= self._next:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        """Something that the reader should know; stays above the line."""
+        self._write(("\r\x1b[K" if self._redraws else "") + clean(text) + "\n")
+        self._shown = ""
+        if self._redraws:
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._line == self._shown:
+            return
+        self._shown = self._line
+        self._next = self._clock() + self._pause
+        if self._redraws:
+            self._write("\r\x1b[K" + shorten(self._line, shutil.get_terminal_size().columns - 1))
+        else:
+            self._write(self._line + "\n")
+
+    def _write(self, text: str) -> None:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(text.encode(encoding, "replace").decode(encoding))
+        self._stream.flush()

@@ -1,0 +1,468 @@
+"""The record: what sampling produces, learning consumes, the store keeps and a resume restores.
+
+A task yields an `Example`. Its prompt is asked of the sampler several times (`GroupRequest`), the answers come back as
+`Completion`s, and become a `Group` of `Rollout`s: one attempt each, made of `Segment`s that remember who wrote
+every token, under which policy and with which seed. Scoring adds reward parts and an outcome. An algorithm turns groups into
+`Weight`s, and each scored rollout with its weight becomes a `Row`, the only thing that the learner sees.
+
+Everything here is plain data (no torch, nothing that cannot be written as JSON), because it crosses processes and HTTP and
+is stored. `to_json` and `from_json` are the one pair of functions that do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+from pydantic import ConfigDict, TypeAdapter, with_config
+
+Message = dict[str, Any]
+"""One chat message, `{"role": "user", "content": "..."}`."""
+
+Prompt = str | list[Message]
+"""A prompt as a task gives it: text, which is tokenised as it stands, or messages, which go through the chat template."""
+
+Source = Literal["policy", "environment", "inserted", "teacher"]
+"""Who wrote a segment. Only `policy` (and, in SFT, `teacher`) tokens teach."""
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: a stop token or stop string ended the completion. `length`: the limit cut it off (a truncated rollout)."""
+
+Outcome = Literal["pending", "scored", "failed", "timed_out"]
+"""`pending` until the rewards are known. Only `scored` rollouts teach: a failure is never a low reward."""
+
+EndedBy = Literal["environment", "turns", "tokens"]
+"""What ended a rollout of several turns: its environment, or the limit that cut it off."""
+
+PolicyRole = Literal["policy", "reference"]
+
+Origin = Literal["fresh", "easy", "replay"]
+"""Where a group's example comes from: the order of the data, the easy pool, or the replay buffer."""
+
+TASK_COLUMN = "task"
+"""The column with the label by which the router finds a row's rewards."""
+
+DATASET_COLUMN = "dataset_name"
+"""The column that names the set of a mixture that a row is from; it stands for the label where there is none."""
+
+
+class NumberedRow(dict[str, Any]):
+    """A row that knows its number in the data of its user, from 0, however many were left out before it."""
+
+    def __init__(self, columns: Mapping[str, Any], number: int | None) -> None:
+        super().__init__(columns)
+        self.number = number
+
+
+def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns that take the place of a row's, and keep its number."""
+    return NumberedRow(columns, getattr(row, "number", None))
+
+
+def number_of(row: Mapping[str, Any], place: int) -> int:
+    """The number of a row in its user's data; its place where nobody numbered it."""
+    number = getattr(row, "number", None)
+    return place if number is None else number
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row of a task: the prompt and every other column of its dataset, which the rewards receive."""
+
+    index: int
+    """Position in the dataset, from 0."""
+    prompt: Prompt
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def row_number(self) -> int:
+        """See `number_of`; for messages, since rows of several sources may have the same."""
+        return number_of(self.columns, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a completion is drawn. Log-probabilities are those of the distribution that was sampled, at this temperature."""
+
+    max_tokens: int
+    """Longest completion in tokens, stop token included."""
+    temperature: float = 1.0
+    """0 is greedy; log-probabilities are then those at temperature 1."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of these ends the completion and is its last token."""
+    stop: tuple[str, ...] = ()
+    """Any of these texts ends the completion at the token that completes it; it may span tokens."""
+    min_tokens: int = 0
+    """In so many tokens at the beginning the stop tokens cannot be drawn, and no stop text ends the completion before the last of
+    them. Log-probabilities are those without the stop tokens there; a `Row` says it in `withheld`."""
+    top_k: int | None = None
+    """Draw from so many of the most probable tokens alone; None, as for the next two: from all of them."""
+    top_p: float | None = None
+    """Draw from the most probable tokens that together have at least this probability."""
+    min_p: float | None = None
+    """Draw from the tokens with at least this share of the highest probability."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether improbable tokens are left out, which the learner's log-probabilities do not know."""
+        return (self.top_k, self.top_p, self.min_p) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One prompt to be completed `len(seeds)` times."""
+
+    draw: int
+    """Position in the order of draws of the run; names the group."""
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One 64-bit seed for each member, distinct; see `groupwise.tasks.rollouts.seeds`."""
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the sampler drew for one member."""
+
+    token_ids: tuple[int, ...]
+    """The sampled tokens verbatim; a stop token that was drawn is the last of them."""
+    logprobs: tuple[float, ...]
+    """Log-probability (nats) of each token under the distribution that was sampled; as long as `token_ids`."""
+    finish_reason: FinishReason
+    seed: int
+    policy_version: int
+    fingerprint: str
+    """Of the weights that really served; see `Policy.fingerprint`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of tokens of one source within a rollout, after the prompt."""
+
+    source: Source
+    token_ids: tuple[int, ...]
+    sampling_logprobs: tuple[float, ...] | None = None
+    """As in `Completion.logprobs`; None for tokens that were not sampled."""
+    policy_version: int | None = None
+    fingerprint: str | None = None
+    params: SamplingParams | None = None
+    seed: int | None = None
+    finish_reason: FinishReason | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    """Where a new row begins: all that the policy saw before this segment, because the chat template wrote earlier turns
+    anew. None: the segment goes on with the row before it."""
+    learner_logprobs: tuple[float, ...] | None = None
+    """By the learner in the first pass of its step that learnt from these tokens, before that pass's update (nats, float32): as
+    `Learner.trained_logprobs` tells them. Less `sampling_logprobs` they are the logarithms of the ratios. None where the
+    tokens did not teach, or nobody kept them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """One reward function's verdict on one rollout."""
+
+    name: str
+    value: float | None
+    """None: this reward does not apply to this rollout."""
+    weight: float = 1.0
+    turn: int | None = None
+    """The turn it belongs to in a multi-turn rollout; None for the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One attempt at one example."""
+
+    draw: int
+    member: int
+    """Position in its group, from 0."""
+    attempt: int
+    """0, or the number of the repetition after an infrastructure failure."""
+    prompt_ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    completion: str
+    """The text that the rewards saw, special tokens left out; of several turns all that was said after the prompt."""
+    outcome: Outcome = "pending"
+    reason: str | None = None
+    """Why it failed or timed out, for people."""
+    reward: float | None = None
+    """The weighted total of the parts, the number that is trained on and logged; None unless scored."""
+    parts: tuple[RewardPart, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What reward functions recorded with `log_extra`."""
+    advantage: float | None = None
+    """The credit that the algorithm gave it; kept apart from `reward`."""
+    messages: tuple[Message, ...] | None = None
+    """What was said after the prompt of a chat of several turns, the environment's messages among it; None elsewhere."""
+    ended_by: EndedBy | None = None
+    """What ended a rollout of several turns; None where it failed, and for other kinds."""
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        """All tokens after the prompt, of every source, in order."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def written(self) -> int:
+        """Tokens that the policy wrote; `completion_ids` has those of environment and inserted text, too."""
+        return sum(len(each.token_ids) for each in self.segments if each.source == "policy")
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit cut it off: the rollout where it has several turns, else the policy's last segment."""
+        if self.ended_by is not None:
+            return self.ended_by != "environment"
+        return self.finish_reason == "length"
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the policy's last segment ended; None where the policy wrote nothing."""
+        written = [segment for segment in self.segments if segment.source == "policy"]
+        return written[-1].finish_reason if written else None
+
+    @property
+    def part_values(self) -> dict[str, float | None]:
+        """The reward parts by name; those of several turns are summed, None where none of them applies."""
+        values: dict[str, float | None] = {}
+        for part in self.parts:
+            before = values.get(part.name)
+            added = before if part.value is None else (before or 0.0) + part.value
+            values[part.name] = added
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one example in one draw."""
+
+    draw: int
+    example: Example
+    rollouts: tuple[Rollout, ...]
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """What reward functions recorded with `log_metric`, averaged over the group."""
+    prompt_seen: str | None = None
+    """The prompt of a chat as the model saw it, for people: with what the template wrote around it, tools among it. Where members had
+    prompts of their own, the first one's. None: the example's prompt is all there is to show."""
+    origin: Origin = "fresh"
+    again: int | None = None
+    """The draw whose completions these are, where recorded ones are trained again; None: they were sampled for this draw."""
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        """The members that teach."""
+        return tuple(rollout for rollout in self.rollouts if rollout.outcome == "scored")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What an algorithm gives a scored rollout."""
+
+    advantage: float
+    scale: float
+    """The per-sequence normaliser: 1, or 1 / number of trained tokens for a per-sequence mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withheld:
+    """Some tokens of a row at which certain ids could not be drawn: to sampler and learner their probability there is 0."""
+
+    start: int
+    """The first of the tokens, by its place in `Row.completion_ids`."""
+    end: int
+    """One past the last of them."""
+    token_ids: tuple[int, ...]
+
+
+_NAN_AS_TEXT = with_config(ConfigDict(ser_json_inf_nan="strings"))
+"""For what is written to see why it is not finite: "NaN", "Infinity" and "-Infinity" instead of null."""
+
+
+@_NAN_AS_TEXT
+@dataclass(frozen=True, slots=True)
+class OtherRows:
+    """Sums over the tokens that teach in the other rows of a rollout, for what is one for the rollout as a whole."""
+
+    tokens: int
+    log_weight: float = 0.0
+    """Proximal less sampling log-probabilities (nats); 0 where there are no proximal ones."""
+    log_ratio: float = 0.0
+    """Those of the policy at this update less the old ones: the proximal log-probabilities, or the sampler's where there are none."""
+
+
+@_NAN_AS_TEXT
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is trained: one sequence, unpadded. Rows with the same prompt share its computation in the learner.
+
+    `mask`, `sampling_logprobs` and, where present, `reference_logprobs` and `proximal_logprobs` are as long as
+    `completion_ids`; tokens with mask 0 (observations, inserted text) are seen but do not teach.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    sampling_logprobs: tuple[float, ...]
+    advantage: float
+    scale: float
+    temperature: float = 1.0
+    """The temperature it was sampled at; the learner computes log-probabilities at the same one."""
+    reference_logprobs: tuple[float, ...] | None = None
+    proximal_logprobs: tuple[float, ...] | None = None
+    """By the learner at the start of the step; None in its first update, which makes them itself."""
+    rollout: tuple[int, int] | None = None
+    """Draw and member of its rollout, which its other rows share."""
+    others: OtherRows | None = None
+    """None: the rollout has no other rows."""
+    withheld: tuple[Withheld, ...] = ()
+    """Where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
+    credits: tuple[float, ...] | None = None
+    """The credit of each token, as long as `completion_ids`, where a caller gives it itself; the loss `given` reads it in place of
+    `advantage` and `scale`, and no other loss does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a learner makes of a row; both as long as its `completion_ids`."""
+
+    logprobs: tuple[float, ...]
+    """Log-probability (nats) of each token, at the row's temperature."""
+    right: tuple[bool, ...]
+    """Whether each token is the one that it finds likeliest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A published version of the weights, addressed `run@step`. Publication always goes through files."""
+
+    run: str
+    version: int
+    """+1 for each publication of the run; 0 is the policy that the run started from."""
+    fingerprint: str
+    """SHA-256 (hex, 16 digits) of the published tensors: names, shapes and bytes."""
+    kind: Literal["adapter", "full"]
+    path: str
+    """The folder that holds the tensors in the format of peft (adapter) or transformers (full)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """Names a registered loss and its knobs; the learner looks it up in `groupwise.algorithms.registry`."""
+
+    name: str
+    knobs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class OptimiserParams:
+    """One optimiser call: AdamW with decoupled weight decay, gradient clipped to a global norm first."""
+
+    learning_rate: float
+    max_grad_norm: float | None = 1.0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What `Learner.update` did."""
+
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    applied: bool
+    """False where the gradient was not finite and the update was left out."""
+
+
+class Sampler(Protocol):
+    """Produces completions. Implementations: torch in this process, fakes; later worker processes and HTTP engines."""
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """Complete one prompt once for each seed, in the order of the seeds.
+
+        May be awaited for many groups at once; the sampler batches them as it likes, and the result of a
+        group does not depend on the others. Cancelling the call frees its slots.
+        """
+        ...
+
+    async def load(self, policy: Policy) -> None:
+        """Serve these weights from now on. Raises `PolicyMismatchError` if the files are not what `policy` says."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Of the weights that serve now, computed from the tensors in memory."""
+        ...
+
+
+class Learner(Protocol):
+    """Computes the loss and updates one adapter (or full model). Blind to algorithms and tasks: it knows rows and sums."""
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Add the gradient of `Σ component sums / denominators` over the rows to what is there already.
+
+        Returns sums over the rows: `loss/<component>` undivided, and the loss's statistics by name. May be called several
+        times before `update`;
+        the total does not depend on how the rows were cut up. Cancelling it leaves a partial gradient for `discard`.
+        """
+        ...
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """Log-probabilities (nats) of the completion tokens of the rows that `forward_backward` was last given, as it computed them.
+
+        For whoever wants to see them: no other forward pass is made. They are float32, have their row's temperature and, where
+        there is any, the dropout of that pass; of tokens with mask 0 they mean nothing. To be asked before `update` or
+        `discard`. None: this learner cannot tell them.
+        """
+        ...
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """Clip, step the optimiser, and clear the gradient."""
+        ...
+
+    def discard(self) -> None:
+        """Clear the gradient without an update."""
+        ...
+
+    async def publish(self, version: int) -> Policy:
+        """Write the weights as they are now to files that the sampler can load."""
+        ...
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        """Log-probabilities (nats) of each row's completion tokens, at the row's temperature, without what is withheld."""
+        ...
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """The same of the policy, and which of the tokens it finds likeliest."""
+        ...
+
+    def save(self, folder: str) -> None:
+        """Write weights and optimiser state into an existing folder (safetensors and JSON only)."""
+        ...
+
+    def load(self, folder: str) -> None:
+        """Restore exactly what `save` wrote."""
+        ...
+
+
+T = TypeVar("T")
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def to_json(value: Any) -> bytes:
+    """Any record of this module as JSON. Floats keep every bit; NaN and infinities are refused elsewhere, before, but for `Row`."""
+    return _adapter(cast("type[Any]", type(value))).dump_json(value)
+
+
+def from_json(kind: type[T], data: bytes | str) -> T:
+    """The inverse of `to_json` for a record of type `kind`; raises pydantic's ValidationError."""
+    return _adapter(kind).validate_json(data)

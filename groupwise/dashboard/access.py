@@ -1,0 +1,149 @@
+"""Who may look at the dashboard.
+
+    a key, typed once      → a cookie that no script can read, sealed with what the server keeps of the key: it holds for a week, outlives a
+                             restart, and ends with the key; here also when its browser signs out
+    a key with each request→ for programs, as the other servers take it
+    no keys at all         → whoever sits at this machine, and no page of another site that has a browser ask for it
+
+What changes something is a form of ours: it carries a token that other sites cannot read, and comes from a page of this host. So a link or
+a page elsewhere changes nothing, whatever a browser sends along with it. And nothing can be changed at all unless that was allowed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from groupwise.api.http.declared import Buckets
+from groupwise.api.http.origins import check_local, is_from_our_page
+from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, caller_of, presented_key
+from groupwise.api.schemas.problems import Refusal
+
+LASTS = 7 * 86_400
+"""Seconds for which a cookie is good."""
+TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
+"""Keys that may be tried from one address."""
+MOST_LEFT = 10_000
+"""Cookies of which it is remembered that they were signed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """Who asks for a page."""
+
+    caller: Caller
+    token: str = field(default="", repr=False)
+    """Of the forms that they are given; empty: a program with a key, which no other site can make ask."""
+    by_cookie: bool = False
+    """Whether there is something to sign out of."""
+
+
+class Door:
+    """Of one dashboard."""
+
+    def __init__(
+        self,
+        keys: Keyring | None,
+        clock: Callable[[], float] = time.time,
+        *,
+        acts: bool = False,
+    ) -> None:
+        """`acts`: whether anything may be changed here."""
+        self._keys, self._clock, self._acts = keys, clock, acts
+        self._own = secrets.token_hex(32)
+        self._tries = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
+        self._left: dict[str, None] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody needs a key, and nobody elsewhere is answered."""
+        return self._keys is None
+
+    def visitor(self, headers: Mapping[str, str], cookie: str | None) -> Visitor | None:
+        """Who sends a request; None: nobody that is known. Raises `unauthorised` for a wrong key, `forbidden` for another site."""
+        if self._keys is None:
+            check_local(headers)
+            return Visitor(LOCAL, self._own)
+        if presented_key(headers) is not None:
+            return Visitor(caller_of(self._keys, headers))
+        return self._of_cookie(self._keys, cookie) if cookie else None
+
+    def admit(self, key: str, address: str) -> str | None:
+        """The cookie of whoever has this key; None: nobody has it. Raises `rate_limited`."""
+        if seconds := self._tries.take(address):
+            raise Refusal("rate_limited", retry_after=seconds)
+        caller = self._keys.caller(key.strip()) if self._keys is not None else None
+        if caller is None or self._keys is None:
+            return None
+        told = f"{caller.id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
+        return f"{told}.{self._keys.sealed(caller.id, f'cookie {told}')}"
+
+    def leave(self, cookie: str | None) -> None:
+        """Whoever has this cookie has signed out: it is good no longer, as long as this dashboard runs."""
+        if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
+            return
+        self._left[cookie] = None
+        while (
+            len(self._left) > MOST_LEFT
+        ):  # oldest first: a clock that is set back makes none good again
+            del self._left[next(iter(self._left))]
+
+    def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
+        """Whether they are shown what changes something, which takes a key of this role."""
+        return self._acts and visitor.caller.role >= role
+
+    def expect_actor(
+        self, visitor: Visitor, headers: Mapping[str, str], token: str, role: Role = Role.ACT
+    ) -> None:
+        """Raise `forbidden` unless they may change something, by a form of ours that a page of ours has sent."""
+        if visitor.token and not (
+            hmac.compare_digest(visitor.token.encode(), token.encode())
+            and is_from_our_page(headers)
+        ):
+            raise Refusal(
+                "forbidden",
+                "This was not sent by a page of this dashboard, or by one that is out of date. Load the page anew, and try again. Where "
+                "that does not help, a proxy in front changes the host's name: it has to pass it on (nginx: proxy_set_header Host $host).",
+            )
+        if not self._acts:
+            raise Refusal(
+                "forbidden",
+                "This dashboard only shows. Whoever runs it may begin it with --allow-actions.",
+            )
+        if visitor.caller.role < role:
+            raise Refusal(
+                "forbidden",
+                f"The key {visitor.caller.id} has the role {visitor.caller.role.word}; this needs {_or_more(role)}.",
+            )
+
+    def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
+        told, _, seal = cookie.rpartition(".")
+        name, _, rest = told.partition(".")
+        until, _, nonce = rest.partition(".")
+        own = keys.sealed(name, f"cookie {told}")
+        caller = keys.named(name)
+        if own is None or caller is None or not hmac.compare_digest(own.encode(), seal.encode()):
+            return None
+        if cookie in self._left or not until.isdecimal() or int(until) < self._clock():
+            return None
+        return Visitor(caller, keys.sealed(name, f"form {nonce}") or "", by_cookie=True)
+
+
+def cookie_name(headers: Mapping[str, str], above: str) -> str:
+    """Of the dashboard below a path of a host: browsers send a cookie to all ports of its host, and to all paths below its own."""
+    _, _, port = headers.get("host", "").rpartition(":")
+    words = ["groupwise", port if port.isdecimal() else "", *above.split("/")]
+    return "-".join(filter(None, words))
+
+
+def refuse_other_sites(headers: Mapping[str, str]) -> None:
+    """Raise `forbidden` for what a page of another site has a browser send; a program says of itself nothing of the kind."""
+    if is_from_our_page(headers) is False:
+        raise Refusal("forbidden", "A page of another site has asked for this.")
+
+
+def _or_more(role: Role) -> str:
+    return "or ".join(f"{each.word} " for each in Role if each >= role).strip()

@@ -1,0 +1,131 @@
+"""The dashboard's application: its pages, its files, and what goes with every answer.
+
+A page is a template and data (`pages.py`), rendered here; nothing is built beforehand, and nothing is loaded from elsewhere. Scripts of
+ours draw plots and keep pages up to date (`static/plots.js`, `static/live.js`), and are not needed for the rest.
+"""
+
+from __future__ import annotations
+
+import mimetypes
+from typing import cast
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from groupwise.core.errors import GroupwiseError
+from groupwise.dashboard import sign_in
+from groupwise.dashboard.context import Place
+from groupwise.dashboard.fleet import jobs as fleet_jobs
+from groupwise.dashboard.fleet import machines as fleet_machines
+from groupwise.dashboard.live import Streams, live
+from groupwise.dashboard.pages import ABOVE, above, failed, respond_not_found
+from groupwise.dashboard.runs import (
+    answers,
+    comparing,
+    curves,
+    evaluating,
+    evaluation_answers,
+    files,
+    overview,
+    reading,
+)
+from groupwise.dashboard.runs import listing as runs
+from groupwise.dashboard.server import page as server_page
+from groupwise.dashboard.templates import STATIC
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Of every answer: scripts and styles are files of ours, and no other site may frame, read or be told of a page."""
+KEPT = "public, max-age=31536000, immutable"
+"""Of files whose address has their content's hash."""
+
+
+def make_app(place: Place) -> ASGIApp:
+    """The application. Its `state.place` is what all pages are made of."""
+    routes = [
+        Route("/", _first),
+        *runs.ROUTES,
+        *comparing.ROUTES,
+        *answers.ROUTES,
+        *curves.ROUTES,
+        *overview.ROUTES,
+        *files.ROUTES,
+        *reading.ROUTES,
+        *evaluating.ROUTES,
+        *evaluation_answers.ROUTES,
+        *fleet_machines.ROUTES,
+        *fleet_jobs.ROUTES,
+        *server_page.ROUTES,
+        *sign_in.ROUTES,
+        Route("/live", live),
+        Route("/healthz", _lives),
+        Mount("/static", _Static(directory=STATIC)),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            GroupwiseError: failed,
+            HTTPException: respond_not_found,
+            Exception: failed,
+        },
+    )
+    app.state.place = place
+    app.state.streams = Streams()
+    return _WithHeaders(app)
+
+
+def _first(request: Request) -> Response:
+    return RedirectResponse(above(request) + "/runs", 303)
+
+
+def _lives(_: Request) -> Response:
+    return Response("ok", media_type="text/plain")
+
+
+class _Static(StaticFiles):
+    """Files of ours, which browsers keep."""
+
+    def file_response(self, *args: object, **kwargs: object) -> Response:
+        """See `StaticFiles.file_response`."""
+        found = super().file_response(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        scope = cast("Scope", args[2] if len(args) > 2 else kwargs["scope"])
+        if Request(scope).query_params.get("v"):
+            found.headers["Cache-Control"] = KEPT
+        return found
+
+
+class _WithHeaders:
+    """Adds what goes with every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+
+        scope[ABOVE] = scope.get("root_path", "")  # before a route below it makes that longer
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(HEADERS)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        await self._app(scope, receive, sending)
+
+
+mimetypes.add_type("text/javascript", ".js")

@@ -1,0 +1,134 @@
+"""The fleet as a whole: what somebody should look at, and all machines with their GPUs, as they are reserved and as they were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.api.schemas.keys import Role
+from groupwise.core.errors import RunNotFoundError
+from groupwise.dashboard.pages import Do, Page, Visit, done, shown
+from groupwise.dashboard.sources.fleet import Document, FleetLike, WatchedFleet
+from groupwise.jobs.fleet.states import JobStatus, Observed
+
+LIVE = "/live?fleet"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What can be done with a job or a machine."""
+
+    word: str
+    """Of its button."""
+    verb: Callable[[FleetLike, str, Mapping[str, str]], Document]
+    """Does it with the one of this name, as the fields of its form say."""
+    statuses: tuple[str, ...]
+    """In which it is offered."""
+
+
+TAKING, DRAINING = "taking work", "draining"
+ACTIONS: Mapping[str, Action] = {
+    "drain": Action("start no new jobs there", lambda fleet, vm, _: fleet.drain(vm), (TAKING,)),
+    "undrain": Action("let jobs start there again", lambda fleet, vm, _: fleet.undrain(vm), (DRAINING,)),
+}  # fmt: skip
+"""What may be done with a machine; a cordoned one, too, is draining or not."""
+NOT_RUNNING = tuple(each.value for each in JobStatus if each != JobStatus.RUNNING)
+MOST_RUNNING, MOST_OTHERS = 50, 20
+"""Jobs of a machine that its page shows."""
+
+
+def of(visit: Visit) -> WatchedFleet:
+    """The fleet of this dashboard. Raises RunNotFoundError where there is none."""
+    if visit.place.fleet is None:
+        raise RunNotFoundError(
+            "This dashboard shows no fleet. Whoever runs it may begin it with --fleet FOLDER, or --fleet with the address of an API."
+        )
+    return visit.place.fleet
+
+
+def fleet(visit: Visit) -> Page:
+    """The first page of a fleet."""
+    found = of(visit)
+    machines = [described(each) for each in found.machines()]
+    data: dict[str, Any] = {
+        "status": found.status(),
+        "machines": machines,
+        "slots": sum(len(each["slots_held"]) + each["slots_free"] for each in machines),
+        "slots_free": sum(each["slots_free"] for each in machines if each["state"] == "ok"),
+        "jobs": found.newest(),
+    }
+    return Page("fleet.html", data, live=LIVE)
+
+
+def machine(visit: Visit) -> Page:
+    """One machine."""
+    name = visit.named("machine")
+    document = of(visit).ask(lambda fleet: fleet.machine(name))
+    running = of(visit).ask(
+        lambda fleet: fleet.jobs(vm=name, status=[JobStatus.RUNNING.value], limit=MOST_RUNNING)
+    )
+    others = of(visit).ask(
+        lambda fleet: fleet.jobs(vm=name, status=list(NOT_RUNNING), limit=MOST_OTHERS)
+    )
+    data = {
+        "machine": described(document),
+        "running": running,
+        "others": others,
+        "actions": words_of(ACTIONS, DRAINING if document["draining"] else TAKING),
+    }
+    return Page("machine.html", data, live=LIVE)
+
+
+def changes(kind: str, actions: Mapping[str, Action]) -> Do:
+    """What a form does with one of the fleet's things, which the address names as `kind`: one of these actions."""
+
+    def change(visit: Visit, form: Mapping[str, str]) -> str:
+        name, action = visit.named(kind), form.get("action", "")
+        if action not in actions:
+            raise RunNotFoundError(
+                f"{action[:40]!r} is nothing that can be done with a {kind} here. There are: {', '.join(actions)}."
+            )
+        of(visit).change(
+            visit.visitor.caller.id, lambda fleet: actions[action].verb(fleet, name, form)
+        )
+        return visit.request.url.path
+
+    return change
+
+
+def words_of(actions: Mapping[str, Action], status: str) -> dict[str, str]:
+    """The buttons that are offered for what has this status."""
+    return {name: action.word for name, action in actions.items() if status in action.statuses}
+
+
+def described(machine: Document) -> Document:
+    """A machine with, for each GPU, the word for what matters most of it; and its places for jobs without GPUs, free ones as a count."""
+    gpus = [{**gpu, "shown": _of_gpu(gpu)} for gpu in machine.get("gpus", [])]
+    held = machine.get("cpu_slots_held_by", [])
+    free = max(0, _slots(machine) - len(held))
+    return {**machine, "gpus": gpus, "slots_held": held, "slots_free": free}
+
+
+def _slots(machine: Document) -> int:
+    """As jobs are placed: behind an engine all that it has; else what was said of it, and of nothing said one where there are no GPUs."""
+    if machine.get("total_slots") is not None:
+        return machine["total_slots"]
+    given = machine.get("cpu_slots")
+    return int(not machine.get("gpus")) if given is None else given
+
+
+def _of_gpu(gpu: Document) -> str:
+    """held, free, quarantined, or what was seen of it that nobody here has asked for."""
+    if gpu["quarantined"]:
+        return "quarantined"
+    if gpu["held_by"]:
+        return "held"
+    return "free" if gpu["observed"] == Observed.OK else gpu["observed"].replace("_", " ")
+
+
+ROUTES = (
+    shown("/fleet", fleet),
+    shown("/fleet/machines/{machine}", machine),
+    done("/fleet/machines/{machine}", changes("machine", ACTIONS), Role.ADMIN),
+)

@@ -1,0 +1,101 @@
+"""Events by which open pages learn that what they show has changed: one stream for each page.
+
+The stream says only that something is new, and the page asks for itself again. So nothing that happens between is lost, and a page that
+slept is right with one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.dashboard.context import Place
+from groupwise.dashboard.pages import visitor_of
+from groupwise.dashboard.sources.runs import changed, stamp_of
+from groupwise.runs.folder import RESULTS
+
+EVERY = 1.0
+"""Seconds between two looks."""
+BEAT = 15.0
+"""Seconds after which something is sent in any case: proxies close what is silent, and whoever has gone is noticed."""
+MOST_STREAMS = 100
+RETRY_SECONDS = 5.0
+
+Look = Callable[[], Any]
+"""What a page depends on, as a value that differs once something is new."""
+
+
+class Streams:
+    """How many there are."""
+
+    def __init__(self, most: int = MOST_STREAMS) -> None:
+        self._free = threading.Semaphore(most)
+
+    def take(self) -> None:
+        """Raises `too_busy`."""
+        if not self._free.acquire(blocking=False):
+            raise Refusal(
+                "too_busy", f"{MOST_STREAMS} pages are open; close some.", retry_after=RETRY_SECONDS
+            )
+
+    def leave(self) -> None:
+        """One has ended."""
+        self._free.release()
+
+
+async def live(request: Request) -> Response:
+    """The stream of what the address names: `?run=NAME` (also several), `?fleet` or `?server`; without, of all runs and their results."""
+    place: Place = request.app.state.place
+    if visitor_of(request) is None:
+        raise Refusal("unauthorised")
+    look = look_of(place, request)
+    streams: Streams = request.app.state.streams
+    streams.take()
+    return StreamingResponse(
+        _events(place, look, streams, request),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+def look_of(place: Place, request: Request) -> Look:
+    """What the page of this address depends on."""
+    runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
+    if runs:
+        return lambda: [_of_run(place, path) for path in runs]
+    for name, watched in (("fleet", place.fleet), ("server", place.server)):
+        if name in request.query_params and watched is not None:
+            return watched.stamp
+    return place.runs.stamp
+
+
+def _of_run(place: Place, path: Path) -> Any:
+    """Its record, the results that evaluations have left beside it, and whether a process works on it."""
+    return stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state
+
+
+async def _events(
+    place: Place, look: Look, streams: Streams, request: Request
+) -> AsyncGenerator[bytes]:
+    """Until the browser goes, or the dashboard ends."""
+    try:
+        yield b"retry: 3000\n\n"
+        before, silent = await asyncio.to_thread(look), 0.0
+        while not place.ending.is_set() and not await request.is_disconnected():
+            await asyncio.sleep(EVERY)
+            now, silent = await asyncio.to_thread(look), silent + EVERY
+            if now != before:
+                before, silent = now, 0.0
+                yield b"event: changed\ndata: \n\n"
+            elif silent >= BEAT:
+                silent = 0.0
+                yield b": still here\n\n"
+    finally:
+        streams.leave()

@@ -1,0 +1,89 @@
+"""The dashboard of a training server, below a path of its own address: the same keys open it, and it shows the server's own runs.
+
+Nothing is asked over the network: pages run in threads, and ask the server through its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.keys import Keyring
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import StatusAnswer
+from groupwise.dashboard.access import Door
+from groupwise.dashboard.app import make_app
+from groupwise.dashboard.context import Place
+from groupwise.dashboard.sources.runs import RunsIndex
+from groupwise.dashboard.sources.server import TIMEOUT, WatchedServer
+from groupwise.server.routes.declared import Serving
+from groupwise.server.run.run_config import RUNS
+from groupwise.server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from groupwise.server.serve import InFrontOf
+
+PREFIX = "/dashboard"
+T = TypeVar("T")
+
+
+def in_front(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
+    """Puts the dashboard of these settings before a server's routes."""
+
+    def put(behind: ASGIApp, serving: Serving) -> ASGIApp:
+        server = WatchedServer(Here(serving, asyncio.get_running_loop()))
+        place = Place(
+            RunsIndex(config.folder / RUNS), Door(keys), server=server, ending=serving.ending
+        )
+        return _Below(make_app(place), behind)
+
+    return put
+
+
+class Here:
+    """The server of this process, for threads."""
+
+    def __init__(self, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
+        self._serving, self._loop = serving, loop
+
+    def status(self) -> StatusAnswer:
+        """See `ServerLike`."""
+        return self._asked(self._serving.service.status())
+
+    def activity(self) -> ActivityAnswer:
+        """See `ServerLike`."""
+        return self._asked(self._serving.activity())
+
+    def _asked(self, work: Awaitable[T]) -> T:
+        async def within() -> T:
+            async with asyncio.timeout(TIMEOUT):
+                return await work
+
+        try:
+            return asyncio.run_coroutine_threadsafe(within(), self._loop).result()
+        except TimeoutError:
+            raise Refusal("too_busy", retry_after=TIMEOUT) from None
+
+
+class _Below:
+    """The dashboard below its path, and what was there before everywhere else."""
+
+    def __init__(self, dashboard: ASGIApp, behind: ASGIApp) -> None:
+        self._dashboard, self._behind = dashboard, behind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass it on."""
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not (path == PREFIX or path.startswith(f"{PREFIX}/")):
+            await self._behind(scope, receive, send)
+        elif path == PREFIX:
+            there = scope.get("root_path", "") + PREFIX + "/server"
+            await RedirectResponse(there, 303)(scope, receive, send)
+        else:
+            below = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
+            await self._dashboard(below, receive, send)

@@ -1,0 +1,281 @@
+"""What a page is: a template and the data that it shows. The same data is the answer to whoever asks for JSON.
+
+A page is a function of a `Visit` that returns a `Page`, or a response of its own where it gives a file. It may block: it runs in a thread.
+What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and becomes a page that says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+from urllib.parse import parse_qsl, urlencode
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_jsonable_python
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import MEDIA_TYPE, Refusal
+from groupwise.core.errors import GroupwiseError, RunNotFoundError, UsageError
+from groupwise.dashboard.access import Visitor, cookie_name
+from groupwise.dashboard.context import Place
+from groupwise.dashboard.templates import render
+
+Q = TypeVar("Q", bound="Query")
+T = TypeVar("T")
+TOKEN = "token"
+"""Field of every form that changes something."""
+FORM = "application/x-www-form-urlencoded"
+ABOVE = "groupwise.above"
+"""Where a request says what stands before our paths."""
+MOST_FORM = 64 * 1024
+"""Bytes of a form."""
+
+
+LARGEST = 2**63 - 1
+"""Whole number that a record can be asked about."""
+
+
+class Query(BaseModel):
+    """What an address may say behind its question mark; an empty value is none."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Generic[T]):
+    """One page of a long list."""
+
+    rows: Sequence[T]
+    page: int
+    """From 1; the last one where a later one was asked for."""
+    pages: int
+
+
+def cut(rows: Sequence[T], page: int, most: int) -> Cut[T]:
+    """So many of a list, of that page."""
+    pages = max(1, -(-len(rows) // most))
+    page = min(page, pages)
+    return Cut(rows[(page - 1) * most : page * most], page, pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What is shown."""
+
+    template: str
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Also the answer as JSON."""
+    live: str = ""
+    """The address of events after which the page is to be brought up to date; empty: it stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A request for a page."""
+
+    place: Place
+    request: Request
+    visitor: Visitor
+
+    def named(self, name: str) -> str:
+        """A part of the address's path."""
+        return str(self.request.path_params[name])
+
+    def query(self, kind: type[Q]) -> Q:
+        """What the address says. Raises UsageError."""
+        given: dict[str, Any] = {}
+        several = {name for name, each in kind.model_fields.items() if _is_several(each.annotation)}
+        for name in self.request.query_params:
+            values = [each for each in self.request.query_params.getlist(name) if each != ""]
+            if values:
+                given[name] = values if name in several else values[-1]
+        try:
+            return kind.model_validate(given)
+        except ValidationError as error:
+            [first, *_] = error.errors(include_url=False)
+            where = ".".join(str(each) for each in first["loc"])
+            raise UsageError(f"{where}={first['input']!s:.100}: {first['msg']}.") from None
+
+    def said_with(self, **changed: Any) -> str:
+        """This page's address with other words behind its question mark; None takes one away."""
+        kept = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
+        new = [(name, str(value)) for name, value in changed.items() if value not in (None, "")]
+        return str(self.request.url.replace(query="").path) + _as_query([*kept, *new])
+
+
+def live_of(*runs: str) -> str:
+    """The address of events of these runs."""
+    return "/live" + _as_query([("run", name) for name in runs])
+
+
+Show = Callable[[Visit], Page | Response]
+
+
+def shown(path: str, show: Show) -> Route:
+    """A page at this address."""
+    return Route(
+        path, partial(_answer, show), methods=["GET"], name=getattr(show, "__name__", path)
+    )
+
+
+Do = Callable[[Visit, Mapping[str, str]], str]
+"""Changes something as a form asks, and returns the address that is shown then."""
+
+
+def done(path: str, do: Do, role: Role = Role.ACT) -> Route:
+    """What a form changes, where its visitor may: it takes a key of this role."""
+    name = getattr(do, "__name__", path)
+    return Route(path, partial(_do, do, role), methods=["POST"], name=name)
+
+
+def visitor_of(request: Request) -> Visitor | None:
+    """See `Door.visitor`."""
+    place: Place = request.app.state.place
+    cookie = request.cookies.get(cookie_name(request.headers, above(request)))
+    return place.door.visitor(request.headers, cookie)
+
+
+async def _do(do: Do, role: Role, request: Request) -> Response:
+    place: Place = request.app.state.place
+    visitor = visitor_of(request)
+    if visitor is None:
+        raise Refusal("unauthorised")
+    form = await read_form(request)
+    place.door.expect_actor(visitor, request.headers, form.get(TOKEN, ""), role)
+    there = await run_in_threadpool(do, Visit(place, request, visitor), form)
+    if wants_json(request):
+        return JSONResponse({"location": there})
+    return RedirectResponse(there, 303)
+
+
+async def _answer(show: Show, request: Request) -> Response:
+    place: Place = request.app.state.place
+    visitor = visitor_of(request)
+    if visitor is None:
+        return _sign_in_first(request)
+    visit = Visit(place, request, visitor)
+    return await run_in_threadpool(_shown, visit, show)
+
+
+def _shown(visit: Visit, show: Show) -> Response:
+    found = show(visit)
+    return found if isinstance(found, Response) else respond(visit, found)
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """The fields of a form, each once. Raises `too_large`, and `unsupported_media_type` for what no form of ours sends."""
+    if request.headers.get("content-type", "").partition(";")[0] != FORM:
+        raise Refusal("unsupported_media_type")
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_FORM:
+            raise Refusal("too_large")
+    return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
+
+
+def above(request: Request) -> str:
+    """What stands before our paths in addresses: empty, or where another server has put us."""
+    return str(request.scope.get(ABOVE, ""))
+
+
+def _sign_in_first(request: Request) -> Response:
+    if wants_json(request):
+        raise Refusal("unauthorised")
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(above(request) + "/sign-in" + _as_query([("next", path)]), 303)
+
+
+def respond(visit: Visit, page: Page) -> Response:
+    """The page, as the visitor wants it."""
+    if wants_json(visit.request):
+        data = to_jsonable_python(page.data, inf_nan_mode="null", fallback=str)
+        return Response(json.dumps(data, allow_nan=False), media_type="application/json")
+    text = render(
+        page.template,
+        {
+            **page.data,
+            "visit": visit,
+            "visitor": visit.visitor,
+            "acts": visit.place.door.may_act(visit.visitor),
+            "rules": visit.place.door.may_act(visit.visitor, Role.ADMIN),
+            "has_fleet": visit.place.fleet is not None,
+            "has_server": visit.place.server is not None,
+            "live": page.live,
+        },
+        above(visit.request),
+    )
+    return HTMLResponse(
+        text.encode("utf-8", "replace")
+    )  # half a letter of somebody is no reason to fail
+
+
+def wants_json(request: Request) -> bool:
+    """Whether whoever asks is a program: `?format=json`, or it accepts JSON and no page."""
+    if request.query_params.get("format") == "json":
+        return True
+    accepts = request.headers.get("accept", "")
+    return "application/json" in accepts and "text/html" not in accepts
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """What went wrong, as a page or a problem that says what to do."""
+    status, code, title, message = _explained(error)
+    headers = error.headers if isinstance(error, Refusal) else {}
+    if wants_json(request):
+        body = {
+            "type": "about:blank",
+            "title": title,
+            "status": status,
+            "code": code,
+            "detail": message,
+        }
+        content = json.dumps(body).encode()  # half a letter of somebody is written as its number
+        return Response(content, status, headers, media_type=MEDIA_TYPE)
+    place: Place | None = getattr(request.app.state, "place", None)
+    parts = {
+        "has_fleet": place is not None and place.fleet is not None,
+        "has_server": place is not None and place.server is not None,
+    }
+    data = {"title": title, "message": message, "status": status, "here": request.url.path, **parts}
+    text = render("failed.html", data, above(request))
+    return HTMLResponse(text, status, headers)
+
+
+def _explained(error: Exception) -> tuple[int, str, str, str]:
+    if isinstance(error, Refusal):
+        return error.status, error.code, error.kind.title, error.detail
+    if isinstance(error, RunNotFoundError):
+        return 404, error.code, "There is no such thing", error.message
+    if isinstance(error, UsageError):
+        return 400, error.code, "This cannot be shown", error.message
+    if isinstance(error, GroupwiseError):
+        return 409, error.code, "This cannot be read", error.message
+    return (
+        500,
+        "internal",
+        "Something went wrong here",
+        "Its details are in the log of the dashboard.",
+    )
+
+
+def _is_several(annotation: Any) -> bool:
+    return getattr(annotation, "__origin__", None) in (tuple, list)
+
+
+def _as_query(pairs: list[tuple[str, str]]) -> str:
+    return f"?{urlencode(pairs)}" if pairs else ""
+
+
+async def respond_not_found(request: Request, error: Exception) -> Response:
+    """An address that is none of ours, or a way of asking that it does not take."""
+    status = getattr(error, "status_code", 404)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "invalid_request")
+    return await failed(request, Refusal(code, f"There is no page {request.url.path[:200]}."))

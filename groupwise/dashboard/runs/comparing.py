@@ -1,0 +1,102 @@
+"""Several runs beside each other: one metric of all in one plot, and the settings in which they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from groupwise.core.errors import StoreError, UsageError
+from groupwise.dashboard.pages import Page, Query, Visit, live_of, shown
+from groupwise.dashboard.runs.curves import names_of
+from groupwise.runs.folder import RECORD, flattened, read_config
+from groupwise.runs.store import Store
+from groupwise.training.review.compare import PLACES
+
+MOST = 12
+USUAL = (
+    "reward",
+    "eval/reward",
+    "loss",
+    "eval/loss",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "entropy",
+    "kl",
+    "sampling/logprob_gap",
+    "grad_norm",
+    "time/step",
+)
+"""What is shown of several runs unless one metric is asked for, as far as one of them has it."""
+
+
+class Asked(Query):
+    """Which runs, and what of them."""
+
+    run: list[str] = Field(default_factory=list)
+    metric: str = ""
+
+
+def compare(visit: Visit) -> Page:
+    """The page."""
+    asked = visit.query(Asked)
+    names = list(dict.fromkeys(asked.run))
+    if len(names) < 2:
+        raise UsageError("Choose at least two runs in the list, then press Compare.")
+    if len(names) > MOST:
+        raise UsageError(
+            f"{len(names)} runs are chosen; {MOST} of them can be told apart in a plot."
+        )
+    there = {name: visit.place.runs.one(visit.place.run(name)) for name in names}
+    metrics = sorted({metric for name in names for metric in _metrics(visit, name)})
+    if asked.metric and asked.metric not in metrics:
+        raise UsageError(
+            f"None of these runs has a metric {asked.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
+        )
+    usual = [each for each in USUAL if each in metrics] or metrics[:1]
+    configs = {name: _config(visit, name) for name in names}
+    data: dict[str, Any] = {
+        "names": names,
+        "runs": {
+            name: {
+                "state": each.info.state,
+                "steps": each.info.steps,
+                "metric": each.metric,
+                "first": each.ends[0],
+                "last": each.ends[1],
+                "model": each.info.model,
+                "task": each.info.task,
+            }
+            for name, each in there.items()
+        },
+        "metric": asked.metric,
+        "shown": [asked.metric] if asked.metric else usual,
+        "metrics": metrics,
+        "differences": differences(configs),
+    }
+    return Page("compare.html", data, live=live_of(*names))
+
+
+def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Settings that are not the same in all of these: dotted key -> the value in each, in their order."""
+    flat = {name: flattened(config) for name, config in configs.items()}
+    keys = sorted({key for each in flat.values() for key in each} - PLACES)
+    rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _metrics(visit: Visit, name: str) -> list[str]:
+    with Store.open(visit.place.run(name) / RECORD, readonly=True) as store:
+        return names_of(store)
+
+
+def _config(visit: Visit, name: str) -> dict[str, Any]:
+    try:
+        return read_config(visit.place.run(name))
+    except StoreError:  # of a run that ended before it had one
+        return {}
+
+
+ROUTES = (shown("/compare", compare),)

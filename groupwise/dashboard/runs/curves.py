@@ -1,0 +1,294 @@
+"""Which plots a run has, and the curves in them, thinned to the width of a screen before they travel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from groupwise.core.atomic_files import without_nan
+from groupwise.core.errors import UsageError
+from groupwise.dashboard.pages import Query, Visit, shown
+from groupwise.dashboard.sources.evaluations import by_k
+from groupwise.dashboard.templates import line as harmless
+from groupwise.runs.evaluated_metrics import EVAL, Curve, curves_of
+from groupwise.runs.folder import RECORD
+from groupwise.runs.records import CurvePoint
+from groupwise.runs.store import Store
+
+MOST_COLUMNS = 2000
+MOST_PASS = 12
+"""Curves of pass@k in one plot."""
+MOST_STEPS = 2**53
+"""More than any run has; beyond them numbers of a page are no longer exact."""
+PART, MEAN, SPREAD = "rewards/", "/mean", "/std"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve of a plot."""
+
+    metric: str
+    label: str
+    spread: str = ""
+    """A metric that says how far the values lie from it, shown as a band."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Some curves with one axis."""
+
+    title: str
+    lines: tuple[Line, ...]
+    says: str = ""
+    """What it means, and what is good, in a sentence."""
+    section: str = "More"
+    stacked: bool = False
+    """Whether the curves add up to a whole."""
+
+
+def _one(section: str, title: str, metric: str, says: str, spread: str = "") -> Plot:
+    return Plot(title, (Line(metric, title.lower(), spread),), says, section)
+
+
+PLOTS = (
+    _one("Reward", "Reward", "reward", "Mean of the scored rollouts, and how far a group's members lie apart.", "reward_std"),
+    _one("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose members all earned the same: they teach nothing."),
+    Plot(
+        "Rollouts without a score",
+        (Line("rollouts/failed", "failed"), Line("rollouts/timed_out", "timed out")),
+        "They are no low rewards: they are left out. The reasons stand below.",
+        "Reward",
+        stacked=True,
+    ),
+    _one("Held out", "Held-out reward", "eval/reward", "On prompts that are not trained."),
+    _one("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
+    _one("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
+    _one("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
+    _one("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
+    Plot(
+        "Clipped tokens",
+        (Line("clip_ratio/low_mean", "from below"), Line("clip_ratio/high_mean", "from above")),
+        "Share of tokens that the clip kept from teaching.",
+        "Policy",
+    ),
+    _one("Policy", "Log-probability gap", "sampling/logprob_gap", "Learner against sampler, in nats: near 0, or they compute differently."),
+    Plot(
+        "Completion length",
+        (
+            Line("completions/mean_length", "mean"),
+            Line("completions/min_length", "shortest"),
+            Line("completions/max_length", "longest"),
+        ),
+        "Tokens that the policy wrote.",
+        "Completions",
+    ),
+    _one("Completions", "Truncated", "completions/clipped_ratio", "Share that the length limit cut off."),
+    _one("Completions", "Distinct completions", "signals/distinct_completions", "1: no two members of a group are the same."),
+    _one("Completions", "Repetition", "signals/repetition", "Share of repeated word triples within a completion."),
+    _one("Update", "Gradient norm", "grad_norm", "Before it is clipped (training.max_grad_norm)."),
+    _one("Update", "Learning rate", "learning_rate", ""),
+    _one("Update", "Loss", "loss", "In RL it says little by itself."),
+    _one("Update", "Tokens right", "mean_token_accuracy", "Share of the trained tokens that the model finds likeliest itself."),
+    Plot(
+        "Tokens per second",
+        (
+            Line("perf/sampling_tokens_per_second", "sampling"),
+            Line("perf/learning_tokens_per_second", "learning"),
+        ),
+        "",
+        "Time",
+    ),
+    Plot(
+        "Where the time went",
+        tuple(Line(f"time/{part}", part) for part in ("sampling", "scoring", "learning", "publishing")),
+        "Seconds of each step. Sampling of the next step may overlap with learning.",
+        "Time",
+        stacked=True,
+    ),
+)  # fmt: skip
+"""The plots that are known by name, in the order in which they are shown; a run has those whose metrics it has."""
+SECTIONS = ("Reward", "Held out", "Policy", "Completions", "Update", "Time", "Task", "More")
+_LEFT_OUT = frozenset({"time/step", "clip_ratio/region_mean", "rollouts/scored", "num_tokens", "eval/tokens"})  # fmt: skip
+"""Metrics that other plots show, or that no picture is needed for."""
+_SECTION_OF = {"task": "Task", EVAL: "Held out"}
+"""Of metrics that no plot is known for, by how their names begin."""
+
+
+def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
+    """All plots of a run with these metrics, by section; each metric is in one of them."""
+    there = set(names)
+    found = [made for plot in PLOTS if (made := _with(plot, there))]
+    found[1:1] = _parts(names)
+    found += _pass_at(names)
+    taken = {each for plot in found for line in plot.lines for each in (line.metric, line.spread)}
+    for name in names:
+        if name not in taken and name not in _LEFT_OUT:
+            section = _SECTION_OF.get(name.partition("/")[0], "More")
+            found.append(Plot(name, (Line(name, harmless(name.rpartition("/")[2])),), "", section))
+    sections = {
+        section: [each for each in found if each.section == section] for section in SECTIONS
+    }
+    return {section: plots for section, plots in sections.items() if plots}
+
+
+def _with(plot: Plot, names: set[str]) -> Plot | None:
+    """The plot with the curves that there are; None: none."""
+    lines = tuple(_known(line, names) for line in plot.lines if line.metric in names)
+    return Plot(plot.title, lines, plot.says, plot.section, plot.stacked) if lines else None
+
+
+def _known(line: Line, names: set[str]) -> Line:
+    return line if line.spread in names else Line(line.metric, line.label)
+
+
+def _parts(names: Sequence[str]) -> list[Plot]:
+    """One for each part of the reward."""
+    parts = [n for n in names if n.startswith(PART) and n.endswith(MEAN)]
+    return [
+        Plot(
+            f"Part: {part.removeprefix(PART).removesuffix(MEAN)}",
+            (_known(Line(part, "mean", part.removesuffix(MEAN) + SPREAD), set(names)),),
+            "Mean of the part's own value, and its spread over all rollouts.",
+            "Reward",
+        )
+        for part in parts
+    ]
+
+
+def _pass_at(names: Sequence[str]) -> list[Plot]:
+    """One for all k."""
+    named = list(by_k(names, f"{EVAL}/").items())
+    lines = tuple(Line(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS])
+    says = "Share of held-out prompts that at least one of k answers solves."
+    return [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
+
+
+class Asked(Query):
+    """Which curves."""
+
+    run: list[str] = Field(default_factory=list, max_length=20)
+    name: list[str] = Field(default_factory=list, max_length=64)
+    total: list[str] = Field(default_factory=list, max_length=64)
+    """Metrics of a stack, whose sums are wanted as well."""
+    times: bool = False
+    """Whether it is wanted when each column was done, too."""
+    columns: int = Field(600, ge=2, le=MOST_COLUMNS)
+    begin: int | None = Field(None, ge=0, le=MOST_STEPS, alias="from")
+    end: int | None = Field(None, ge=0, le=MOST_STEPS, alias="to")
+    """Steps between which the curves are wanted; by default all."""
+
+
+def curves(visit: Visit) -> Response:
+    """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high` of the finite values, how many others there
+    are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for.
+    Curves of evaluations (`eval/…`) stand after so many steps, others at the number of their step, from 0.
+
+    With `times` each curve has `time`, when its steps of each column were done (the mean, in seconds since the run was made), and `times`
+    has the same of all steps, or of all that were evaluated where nothing else is asked for."""
+    asked = visit.query(Asked)
+    if not asked.run or not (asked.name or asked.total):
+        raise UsageError(
+            "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
+        )
+    found = {run: _of_run(visit, run, asked) for run in asked.run}
+    told = {
+        key: {run: each[key] for run, each in found.items() if key in each}
+        for key in ("runs", "totals", "times")
+    }
+    return JSONResponse(without_nan(told))
+
+
+Within = tuple[int, int] | None
+"""The first and the last step of all columns; None: there are none."""
+
+
+def _of_run(visit: Visit, run: str, asked: Asked) -> dict[str, Any]:
+    with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
+        of_evaluations = [name for name in asked.name if name.startswith(f"{EVAL}/")]
+        known = evaluated_curves(store) if of_evaluations else {}
+        evaluated = {name: known[name] for name in asked.name if name in known}
+        steps = {step for curve in evaluated.values() for step in curve}
+        within = _within(store, asked, steps)
+        found: dict[str, Any] = {
+            "runs": {
+                name: _of_evaluations(store, evaluated[name], asked, within)
+                if name in evaluated
+                else _of_steps(store, name, asked, within)
+                for name in asked.name
+            }
+        }
+        if asked.total:
+            found["totals"] = _columns(store.thinned_sum(asked.total, asked.columns, within))
+        if asked.times:
+            alone = len(of_evaluations) == len(asked.name) and not asked.total
+            found["times"] = _columns(
+                _when_evaluated(store, steps, asked, within)
+                if alone
+                else store.thinned_times(asked.columns, within)
+            )
+        return found
+
+
+def _of_steps(store: Store, name: str, asked: Asked, within: Within) -> dict[str, list[Any]]:
+    curve = _columns(store.thinned_curve(name, asked.columns, within))
+    if asked.times:
+        curve["time"] = _means(store.thinned_times(asked.columns, within, name))
+    return curve
+
+
+def _of_evaluations(
+    store: Store, points: Curve, asked: Asked, within: Within
+) -> dict[str, list[Any]]:
+    curve = _columns(store.thinned_points(points, asked.columns, within))
+    if asked.times:
+        curve["time"] = _means(_when_evaluated(store, points, asked, within))
+    return curve
+
+
+def _when_evaluated(
+    store: Store, steps: Iterable[int], asked: Asked, within: Within
+) -> list[CurvePoint]:
+    known = store.seconds_after(steps)
+    seconds = {step: known.get(step, math.nan) for step in steps}
+    return store.thinned_points(seconds, asked.columns, within)
+
+
+def _means(points: Sequence[CurvePoint]) -> list[float | None]:
+    return [each.mean for each in points]
+
+
+def names_of(store: Store) -> list[str]:
+    """All curves of a run."""
+    return list(dict.fromkeys([*store.metric_names(), *evaluated_curves(store)]))
+
+
+def evaluated_curves(store: Store) -> dict[str, Curve]:
+    """What held-out prompts and benchmarks said over the training, by the names that plots know them by."""
+    return curves_of(store.evaluations(rows=False))
+
+
+def _within(store: Store, asked: Asked, steps: Collection[int]) -> Within:
+    """The same for all curves of a run, so that their columns are, too. `steps` are those of its evaluations."""
+    there = [each for each in (store.range_of([*asked.name, *asked.total]),) if each]
+    there += [(min(steps), max(steps))] if steps else []
+    if not there:
+        return None
+    first, last = min(first for first, _ in there), max(last for _, last in there)
+    begin, end = asked.begin, asked.end
+    return (
+        first if begin is None else max(begin, first),
+        last if end is None else min(end, last),
+    )
+
+
+def _columns(points: Sequence[CurvePoint]) -> dict[str, list[Any]]:
+    fields: Iterable[str] = ("at", "first", "last", "mean", "low", "high", "lost")
+    return {field: [getattr(point, field) for point in points] for field in fields}
+
+
+ROUTES = (shown("/curves", curves),)

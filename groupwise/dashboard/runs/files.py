@@ -1,0 +1,127 @@
+"""What a page lets one take home: files of checkpoints and of the final weights, and rollouts as JSON lines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from groupwise.core.errors import RunNotFoundError
+from groupwise.dashboard.pages import Page, Visit, shown
+from groupwise.dashboard.runs.archive import archive, files_of
+from groupwise.dashboard.runs.overview import head_of
+from groupwise.dashboard.runs.reading import Asked
+from groupwise.dashboard.sources.evaluations import evaluations_of
+from groupwise.runs.find import final_step
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
+from groupwise.runs.record_files import rollout_lines
+from groupwise.runs.records import RolloutFilter
+from groupwise.runs.store import Store
+
+
+def weights(visit: Visit) -> Page:
+    """The files of a checkpoint, or of the final weights."""
+    path = visit.place.run(visit.named("run"))
+    folder = _folder(path, visit.named("where"))
+    try:
+        files = [
+            (each.relative_to(folder).as_posix(), each.stat().st_size) for each in files_of(folder)
+        ]
+    except OSError:
+        raise RunNotFoundError(f"{folder.name} was removed a moment ago.") from None
+    step = step_of(path, folder)
+    with Store.open(path / RECORD, readonly=True) as store:
+        evaluations = [each for each in evaluations_of(path, store) if each.step == step]
+    data = {
+        **head_of(visit, path),
+        "where": visit.named("where"),
+        "step": step,
+        "evaluations": [asdict(each) for each in evaluations],
+        "files": [{"name": name, "bytes": size} for name, size in files],
+    }
+    return Page("weights.html", data)
+
+
+def step_of(run: Path, folder: Path) -> int | None:
+    """After which step these weights are."""
+    return final_step(run) if folder.name == FINAL else int(folder.name.removeprefix("step-"))
+
+
+def whole(visit: Visit) -> Response:
+    """All of them as one archive."""
+    path = visit.place.run(visit.named("run"))
+    folder = _folder(path, visit.named("where"))
+    name = f"{_plain(path.name)}-{folder.name}"
+    headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
+    return Sent(archive(folder, name), media_type="application/zip", headers=headers)
+
+
+def file(visit: Visit) -> Response:
+    """One of them."""
+    folder = _folder(visit.place.run(visit.named("run")), visit.named("where"))
+    wanted = visit.named("file")
+    for each in files_of(folder):
+        if each.relative_to(folder).as_posix() == wanted:
+            return FileResponse(each, media_type="application/octet-stream", filename=each.name)
+    raise RunNotFoundError(f"{folder.name} has no file {wanted[:100]!r}.")
+
+
+def export(visit: Visit) -> Response:
+    """All rollouts that a search finds, one JSON object a line, as `groupwise runs export --to jsonl` writes them."""
+    path = visit.place.run(visit.named("run"))
+    asked = visit.query(Asked)
+    store = Store.open(path / RECORD, readonly=True)
+    headers = {"Content-Disposition": f'attachment; filename="{_plain(path.name)}-rollouts.jsonl"'}
+    return Sent(_lines(store, asked.wanted), media_type="application/x-ndjson", headers=headers)
+
+
+def _lines(store: Store, wanted: RolloutFilter) -> Generator[bytes]:
+    with store, closing(rollout_lines(store, wanted)) as lines:
+        for line in lines:
+            yield line.encode("utf-8", "replace")
+
+
+class Sent(StreamingResponse):
+    """A long answer, whose making ends with it, also where whoever asked has gone: what it reads is not held open."""
+
+    def __init__(self, pieces: Generator[bytes], **more: Any) -> None:
+        super().__init__(pieces, **more)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._pieces.close))
+
+
+def _folder(run: Path, where: str) -> Path:
+    """`final`, or `step-N`, where it lies in the run's folder. Raises RunNotFoundError."""
+    is_step = where.startswith("step-") and where.removeprefix("step-").isdecimal()
+    if where == FINAL or (is_step and len(where) < 30):
+        found = run / FINAL if where == FINAL else run / CHECKPOINTS / where
+        if found.is_dir() and found.resolve().is_relative_to(run.resolve()):
+            return found
+    raise RunNotFoundError(f"{run.name} has no weights called {where[:40]!r}.")
+
+
+def _plain(name: str) -> str:
+    """For a header."""
+    return "".join(
+        each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name
+    )
+
+
+ROUTES = (
+    shown("/runs/{run}/weights/{where}.zip", whole),
+    shown("/runs/{run}/weights/{where}", weights),
+    shown("/runs/{run}/weights/{where}/{file:path}", file),
+    shown("/runs/{run}/rollouts.jsonl", export),
+)

@@ -1,0 +1,105 @@
+"""All runs: what state each is in, how its reward goes, and those of a search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field
+
+from groupwise.dashboard.pages import Page, Query, Visit, cut, shown
+from groupwise.dashboard.sources.runs import Listed
+
+PER_PAGE = 50
+SORTS = {
+    "newest": "newest first",
+    "changed": "last written to",
+    "reward": "highest reward",
+    "name": "name",
+}
+Sort = Literal["newest", "changed", "reward", "name"]
+
+
+class Asked(Query):
+    """Which runs."""
+
+    q: str = ""
+    """Words that stand in name, model or task."""
+    state: str = ""
+    sort: Sort = "newest"
+    page: int = Field(1, ge=1)
+
+
+def runs(visit: Visit) -> Page:
+    """The list."""
+    asked, known = visit.query(Asked), visit.place.runs.known()
+    matching = [each for each in known.runs if _matches(each, asked)]
+    matching = _in_order(matching, asked.sort)
+    here = cut(matching, asked.page, PER_PAGE)
+    data: dict[str, Any] = {
+        "folder": str(visit.place.runs.folder),
+        "runs": [_document(each) for each in here.rows],
+        "all": len(known.runs),
+        "matching": len(matching),
+        "unread": known.unread,
+        "states": dict(Counter(each.info.state or "broken" for each in known.runs)),
+        "asked": asked.model_dump(),
+        "page": here.page,
+        "pages": here.pages,
+        "sorts": SORTS,
+    }
+    return Page("runs.html", data, live="/live")
+
+
+def _matches(listed: Listed, asked: Asked) -> bool:
+    return asked.state in ("", listed.info.state or "broken") and has_words(listed, asked.q)
+
+
+def has_words(listed: Listed, words: str) -> bool:
+    """Whether a run's name, model and task have all of these words."""
+    return are_in(words, (listed.info.name, listed.info.model, listed.info.task))
+
+
+def are_in(words: str, texts: Iterable[str | None]) -> bool:
+    """Whether all words stand in these texts, in whatever size."""
+    there = " ".join(filter(None, texts)).casefold()
+    return all(word in there for word in words.casefold().split())
+
+
+def _in_order(runs: Iterable[Listed], sort: Sort) -> list[Listed]:
+    found = list(runs)  # the newest first
+    if sort == "changed":
+        return sorted(found, key=lambda each: -each.written)
+    if sort == "name":
+        return sorted(found, key=lambda each: each.info.name.casefold())
+    if sort == "reward":
+        return sorted(found, key=_by_reward)
+    return found
+
+
+def _by_reward(listed: Listed) -> tuple[bool, float]:
+    reward = listed.info.reward_last
+    return reward is None, -(reward or 0.0)
+
+
+def _document(listed: Listed) -> dict[str, Any]:
+    info = listed.info
+    return {
+        "name": info.name,
+        "state": info.state or "broken",
+        "broken": info.broken,
+        "steps": info.steps,
+        "max_steps": info.max_steps,
+        "metric": listed.metric,
+        "first": listed.ends[0],
+        "last": listed.ends[1],
+        "curve": listed.curve,
+        "started": info.started,
+        "written": listed.written,
+        "model": info.model,
+        "task": info.task,
+    }
+
+
+ROUTES = (shown("/runs", runs),)

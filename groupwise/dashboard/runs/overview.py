@@ -1,0 +1,162 @@
+"""One run: its state and last numbers, its plots, what they say in words, its checkpoints, evaluations and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import GroupwiseError, StoreError
+from groupwise.dashboard.pages import Page, Visit, live_of, shown
+from groupwise.dashboard.runs.archive import files_of
+from groupwise.dashboard.runs.curves import names_of, plots_of
+from groupwise.dashboard.sources.evaluations import evaluations_of
+from groupwise.dashboard.sources.runs import Listed
+from groupwise.runs import checkpoints
+from groupwise.runs.advice import advice_on
+from groupwise.runs.find import ENDS, RunInfo, final_step, mean_of
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, flattened, read_config, read_summary
+from groupwise.runs.lock import holder
+from groupwise.runs.store import Store
+from groupwise.runs.warm_up import WARM_UP
+
+MOST_WARNINGS = 20
+"""The newest, that are listed."""
+NEWEST_FAILURES = 5_000
+"""Rollouts without a score whose reasons are looked at."""
+LOG = "log.txt"
+LOG_BYTES = 16_384
+"""Of the end of the log."""
+
+
+def run(visit: Visit) -> Page:
+    """The page of a run."""
+    path = visit.place.run(visit.named("run"))
+    listed = visit.place.runs.one(path)
+    with Store.open(path / RECORD, readonly=True) as store:
+        names = names_of(store)
+        last = store.last_step()
+        meta, warnings = store.get_meta(), store.warnings()
+        data: dict[str, Any] = {
+            **_head(path, listed),
+            "metrics": {} if last is None else store.step_metrics(last),
+            "plots": {
+                section: [asdict(plot) for plot in plots]
+                for section, plots in plots_of(names).items()
+            },
+            "advice": advice_on(store),
+            "warnings": [asdict(each) for each in warnings[-MOST_WARNINGS:]],
+            "all_warnings": len(warnings),
+            "failures": [asdict(each) for each in store.failures(newest=NEWEST_FAILURES)],
+            "newest_failures": NEWEST_FAILURES,
+            "evaluations": [asdict(each) for each in evaluations_of(path, store)],
+            "resumes": [asdict(each) for each in store.resumes()],
+            "error": meta.get("error"),
+            "warm_up": meta.get(WARM_UP),
+            "left_seconds": _left(store, listed.info),
+            "curve": listed.curve,
+            "metric": listed.metric,
+        }
+    data |= {
+        "checkpoints": _checkpoints(path),
+        "final_step": final_step(path) if (path / FINAL).is_dir() else None,
+        "final_bytes": _bytes_of(path / FINAL),
+        "summary": _quietly(read_summary, path),
+        "log": _end_of(path / LOG),
+    }
+    return Page("run.html", data, live=live_of(path.name))
+
+
+def config(visit: Visit) -> Page:
+    """All settings of a run, resolved."""
+    path = visit.place.run(visit.named("run"))
+    tree = read_config(path)
+    data = {**head_of(visit, path), "config": tree, "settings": flattened(tree)}
+    return Page("config.html", data)
+
+
+def head_of(visit: Visit, path: Path) -> dict[str, Any]:
+    """What stands above every page of a run."""
+    return _head(path, visit.place.runs.one(path))
+
+
+def _head(path: Path, listed: Listed) -> dict[str, Any]:
+    info = listed.info
+    held = holder(path) if info.state == "running" else None
+    return {
+        "run": {
+            "name": info.name,
+            "state": info.state or "broken",
+            "broken": info.broken,
+            "steps": info.steps,
+            "max_steps": info.max_steps,
+            "reward_first": info.reward_first,
+            "reward_last": info.reward_last,
+            "loss_first": info.loss_first,
+            "loss_last": info.loss_last,
+            "started": info.started,
+            "written": listed.written,
+            "model": info.model,
+            "task": info.task,
+            "folder": str(path),
+            "process": None if held is None else held.pid,
+        }
+    }
+
+
+def _left(store: Store, info: RunInfo) -> float | None:
+    """Seconds until the end of a run that goes on, if steps go on to take what the last ones took."""
+    if info.state != "running" or not info.steps or info.max_steps is None:
+        return None
+    _, times = store.curve_ends("time/step", ENDS)
+    mean = mean_of(times)
+    return None if mean is None else mean * max(0, info.max_steps - info.steps)
+
+
+def _checkpoints(path: Path) -> list[dict[str, Any]]:
+    with suppress(GroupwiseError, FileNotFoundError):  # one is pruned meanwhile
+        found = checkpoints.complete(path / CHECKPOINTS)
+        whole = [
+            {"step": each.step, "bytes": size, "damaged": None}
+            for each in found
+            if (size := _bytes_of(each.path)) is not None
+        ]
+        damaged = [
+            {"step": None, "bytes": None, "damaged": str(skipped)}
+            for skipped in found.skipped
+            if skipped.path.exists()
+        ]
+        return [*whole, *damaged]
+    return []
+
+
+def _bytes_of(folder: Path) -> int | None:
+    """None: it was removed a moment ago, as checkpoints are of which there are enough."""
+    try:
+        folder.stat()
+        return sum(file.stat().st_size for file in files_of(folder))
+    except OSError:
+        return None
+
+
+def _quietly(read: Any, path: Path) -> Mapping[str, Any] | None:
+    try:
+        return read(path)
+    except StoreError:  # a page shows what else there is
+        return None
+
+
+def _end_of(file: Path) -> str:
+    """The last lines of a log, or of its last one the end."""
+    with suppress(OSError), file.open("rb") as log:
+        begin = max(0, file.stat().st_size - LOG_BYTES)
+        log.seek(begin)
+        told = log.read()
+        rest = told.partition(b"\n")[2] if begin else told
+        return (rest or told).decode("utf-8", "replace")
+    return ""
+
+
+ROUTES = (shown("/runs/{run}", run), shown("/runs/{run}/config", config))

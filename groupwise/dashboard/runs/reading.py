@@ -1,0 +1,303 @@
+"""Rollouts: those of a search, a group side by side, the same example over all steps, and one rollout token by token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from groupwise.core.errors import RunNotFoundError
+from groupwise.core.types import Group, Rollout
+from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_of, shown
+from groupwise.dashboard.runs.overview import head_of
+from groupwise.dashboard.runs.tokens import segments_of, tokenizer_of, without_ratios
+from groupwise.runs.folder import RECORD
+from groupwise.runs.records import GroupScore, RolloutFilter, RolloutView
+from groupwise.runs.store import Store
+from groupwise.runs.tables import prompt_text
+
+PER_PAGE = 30
+LISTED, BESIDE, WHOLE = 4_000, 1_500, 20_000
+"""Characters of a text that is in a list, beside many others, and beside those of its group; all of it is on the rollout's own page."""
+GROUPS_OF_EXAMPLE = 20
+MOST_MEMBERS = 64
+"""Of each group on the page of an example."""
+MOST_STEPS = 200
+"""That are offered to compare, evenly of all."""
+TOKENS = 4_000
+"""Of a rollout that one page shows."""
+MOST_SHOWN = 1000
+"""Members of a group that its page shows."""
+MOST_OF_GROUP = 100_000
+"""Among which one of a group is looked for."""
+ADDRESS = re.compile(r"(\d{1,18})\.(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
+MOST_PAGES = 4000
+"""Beyond that one says what is looked for: rows that are passed over have to be read."""
+MOST_TASKS = 200
+"""That are offered to choose from; of more than that one writes which is meant."""
+MOST_OTHERS = 100
+"""Runs that are offered to compare with."""
+ORDERS = {
+    "newest": "newest first",
+    "draw": "as drawn",
+    "best": "highest first",
+    "worst": "lowest first",
+}
+OUTCOMES = ("scored", "failed", "timed_out", "unscored", "pending")
+UNSCORED = ("failed", "timed_out")
+
+
+class Asked(Query):
+    """Which rollouts."""
+
+    step: int | None = Field(None, ge=0, le=LARGEST)
+    example: int | None = Field(None, ge=0, le=LARGEST)
+    task: str | None = None
+    outcome: Literal["scored", "failed", "timed_out", "unscored", "pending"] | None = None
+    part: str | None = None
+    low: float | None = Field(None, allow_inf_nan=False)
+    high: float | None = Field(None, allow_inf_nan=False)
+    shortest: int | None = Field(None, ge=0, le=LARGEST)
+    longest: int | None = Field(None, ge=0, le=LARGEST)
+    truncated: Literal["yes", "no"] | None = None
+    text: str | None = Field(None, max_length=500)
+    order: Literal["newest", "draw", "best", "worst"] = "newest"
+    page: int = Field(1, ge=1)
+
+    @field_validator("page")
+    @classmethod
+    def _not_too_far(cls, page: int) -> int:
+        if page > MOST_PAGES:
+            raise PydanticCustomError(
+                "too_far",
+                "there are no pages beyond {most}: say more of what is looked for, or take another order",
+                {"most": MOST_PAGES},
+            )
+        return page
+
+    @property
+    def wanted(self) -> RolloutFilter:
+        """As the record is asked; one row more than is shown says whether there is a next page."""
+        return RolloutFilter(
+            step=self.step,
+            example=self.example,
+            task=self.task,
+            outcome=UNSCORED if self.outcome == "unscored" else self.outcome,
+            part=self.part,
+            min_reward=self.low,
+            max_reward=self.high,
+            min_tokens=self.shortest,
+            max_tokens=self.longest,
+            truncated=None if self.truncated is None else self.truncated == "yes",
+            text=self.text,
+            order=self.order,
+            limit=PER_PAGE + 1,
+            offset=(self.page - 1) * PER_PAGE,
+        )
+
+
+def rollouts(visit: Visit) -> Page:
+    """One page of what was asked for."""
+    path = visit.place.run(visit.named("run"))
+    asked = visit.query(Asked)
+    with Store.open(path / RECORD, readonly=True) as store:
+        found = store.rollouts(asked.wanted, LISTED)
+        data: dict[str, Any] = {
+            **head_of(visit, path),
+            "rollouts": [asdict(each) for each in found[:PER_PAGE]],
+            "more": len(found) > PER_PAGE and asked.page < MOST_PAGES,
+            "asked": asked.model_dump(),
+            "part_names": store.part_names(),
+            "tasks": store.tasks(MOST_TASKS + 1),
+            "most_tasks": MOST_TASKS,
+            "last_step": store.last_step(),
+            "orders": ORDERS,
+            "outcomes": OUTCOMES,
+        }
+    newest = asked.order == "newest" and asked.page == 1
+    return Page("rollouts.html", data, live=live_of(path.name) if newest else "")
+
+
+def group(visit: Visit) -> Page:
+    """The members of a draw side by side."""
+    path = visit.place.run(visit.named("run"))
+    draw = _number(visit, "draw")
+    with Store.open(path / RECORD, readonly=True) as store:
+        found = store.rollouts(RolloutFilter(draw=draw, limit=MOST_SHOWN + 1), WHOLE)
+        known = store.origin_of(draw)
+        if not found or known is None:
+            raise RunNotFoundError(f"{path.name} has no group of draw {draw}.")
+    origin, again, columns = known
+    data = {
+        **head_of(visit, path),
+        "draw": draw,
+        "step": found[0].step,
+        "example": found[0].example,
+        "prompt": found[0].prompt,
+        "columns": columns,
+        "origin": origin,
+        "again": again,
+        "members": [asdict(each) for each in found[:MOST_SHOWN]],
+        "more": len(found) > MOST_SHOWN,
+    }
+    return Page("group.html", data)
+
+
+class Paged(Query):
+    """Which page of it."""
+
+    page: int = Field(1, ge=1, le=MOST_PAGES)
+
+
+def example(visit: Visit) -> Page:
+    """The groups of an example, the newest first: how its answers changed."""
+    path = visit.place.run(visit.named("run"))
+    index, page = _number(visit, "example"), visit.query(Paged).page
+    with Store.open(path / RECORD, readonly=True) as store:
+        steps, groups = store.steps_of(index)
+        draws = store.draws_of(index, GROUPS_OF_EXAMPLE, (page - 1) * GROUPS_OF_EXAMPLE)
+        scores = store.scores(draws)
+        found = {draw: _members(store, draw) for draw in draws}
+    if not any(found.values()):
+        raise RunNotFoundError(_nothing_of(path.name, index, page, groups))
+    data = {
+        **head_of(visit, path),
+        "example": index,
+        "prompt": next(members[0].prompt for members in found.values() if members),
+        "groups": [_told(members, scores.get(draw)) for draw, members in found.items() if members],
+        "all": groups,
+        "page": page,
+        "pages": -(-groups // GROUPS_OF_EXAMPLE),
+        "steps": _evenly(steps),
+        "others": _others(visit, path.name),
+    }
+    return Page("example.html", data)
+
+
+def _members(store: Store, draw: int) -> list[RolloutView]:
+    return store.rollouts(RolloutFilter(draw=draw, limit=MOST_MEMBERS + 1), BESIDE)
+
+
+def _nothing_of(run: str, example: int, page: int, groups: int) -> str:
+    if groups and page > 1:
+        return f"{run} has asked example {example} {groups} times: there is no page {page} of that."
+    return f"{run} has asked nothing of example {example} yet."
+
+
+def _evenly(steps: list[int]) -> list[int]:
+    """Of very many some, the first and the last among them."""
+    if len(steps) <= MOST_STEPS:
+        return steps
+    last = len(steps) - 1
+    return [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
+
+
+def _others(visit: Visit, name: str) -> list[str]:
+    """The newest runs beside this one."""
+    known = (each.info for each in visit.place.runs.known().runs)
+    return [info.name for info in known if not info.broken and info.name != name][:MOST_OTHERS]
+
+
+def rollout(visit: Visit) -> Page:
+    """One rollout, token by token."""
+    path = visit.place.run(visit.named("run"))
+    name = visit.named("rollout")
+    page = visit.query(Paged).page
+    with Store.open(path / RECORD, readonly=True) as store:
+        draw, is_it = _meant(store, name)
+        views = (
+            []
+            if draw is None
+            else store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
+        )
+        whole = None if draw is None else store.group(draw)
+    place = next((at for at, each in enumerate(views) if is_it(each)), None)
+    if place is None or whole is None:
+        raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
+    view = views[place]
+    found = _member(whole, view)
+    prompt = whole.prompt_seen or prompt_text(whole.example.prompt)
+    data = {
+        **head_of(visit, path),
+        "rollout": {**asdict(view), "prompt": prompt, "completion": found.completion},
+        "prompt": prompt,
+        "columns": whole.example.columns,
+        "notes": found.notes,
+        "messages": found.messages,
+        **_tokens(path, found, page),
+        "without_ratios": without_ratios(found, whole),
+        "before": asdict(views[place - 1]) if place else None,
+        "after": asdict(views[place + 1]) if place + 1 < len(views) else None,
+    }
+    return Page("rollout.html", data)
+
+
+def _meant(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView], bool]]:
+    """The draw of a rollout, and which of its group it is: `DRAW.MEMBER`, `DRAW.MEMBER.ATTEMPT`, or the id that it has in the record now.
+
+    A run that is resumed draws the same again; ids are those of rows, and may become others then.
+    """
+    if match := ADDRESS.fullmatch(name):
+        draw, member, attempt = (int(each or 0) for each in match.groups())
+        return draw, lambda view: (view.member, view.attempt) == (member, attempt)
+    number = _numbered(name, "rollout")
+    return store.draw_of(number), lambda view: view.id == number
+
+
+def _tokens(path: Path, rollout: Rollout, page: int) -> dict[str, Any]:
+    """What was drawn, and one page of its tokens; none where they were not kept."""
+    count = sum(len(each.token_ids) for each in rollout.segments)
+    pages = max(1, -(-count // TOKENS))
+    if page > pages:
+        raise RunNotFoundError(f"The rollout has {count} tokens: there is no page {page} of them.")
+    first = (page - 1) * TOKENS
+    return {
+        "segments": segments_of(rollout, tokenizer_of(path), first, TOKENS) if count else [],
+        "tokens": {"first": first + 1, "last": min(count, first + TOKENS), "all": count},
+        "page": page,
+        "pages": pages,
+        "version": rollout.segments[0].policy_version if rollout.segments else None,
+        "finish": rollout.segments[-1].finish_reason if rollout.segments else None,
+        "seeds": [each.seed for each in rollout.segments if each.seed is not None],
+    }
+
+
+def _member(group: Group, view: RolloutView) -> Rollout:
+    for each in group.rollouts:
+        if (each.member, each.attempt) == (view.member, view.attempt):
+            return each
+    raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
+
+
+def _told(members: list[RolloutView], score: GroupScore | None) -> dict[str, Any]:
+    return {
+        "draw": members[0].draw,
+        "step": members[0].step,
+        "mean": score.mean if score else None,
+        "best": score.best if score else None,
+        "members": [asdict(each) for each in members[:MOST_MEMBERS]],
+        "more": len(members) > MOST_MEMBERS,
+    }
+
+
+def _number(visit: Visit, name: str) -> int:
+    return _numbered(visit.named(name), name)
+
+
+def _numbered(word: str, name: str) -> int:
+    if not word.isdecimal() or len(word) > 18:
+        raise RunNotFoundError(f"{word[:40]!r} is no number of a {name}.")
+    return int(word)
+
+
+ROUTES = (
+    shown("/runs/{run}/rollouts", rollouts),
+    shown("/runs/{run}/rollouts/{rollout}", rollout),
+    shown("/runs/{run}/groups/{draw}", group),
+    shown("/runs/{run}/examples/{example}", example),
+)

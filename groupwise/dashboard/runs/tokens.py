@@ -1,0 +1,218 @@
+"""The tokens of a rollout as they were drawn, each with what it reads, how probable it was, and how probable the learner found it.
+
+The record has ids. What they read is told by the tokenizer that the run has left in its folder when it began, else by that of its final
+weights or of its model, where this machine has it; where there is none, the ids are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.types import Group, Rollout, Segment
+from groupwise.runs.folder import FINAL, TOKENIZER, read_config
+
+FILE = "tokenizer.json"
+STEPS = 8
+"""Shades of a colour."""
+BEFORE = 32
+"""Tokens before those that are shown that are read with them: a letter may be of several, and a word's space is of the one before."""
+LEAST_NATS = 6.0
+"""Below which a token is shown as improbable as can be."""
+MOST_RATIO = 1.5
+"""From which on a ratio has the deepest colour, and below 1 at its inverse: so the usual bounds of the clip, 0.8 and 1.2, are in the
+middle of the scale, and the rounding of bfloat16, some hundredths, has none or the palest."""
+
+
+LONGEST = 1_000
+"""Characters of a token that are shown."""
+AFTER = 4
+"""Tokens that are read behind a page: the rest of a letter."""
+
+
+class Reads(Protocol):
+    """What tokens read."""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token, in this order."""
+        ...
+
+
+class Ids:
+    """Where nobody knows the words."""
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """See `Reads.pieces`."""
+        return [f"⟨{each}⟩" for each in ids]
+
+
+class ByFile:
+    """A tokenizer of the library `tokenizers`."""
+
+    def __init__(self, tokenizer: Any, stream: Any) -> None:
+        self._tokenizer, self._stream = tokenizer, stream
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """See `Reads.pieces`. A letter of several tokens is shown at the last of them; what is no letter, and no token, as its id."""
+        stream = self._stream(skip_special_tokens=False)
+        pieces: list[str | None] = []
+        for each in map(int, ids):
+            try:
+                piece = stream.step(self._tokenizer, each)
+            except Exception:  # noqa: BLE001 — the library has no kinds: bytes that never become a letter
+                stream, piece = self._stream(skip_special_tokens=False), f"⟨{each}⟩"
+            unknown = not piece and self._tokenizer.id_to_token(each) is None
+            pieces.append(f"⟨{each}⟩" if unknown else piece)
+        if pieces and pieces[-1] is None:
+            pieces[-1] = "\ufffd"  # of a letter that was cut off
+        return [(piece or "")[:LONGEST] for piece in pieces]
+
+
+def tokenizer_of(run: Path) -> Reads:
+    """The tokenizer of a run."""
+    for file in (
+        run / TOKENIZER / FILE,
+        run / FINAL / FILE,
+        *sorted(run.glob(f"hub/*/*/files/{FILE}")),
+    ):
+        if file.is_file() and (found := _read(str(file), file.stat().st_mtime_ns)) is not None:
+            return found
+    return _of_model(run) or Ids()
+
+
+@lru_cache(maxsize=8)
+def _read(file: str, _: int) -> Reads | None:
+    try:
+        library = import_module("tokenizers")
+        stream = import_module("tokenizers.decoders").DecodeStream
+    except ImportError:
+        return None
+    with suppress(Exception):
+        described = json.loads(Path(file).read_bytes())
+        if not _shortens(described.get("decoder")):
+            return None
+        # whatever a model's author has written for reading texts is not needed to show tokens, and may take any time
+        described |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
+        return ByFile(library.Tokenizer.from_str(json.dumps(described)), stream)
+    return None
+
+
+def _shortens(decoder: dict[str, Any] | None) -> bool:
+    """Whether a decoder makes no text longer: one of a few steps might double it each time, for whoever looks at a page."""
+    if decoder is None or decoder["type"] in (
+        "ByteLevel",
+        "ByteFallback",
+        "Fuse",
+        "Strip",
+        "Metaspace",
+        "WordPiece",
+        "BPEDecoder",
+    ):
+        return True
+    if decoder["type"] == "Replace":
+        return len(decoder["content"]) <= len(decoder["pattern"].get("String", ""))
+    return decoder["type"] == "Sequence" and all(map(_shortens, decoder["decoders"]))
+
+
+def _of_model(run: Path) -> Reads | None:
+    with suppress(GroupwiseError, KeyError, TypeError):
+        return _named(_model_of(run))
+    return None
+
+
+def _model_of(run: Path) -> str:
+    return str(read_config(run)["model"]["name"])
+
+
+@lru_cache(maxsize=8)
+def _named(model: str) -> Reads | None:
+    """Of a folder with a model; others are not loaded for a page."""
+    file = Path(model).expanduser() / FILE
+    return _read(str(file), file.stat().st_mtime_ns) if file.is_file() else None
+
+
+def segments_of(
+    rollout: Rollout, reads: Reads, first: int = 0, most: int | None = None
+) -> list[dict[str, Any]]:
+    """The segments after the prompt, token by token: so many tokens from the one with the index `first` on, by default all."""
+    found: list[dict[str, Any]] = []
+    begin, end = first, math.inf if most is None else first + most
+    for segment in rollout.segments:
+        size = len(segment.token_ids)
+        if end > 0 and (begin < size or not size):
+            found.append(
+                {
+                    "source": segment.source,
+                    "version": segment.policy_version,
+                    "finish": segment.finish_reason,
+                    "tokens": _tokens(segment, reads, max(0, begin), int(min(end, size))),
+                }
+            )
+        begin, end = begin - size, end - size
+    return found
+
+
+def _tokens(segment: Segment, reads: Reads, first: int, end: int) -> list[dict[str, Any]]:
+    ids = segment.token_ids[first:end]
+    before = segment.token_ids[max(0, first - BEFORE) : first]
+    after = segment.token_ids[end : end + AFTER]
+    pieces = reads.pieces([*before, *ids, *after])[len(before) : len(before) + len(ids)]
+    sampled, learnt = (
+        logprobs[first:end] if logprobs is not None else [None] * len(ids)
+        for logprobs in (segment.sampling_logprobs, segment.learner_logprobs)
+    )
+    return [
+        {
+            "id": id,
+            "text": piece,
+            "logprob": logprob,
+            "shade": shade_of(logprob),
+            "learner_logprob": by_learner,
+            "ratio": (ratio := ratio_of(by_learner, logprob)),
+            "ratio_shade": ratio_shade_of(ratio),
+        }
+        for id, piece, logprob, by_learner in zip(ids, pieces, sampled, learnt, strict=True)
+    ]
+
+
+def shade_of(logprob: float | None) -> int | None:
+    """0: certain, 8: improbable; None: it was not drawn."""
+    if logprob is None or not math.isfinite(logprob):
+        return None
+    return min(STEPS, round(-logprob / LEAST_NATS * STEPS))
+
+
+def ratio_of(learner: float | None, sampler: float | None) -> float | None:
+    """The learner's probability of a token over the sampler's; None where one of them said none, or it is no number."""
+    if learner is None or sampler is None or not math.isfinite(learner - sampler):
+        return None
+    return math.exp(min(learner - sampler, 700.0))  # beyond it would be no number
+
+
+def ratio_shade_of(ratio: float | None) -> int | None:
+    """0: the same to both; 8: far more probable to the learner, -8: far less; in equal steps of the logarithm."""
+    if ratio is None:
+        return None
+    nats = math.log(ratio) if ratio else -math.inf
+    return round(max(-1.0, min(1.0, nats / math.log(MOST_RATIO))) * STEPS)
+
+
+def without_ratios(rollout: Rollout, group: Group) -> str | None:
+    """Why the tokens of a rollout have no ratios, for people; None where they have."""
+    if any(segment.learner_logprobs for segment in rollout.segments):
+        return None
+    if rollout.advantage is None:
+        return "no step has learnt from it"
+    if not any(each.advantage for each in group.rollouts):
+        return "no rollout of its group had an advantage, so that the learner did not compute them"
+    return (
+        "what this run's learner said of them was not kept, because an earlier version of Groupwise wrote the record, or runs on the "
+        "server that it was trained on"
+    )

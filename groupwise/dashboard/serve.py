@@ -1,0 +1,121 @@
+"""`groupwise web`: one process that shows the runs of a folder to browsers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.api.http.addresses import is_loopback
+from groupwise.api.http.listening import Uvicorn, address, bound, check_tls, uvicorn_config
+from groupwise.api.http.logs import configure
+from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.dashboard.access import Door
+from groupwise.dashboard.app import make_app
+from groupwise.dashboard.context import Place
+from groupwise.dashboard.sources.fleet import WatchedFleet
+from groupwise.dashboard.sources.runs import RunsIndex
+from groupwise.dashboard.sources.server import WatchedServer
+
+END_SECONDS = 5
+"""For connections to be closed."""
+FIRST_LOOK = 6.0
+"""Seconds in which the runs are read before it says that it listens; later pages find them read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How it listens, and what it shows."""
+
+    runs: Path
+    host: str = "127.0.0.1"
+    port: int = 8080
+    key_file: Path | None = None
+    certificate: str | None = None
+    key: str | None = None
+    """PEM files, for TLS."""
+    proxy: str | None = None
+    """Address of a proxy in front, whose forwarded headers are believed."""
+    acts: bool = False
+    """Whether buttons may change something."""
+
+
+def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
+    """Those that are let in; None: there are none, and only this machine is answered. `plain`: from the environment.
+
+    Raises UsageError where others could look without one, or a key would travel in the clear.
+    """
+    stored = () if settings.key_file is None else read_keys_in(settings.key_file.expanduser())
+    if settings.key_file is not None and not stored:
+        raise ConfigError(
+            f"{settings.key_file} holds no key, so that nobody could look. `groupwise serve --new-key read` makes one."
+        )
+    keys = Keyring(stored, plain) if stored or plain is not None else None
+    if is_loopback(settings.host):
+        return keys
+    if keys is None:
+        raise UsageError(
+            f"{settings.host} can be reached from other machines, but the dashboard has no key. Put one into the variable {VARIABLE}, or "
+            "`groupwise serve --new-key read` makes one whose line goes into the file of --key-file. Or leave --host out: then only this "
+            "machine can look."
+        )
+    if settings.certificate is None and settings.proxy is None:
+        raise UsageError(
+            f"{settings.host} can be reached from other machines, where keys would be sent for all to read. Give --tls-certificate and "
+            "--tls-key, or --proxy with the address of one that has them, or listen on 127.0.0.1 and come by `ssh -L`."
+        )
+    return keys
+
+
+def serve(
+    settings: Settings,
+    plain: str | None,
+    say: Callable[[str], None],
+    fleet: WatchedFleet | None = None,
+    server: WatchedServer | None = None,
+) -> int:
+    """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin."""
+    if settings.runs.exists() and not settings.runs.is_dir():
+        raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
+    check_tls(settings.certificate, settings.key)
+    door = Door(keys_of(settings, plain), acts=settings.acts)
+    place = Place(RunsIndex(settings.runs), door, fleet, server)
+    with bound(settings.host, settings.port) as listening:
+        return asyncio.run(_served(place, settings, listening, say))
+
+
+async def _served(
+    place: Place, settings: Settings, listening: socket.socket, say: Callable[[str], None]
+) -> int:
+    await asyncio.to_thread(place.runs.known, FIRST_LOOK)
+    http = Uvicorn(
+        uvicorn_config(
+            make_app(place),
+            certificate=settings.certificate,
+            key=settings.key,
+            proxy=settings.proxy,
+        )
+    )
+    http.config.timeout_graceful_shutdown = END_SECONDS
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    answering = asyncio.create_task(http.serve(sockets=[listening]))
+    await http.listening.wait()
+    host, port = listening.getsockname()[:2]
+    say(address("http" if settings.certificate is None else "https", host, port))
+    log = configure("text")
+    try:
+        await ended.wait()
+        place.ending.set()
+        http.should_exit = True
+        await answering
+    finally:
+        logging.getLogger().removeHandler(log)
+    return 0

@@ -1,0 +1,77 @@
+"""The training server: its run, the groups that wait for rewards and steps, who waits for room, who has asked, and their sessions."""
+
+from __future__ import annotations
+
+from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.training import StatusAnswer
+from groupwise.core.errors import RunNotFoundError
+from groupwise.dashboard.pages import Page, Visit, shown
+from groupwise.dashboard.sources.server import WatchedServer
+
+LIVE = "/live?server"
+LONG = 10.0
+"""Seconds that a request waits before somebody should know why."""
+STATES = {
+    "open": "sampled, and not rewarded yet",
+    "rewarded": "waits for a step",
+    "held": "rewarded, and waits to be named",
+    "planned": "part of a step that is not done",
+    "trained": "a step has learnt from it",
+    "expired": "not rewarded within its lease",
+    "given_up": "its client did not want it",
+    "stale": "too old when a step could have taken it",
+    "quarantined": "left out, because a step with it ended the engine twice",
+}
+"""Of groups, in the order of their lives; what each means."""
+
+
+def _of(visit: Visit) -> WatchedServer:
+    """The server of this dashboard. Raises RunNotFoundError where there is none."""
+    if visit.place.server is None:
+        raise RunNotFoundError(
+            "This dashboard shows no training server; `groupwise web --server URL` does, and `groupwise serve` has a dashboard of its own."
+        )
+    return visit.place.server
+
+
+def server(visit: Visit) -> Page:
+    """All of it at one instant."""
+    status, activity = _of(visit).ask()
+    data = {
+        "status": status.model_dump(),
+        "activity": activity.model_dump(),
+        "states": STATES,
+        "run": status.run_id if status.run_id and visit.place.has(status.run_id) else None,
+        "advice": advice(status, activity),
+    }
+    return Page("server.html", data, live=LIVE)
+
+
+def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
+    """What somebody should look at, in words, and what to do about it."""
+    counts = status.counters
+    told: list[str] = []
+    if status.phase == "recovering":
+        told.append(
+            "The engine has ended and is being started again; clients are told to come back. Nothing that was acknowledged is lost."
+        )
+    if counts.expired and counts.expired >= max(5, counts.trained):
+        told.append(
+            f"{counts.expired} groups were not rewarded within their lease, and {counts.trained} were trained. Clients that reward slowly "
+            "need a longer one (`lease_seconds` of POST /start); those that are gone should give up what they hold."
+        )
+    if counts.stale and counts.stale >= max(5, counts.trained // 2):
+        told.append(
+            f"{counts.stale} groups were too old when a step could have taken them. A higher `staleness` keeps more of them, and fewer "
+            "groups asked for at once waste fewer."
+        )
+    waiting = sum(each.seconds >= LONG for each in activity.waiting)
+    if waiting and counts.open and not counts.rewarded and not counts.planned:
+        told.append(
+            f"{waiting} of those who ask wait for room, for {LONG:.0f} seconds and more, and {counts.open} of the groups wait for their "
+            "rewards: the clients' rewards are what everything waits for."
+        )
+    return told
+
+
+ROUTES = (shown("/server", server),)

@@ -1,0 +1,131 @@
+"""Values that many pages ask for again and again: whatever is slow is asked once.
+
+`Ticking` finds one in the background, so that nobody waits long; with `Lately` all who ask wait for the one of them that asks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import GroupwiseError
+
+T = TypeVar("T")
+LAST = 5.0
+"""Seconds that an end waits for the look under way."""
+EVERY = 1.0
+"""Seconds for which a value is good."""
+MOMENT = 0.5
+"""Seconds that whoever asks waits for a newer one."""
+WAIT = 5.0
+"""Seconds that others wait for the one that asks."""
+
+
+class Ends(Protocol):
+    """What looks at something in the background."""
+
+    def end(self) -> None: ...
+
+
+E = TypeVar("E", bound=Ends)
+
+
+@contextmanager
+def ending(watched: E) -> Generator[E]:
+    """Have it end before what it looks at is closed."""
+    try:
+        yield watched
+    finally:
+        watched.end()
+
+
+class Ticking(Generic[T]):
+    """One such value."""
+
+    def __init__(self, find: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
+        """`find` may take as long as it likes, and raises nothing."""
+        self._find, self._clock = find, clock
+        self._lock = threading.Lock()
+        self._found: tuple[float, T] | None = None
+        self._finding: threading.Thread | None = None
+        self._forgotten = 0
+        self._ended = False
+
+    def now(self, moment: float = MOMENT) -> T | None:
+        """The value as it is known now; None: nothing is known yet."""
+        with self._lock:
+            if self._found is not None and self._clock() - self._found[0] < EVERY:
+                return self._found[1]
+            if self._ended:
+                return None if self._found is None else self._found[1]
+            if self._finding is None or not self._finding.is_alive():
+                self._finding = threading.Thread(target=self._look, daemon=True)
+                self._finding.start()
+            finding = self._finding
+        finding.join(moment)
+        with self._lock:
+            return None if self._found is None else self._found[1]
+
+    def forget(self) -> None:
+        """It has just become another one: the next who asks finds it anew."""
+        with self._lock:
+            self._found, self._finding = None, None
+            self._forgotten += 1
+
+    def end(self, seconds: float = LAST) -> None:
+        """Find nothing any more: what is asked may be closed then. Waits for the look under way, for so many seconds at most."""
+        with self._lock:
+            self._ended, finding = True, self._finding
+        if finding is not None:
+            finding.join(seconds)
+
+    def _look(self) -> None:
+        with self._lock:
+            begun = self._forgotten
+        found = self._find()
+        with self._lock:
+            if begun == self._forgotten:
+                self._found = (self._clock(), found)
+
+
+class Lately(Generic[T]):
+    """What somebody answered a moment ago, or that they did not."""
+
+    def __init__(
+        self, ask: Callable[[], T], who: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`who` is asked, for people."""
+        self._ask, self._who, self._clock = ask, who, clock
+        self._lock = threading.Lock()
+        self._kept: tuple[float, int, T | GroupwiseError] | None = None
+        self._forgotten = 0
+
+    def now(self) -> T:
+        """Raises what `ask` did, and `too_busy` where that takes too long for the others who wait."""
+        if not self._lock.acquire(timeout=WAIT):
+            raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
+        try:
+            kept = self._kept
+            if kept is None or kept[1] != self._forgotten or self._clock() - kept[0] >= EVERY:
+                begun = self._forgotten
+                kept = self._kept = (self._clock(), begun, self._answer())
+            found: Any = kept[2]
+        finally:
+            self._lock.release()
+        if isinstance(found, GroupwiseError):
+            raise found.with_traceback(None)
+        return found
+
+    def forget(self) -> None:
+        """It has just become another one: the next who asks finds it anew, also where an answer of before is still on its way."""
+        self._forgotten += 1
+
+    def _answer(self) -> T | GroupwiseError:
+        try:
+            return self._ask()
+        except GroupwiseError as error:
+            return error

@@ -1,0 +1,215 @@
+"""Evaluations: those that a run has recorded itself, those that `groupwise eval` has left in the run's results, and those of other policies
+(a model that was not trained here, say), which it leaves beside the runs.
+
+Result files hold every answer and are large; what they say as a whole is read once and kept for as long as the file stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.runs.find import is_file
+from groupwise.runs.folder import RESULTS
+from groupwise.runs.records import EvaluationRecord
+from groupwise.runs.store import Store
+from groupwise.training.evaluation.measures import REWARD, is_share, measure
+from groupwise.training.evaluation.results import numbers_of, read_result
+from groupwise.training.evaluation.statistics import interval_at_once
+from groupwise.training.review.compare import EVAL_LOSS, LOSS, Side, side_of_file
+
+PASS = re.compile(r"pass@(\d+)")
+MOST_FILES = 500
+"""Of a run's results, the newest, that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One of them."""
+
+    step: int | None
+    """After so many steps of the run; None where that is not known."""
+    name: str
+    policy: str
+    metrics: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    """Of 95 %, of those metrics that have one."""
+    reference: str
+    """By which it is compared, behind the run's name: `@STEP:NAME`, `:FILE.json`; empty where it is metrics alone."""
+    answers: bool
+    """Whether there are answers to read, and not only losses on given ones."""
+    file: str | None
+    """Its name where it is a file of results; None: it stands in the run's record."""
+    at: float
+    """When the file was written, in seconds since 1970; 0: not known."""
+
+
+def by_k(names: Iterable[str], before: str = "") -> dict[int, str]:
+    """The names of pass@k, the smallest k first; `before` is how they begin."""
+    found = ((PASS.fullmatch(name.removeprefix(before)), name) for name in names)
+    return dict(sorted((int(k[1]), name) for k, name in found if k and name.startswith(before)))
+
+
+def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:
+    """By steps, those of files after those of the record; of the record's so many of the newest have `intervals`, which take time."""
+    recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
+    begin = len(recorded) - intervals
+    found = [
+        _of_record(
+            each,
+            (each.step, each.name, each.policy) in whole,
+            _intervals(store, each) if place >= begin else {},
+        )
+        for place, each in enumerate(recorded)
+    ]
+    files = _in_files(run / RESULTS)
+    found += [replace(each, step=_step_of(each.policy, run.name)) for each in files]
+    return sorted(found, key=lambda each: (each.step is None, each.step or 0))
+
+
+def beside(runs: Path) -> list[Evaluated]:
+    """What stands beside the runs of a folder, and among them; those written last come first."""
+    found = [
+        replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
+        for prefix, folder in places(runs).items()
+        for each in _in_files(folder)
+    ]
+    return sorted(found, key=lambda each: -each.at)
+
+
+def places(runs: Path) -> dict[str, Path]:
+    """Where results stand that are of no run, by what stands before the file's name in a reference."""
+    return {"": runs, f"{RESULTS}/": runs.absolute().parent / RESULTS}
+
+
+def side_beside(runs: Path, reference: str) -> Side:
+    """One of these to compare, by its reference. Raises RunNotFoundError."""
+    for prefix, folder in places(runs).items():
+        name = reference.removeprefix(f":{prefix}")
+        named = reference == f":{prefix}{name}" and Path(name).name == name
+        if named and name.endswith(".json") and is_file(folder / name):
+            return side_of_file(folder / name)
+    raise RunNotFoundError(f"There is no file of results {reference[1:101]!r} beside the runs.")
+
+
+def _of_record(
+    record: EvaluationRecord, whole: bool, intervals: Mapping[str, tuple[float, float]]
+) -> Evaluated:
+    reference = f"@{record.step}:{record.name}" if whole else ""
+    losses = LOSS in record.metrics or EVAL_LOSS in record.metrics
+    return Evaluated(
+        record.step,
+        record.name,
+        record.policy,
+        dict(record.metrics),
+        intervals,
+        reference,
+        whole and not losses,
+        None,
+        0.0,
+    )
+
+
+def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[float, float]]:
+    names = tuple(name for name in record.metrics if name == REWARD or is_share(name))
+    values = repr([record.metrics[name] for name in names])  # a NaN is never equal to itself
+    key = (str(store.path), record.step, record.name, record.policy, names, values)
+    if not names:
+        return {}
+    with _KEPT_LOCK:
+        kept = _KEPT.get(key)
+    if kept is None:
+        kept = _of_rows(store.evaluation_rows(*key[1:4]), names)
+        with _KEPT_LOCK:
+            while len(_KEPT) >= 1000:
+                del _KEPT[next(iter(_KEPT))]
+            _KEPT[key] = kept
+    return kept
+
+
+_KEPT: dict[tuple[Any, ...], Mapping[str, tuple[float, float]]] = {}
+_KEPT_LOCK = threading.Lock()
+
+
+def _of_rows(
+    rows: tuple[dict[str, Any], ...], names: tuple[str, ...]
+) -> Mapping[str, tuple[float, float]]:
+    found: dict[str, tuple[float, float]] = {}
+    for name in names:
+        measured = measure(name, rows)
+        values = (
+            [each for each in measured.values.values() if math.isfinite(each)] if measured else []
+        )
+        if values:
+            interval = interval_at_once(values, share=is_share(name))
+            found[name] = (interval.low, interval.high)
+    return found
+
+
+def _in_files(folder: Path) -> list[Evaluated]:
+    """Oldest first; files that hold something else are passed over."""
+    stamped: list[tuple[int, int, Path]] = []
+    for path in folder.glob("*.json"):
+        with suppress(OSError, UnicodeEncodeError):
+            path.name.encode()  # a name that is no text has no address
+            facts = path.stat()
+            stamped.append((facts.st_mtime_ns, facts.st_size, path))
+    found = [
+        _summary(str(path), stamp, size) for stamp, size, path in sorted(stamped)[-MOST_FILES:]
+    ]
+    return [each for each in found if each is not None]
+
+
+@lru_cache(maxsize=2000)
+def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
+    path = Path(file)
+    try:
+        content, whole = read_result(path), True
+    except UsageError:  # of a suite, say, which has no answers
+        content, whole = _plain(path), False
+    policy, metrics = content.get("policy"), content.get("metrics")
+    if not isinstance(policy, str) or not isinstance(metrics, dict):
+        return None
+    return Evaluated(
+        None,
+        str(content.get("task") or path.stem),
+        policy,
+        numbers_of(cast("dict[str, Any]", metrics)),
+        _pairs(content.get("intervals_95")),
+        f":{path.name}" if whole else "",
+        whole,
+        path.name,
+        stamp / 1e9,
+    )
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        content = json.loads(path.read_bytes())
+        if isinstance(content, dict):
+            return cast("dict[str, Any]", content)
+    return {}
+
+
+def _pairs(values: Any) -> dict[str, tuple[float, float]]:
+    pairs: dict[str, tuple[float, float]] = {}
+    for name, pair in (cast("dict[str, Any]", values) if isinstance(values, dict) else {}).items():
+        with suppress(TypeError, ValueError, OverflowError):
+            low, high = map(float, pair)
+            pairs[name] = (low, high)
+    return pairs
+
+
+def _step_of(policy: str, run: str) -> int | None:
+    """`RUN@STEP`, of this run."""
+    name, _, step = policy.rpartition("@")
+    return int(step) if name == run and step.isdecimal() and len(step) < 16 else None

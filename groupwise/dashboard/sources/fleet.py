@@ -1,0 +1,119 @@
+"""A fleet as the dashboard asks it: one question at a time, and what all pages ask often is answered once a second for all of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from groupwise.api.schemas.fleet import LogPart
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import GroupwiseError
+from groupwise.dashboard.sources.cached_values import MOMENT, Lately, Ticking
+
+T = TypeVar("T")
+Document = dict[str, Any]
+PATIENCE, TIMEOUT = 5.0, 10.0
+"""Seconds that a page waits for others that ask, and for an answer of an API."""
+PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
+"""What is another value each second, and no news."""
+
+
+class FleetLike(Protocol):
+    """What `DirectFleet` and `FleetClient` have in common, as far as it is needed here."""
+
+    def jobs(self, **wanted: Any) -> list[Document]: ...
+    def show(self, job_id: str) -> Document: ...
+    def progress(self, job_id: str) -> Document: ...
+    def log(
+        self, job_id: str, *, epoch: int | None = None, offset: int = 0, tail: int | None = None
+    ) -> LogPart: ...
+    def machines(self) -> list[Document]: ...
+    def machine(self, vm_id: str) -> Document: ...
+    def status(self) -> Document: ...
+    def cancel(self, job_id: str, reason: str | None = None) -> Document: ...
+    def hold(self, job_id: str) -> Document: ...
+    def release(self, job_id: str) -> Document: ...
+    def retry(self, job_id: str) -> Document: ...
+    def drain(self, vm_id: str) -> Document: ...
+    def undrain(self, vm_id: str) -> Document: ...
+    def on_behalf_of(self, who: str) -> FleetLike: ...
+
+
+class WatchedFleet:
+    """One fleet. Any thread may ask."""
+
+    def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
+        self._fleet, self._clock = fleet, clock
+        self._lock = threading.Lock()
+        self._status = self._lately(lambda fleet: fleet.status())
+        self._machines = self._lately(lambda fleet: fleet.machines())
+        self._newest = self._lately(lambda fleet: fleet.jobs(limit=50))
+        self._stamp = Ticking(self._look, clock)
+
+    def ask(self, question: Callable[[FleetLike], T]) -> T:
+        """What it answers. Raises Refusal, and `FleetAway` where it does not answer."""
+        with self._turn():
+            return question(self._fleet)
+
+    def change(self, who: str, question: Callable[[FleetLike], object]) -> None:
+        """Have it do something for somebody, whose name its events are to have; the next page shows what came of it."""
+        with self._turn():
+            question(self._fleet.on_behalf_of(who))
+        self.forget()
+
+    @contextmanager
+    def _turn(self) -> Generator[None]:
+        if not self._lock.acquire(timeout=PATIENCE):
+            raise Refusal("too_busy", "The fleet is slow to answer others.", retry_after=PATIENCE)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def status(self) -> Document:
+        """How it is doing; see `FleetLike.status`."""
+        return self._status.now()
+
+    def machines(self) -> list[Document]:
+        """All machines with their GPUs."""
+        return self._machines.now()
+
+    def newest(self) -> list[Document]:
+        """The newest jobs."""
+        return self._newest.now()
+
+    def stamp(self, moment: float = MOMENT) -> str | None:
+        """Another text once anything has changed that pages show."""
+        return self._stamp.now(moment)
+
+    def end(self) -> None:
+        """Ask nothing more in the background: whatever is asked may be closed then."""
+        self._stamp.end()
+
+    def _look(self) -> str:
+        try:
+            found = (self.status(), self.machines(), self.newest())
+        except GroupwiseError as error:
+            return error.code
+        return json.dumps(lasting(found), sort_keys=True, default=str)
+
+    def _lately(self, question: Callable[[FleetLike], T]) -> Lately[T]:
+        return Lately(lambda: self.ask(question), "The fleet", self._clock)
+
+    def forget(self) -> None:
+        """Something was changed here: the next page shows it."""
+        for each in (self._status, self._machines, self._newest, self._stamp):
+            each.forget()
+
+
+def lasting(value: Any) -> Any:
+    """Without what is another value each second."""
+    if isinstance(value, dict):
+        return {str(k): lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(value, list | tuple):
+        return [lasting(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+    return value

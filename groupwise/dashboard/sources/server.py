@@ -1,0 +1,68 @@
+"""A training server as the dashboard asks it: what all pages ask is answered once a second for all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from groupwise.api.schemas.activity import ActivityAnswer
+from groupwise.api.schemas.training import StatusAnswer
+from groupwise.core.errors import GroupwiseError
+from groupwise.dashboard.sources.cached_values import MOMENT, Lately, Ticking
+
+CLOCKS_RUN = 10.0
+"""Seconds after which a page is brought up to date although nothing has happened: leases and silences grow shorter and longer."""
+PATIENCE, TIMEOUT = 3.0, 10.0
+"""Seconds for which a server elsewhere is asked again, and within which it has to say something."""
+PASSING = {
+    "at": True,
+    "clients": True,
+    "loop_elsewhere": {"silent_seconds"},
+    "groups": {"__all__": {"lease_seconds"}},
+    "waiting": {"__all__": {"seconds"}},
+    "sessions": {"__all__": {"silent_seconds", "let_go_seconds"}},
+}
+"""What is another value each second, or with each request, and no news."""
+
+
+class ServerLike(Protocol):
+    """What `TrainingClient` and a server in this process have in common, as far as it is needed here."""
+
+    def status(self) -> StatusAnswer: ...
+    def activity(self) -> ActivityAnswer: ...
+
+
+class WatchedServer:
+    """One training server. Any thread may ask."""
+
+    def __init__(self, server: ServerLike, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._said = Lately(lambda: (server.status(), server.activity()), "The server", clock)
+        self._stamp = Ticking(self._look, clock)
+
+    def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
+        """Where it stands, and what goes on. Raises ClientError where it does not answer, and `too_busy` while others wait for that."""
+        return self._said.now()
+
+    def stamp(self, moment: float = MOMENT) -> str | None:
+        """Another text once anything has changed that the page shows."""
+        return self._stamp.now(moment)
+
+    def end(self) -> None:
+        """Ask nothing more in the background: whatever is asked may be closed then."""
+        self._stamp.end()
+
+    def _look(self) -> str:
+        try:
+            status, activity = self.ask()
+        except GroupwiseError as error:
+            return error.code
+        ticks = int(self._clock() // CLOCKS_RUN)
+        shown = (
+            status.model_dump_json(exclude={"memory"}),
+            activity.model_dump_json(
+                exclude=PASSING  # pyright: ignore[reportArgumentType]
+            ),
+        )
+        return f"{ticks} {' '.join(shown)}"

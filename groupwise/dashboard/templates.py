@@ -1,0 +1,214 @@
+"""How pages are written: Jinja's templates with everything escaped, and the few words and numbers that they share.
+
+What a model or a user wrote is text and nothing else: characters that would command a terminal or turn the direction of what follows are
+shown as pictures (`display.text`), and each text stands in an element whose direction is its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from groupwise.core.terminal.quantities import byte_size, duration
+from groupwise.core.terminal.text import clean, one_line, shorten
+from groupwise.runs.tables import prompt_text
+
+STATIC = Path(__file__).parent / "static"
+OUTCOMES = {
+    "scored": "scored",
+    "failed": "failed",
+    "timed_out": "timed out",
+    "unscored": "failed or timed out",
+    "pending": "not scored yet",
+}
+MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:start_of_turn|end_of_turn|bos|eos|s)>")
+"""Of chat templates."""
+SPEAKER = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)(\w{1,20})\b")
+"""Of a message, after the mark with which it begins."""
+LONGEST_LINE = 4_000
+LONGEST = 200_000
+"""Characters of one text in a page; more of it is in the file that the page links to."""
+
+
+@cache
+def environment(at: str = "") -> Environment:
+    """All templates. `at` stands before each path of ours: `/dashboard` where another server has put us below it."""
+    made = Environment(
+        loader=PackageLoader("groupwise.dashboard"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = cast("dict[str, Any]", made.filters)  # pyright: ignore[reportUnknownMemberType]
+    filters.update(FILTERS)
+    shared = cast("dict[str, Any]", made.globals)  # pyright: ignore[reportUnknownMemberType]
+    shared["at"] = at
+    shared["static"] = partial(static, at)
+    shared["now"] = time.time
+    shared["parts"] = made.get_template("parts.html").module
+    return made
+
+
+def render(template: str, data: Mapping[str, Any], at: str = "") -> str:
+    """A whole page; see `environment`."""
+    return environment(at).get_template(template).render(data)
+
+
+@cache
+def static(at: str, name: str) -> str:
+    """The address of a file of ours, which changes with its content, so that browsers may keep it."""
+    digest = hashlib.sha256((STATIC / name).read_bytes()).hexdigest()[:12]
+    return f"{at}/static/{name}?v={digest}"
+
+
+def text(value: Any, most: int = LONGEST) -> str:
+    """What somebody wrote, harmless, as it stands; of very much of it the beginning."""
+    found = _plain(value)
+    more = f"\n… {len(found) - most:,} more characters" if len(found) > most else ""
+    return clean(found[:most]) + more
+
+
+def line(value: Any) -> str:
+    """The same in one line, of which the beginning is enough."""
+    return short(value, LONGEST_LINE)
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number for people: so many digits that count."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    if value.is_integer() and abs(value) < 1e6:
+        return str(int(value))
+    if value and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}g}"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    if abs(value) >= 1:
+        return f"{value:.{digits}g}"
+    return f"{value:.3f}" if abs(value) >= 0.1 or not value else f"{value:.3g}"
+
+
+def moment(seconds: float | None) -> str:
+    """A point in time, in the zone of the dashboard's machine, which is named."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))
+
+
+def ago(seconds: float | None) -> str:
+    """How long it is since then."""
+    if seconds is None:
+        return ""
+    gone = duration(max(0.0, time.time() - seconds)).split()
+    return f"{gone[0]} {gone[1]} ago"
+
+
+def spark(values: Sequence[float], width: int = 120, height: int = 28) -> str:
+    """The points of a small line, for the `points` of an SVG polyline."""
+    finite = [(i, value) for i, value in enumerate(values) if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, high = min(v for _, v in finite), max(v for _, v in finite)
+    across, extent = max(1, len(values) - 1), (high - low) or 1.0
+    return " ".join(
+        f"{1 + i / across * (width - 2):.1f},{height - 2 - (v - low) / extent * (height - 4):.1f}"
+        for i, v in finite
+    )
+
+
+def short(value: Any, most: int = 60) -> str:
+    """The beginning of what somebody wrote, in one line; the rest is not looked at. A line break may be two characters."""
+    return shorten(one_line(_plain(value)[: 2 * most + 2]), most)
+
+
+def gist(value: Any, most: int = 160) -> str:
+    """The end of a prompt in one line, where its question stands, without the marks of a chat template between its messages."""
+    told = SPEAKER.sub(r" \1: ", _plain(value)[-20 * most :])
+    plain = (
+        " ".join(clean(MARKS.sub(" ", told)).split())
+        .removesuffix(" assistant:")
+        .removesuffix(" model:")
+    )
+    return plain if len(plain) <= most else f"…{plain[-most:]}"
+
+
+def said(prompt: Any) -> str:
+    """A prompt for people: text as it is, messages one after the other; whatever else a file has in its place as data."""
+    try:
+        return prompt_text(prompt)
+    except (AttributeError, TypeError):
+        return pretty(prompt)
+
+
+def written(iso: str | None) -> str:
+    """A point in time as an API writes it, for people; the time of the dashboard's machine."""
+    return "" if not iso else moment(datetime.fromisoformat(iso).timestamp())
+
+
+def since(iso: str | None) -> str:
+    """How long it is since then."""
+    return "" if not iso else ago(datetime.fromisoformat(iso).timestamp())
+
+
+def signed(value: float | None) -> str:
+    """A difference."""
+    return "–" if value is None else f"{value:+.3f}".replace("-", "−")
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return "–" if value is None else f"{value:.0%}"
+
+
+def segment(value: Any) -> str:
+    """A part of an address's path."""
+    return quote(str(value), safe="")
+
+
+def pretty(value: Any) -> str:
+    """Plain data, for people."""
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str)
+
+
+def outcome(value: str) -> str:
+    """What became of a rollout, in words."""
+    return OUTCOMES.get(value, value)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+FILTERS: Mapping[str, Any] = {
+    "text": text,
+    "line": line,
+    "short": short,
+    "gist": gist,
+    "said": said,
+    "written": written,
+    "since": since,
+    "number": number,
+    "signed": signed,
+    "percent": percent,
+    "duration": duration,
+    "size": byte_size,
+    "moment": moment,
+    "ago": ago,
+    "path": segment,
+    "spark": spark,
+    "pretty": pretty,
+    "outcome": outcome,
+}
+"""What templates write behind a bar."""

@@ -1,0 +1,328 @@
+"""Parts of a server under an id: what is called there, and the files that go to and fro.
+
+A thread with an event loop of its own does all of it, so that the loop that drives the parts can be asynchronous in one place and
+blocking in another, and may compute for minutes (rewards, say) without the server taking it for dead: a task of the thread sends a sign
+of life every few seconds. What is lost on its way is sent again, under the same number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import httpx2
+from pydantic import BaseModel
+
+from groupwise.api.client.errors import ClientError, NoAnswer, NotAuthorised, Refused
+from groupwise.api.client.exchange import (
+    PATIENCE,
+    TIMEOUT,
+    Call,
+    Connection,
+    Send,
+    Timing,
+    driven,
+    exchange,
+)
+from groupwise.api.schemas.keys import VARIABLE
+from groupwise.api.schemas.parts import (
+    DEFAULT_CALL_WAIT,
+    HEARTBEAT,
+    PATH_PATTERN,
+    PIECE,
+    AnyVerb,
+    CallAnswer,
+    CallRequest,
+    FolderAnswer,
+    PartsAnswer,
+    PartsRequest,
+)
+from groupwise.core import errors
+from groupwise.core.errors import GroupwiseError, RunError, UsageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+FIRST_PATIENCE = 15.0
+"""Seconds for which a server is looked for at the beginning: a wrong address should not take longer to be told."""
+LAST_PATIENCE = 5.0
+"""Seconds for which the end is told; the server notices it anyway."""
+BYTES = {"Content-Type": "application/octet-stream"}
+
+
+class Line:
+    """Requests to a server, by a thread of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timing: Timing | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ) -> None:
+        """The key comes from GROUPWISE_API_KEY. `transport` answers in the network's place. Raises UsageError for what is no URL."""
+        self.connection = Connection.of(url, None, PATIENCE, TIMEOUT, timing)
+        self._transport = transport
+        self._http: httpx2.AsyncClient | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="parts", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of connections and thread. May be repeated."""
+        if self._loop.is_closed():
+            return
+        self.now(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        own = asyncio.current_task()
+        others = [task for task in asyncio.all_tasks() if task is not own]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        if self._http is not None:
+            await self._http.aclose()
+
+    def begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Have something done by the thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def now(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have something done by the thread, and wait for it."""
+        return self.begun(work).result()
+
+    async def awaited(self, work: Coroutine[Any, Any, T]) -> T:
+        """The same, for a coroutine; cancelling it cancels the work."""
+        return await asyncio.wrap_future(self.begun(work))
+
+    async def ask(
+        self, call: Call[T], patience: float | None = None, silence: float | None = None
+    ) -> T:
+        """The answer to a request; within the thread. Raises ClientError.
+
+        Seconds in place of the connection's: `patience` for all attempts, `silence` without a byte for each.
+        """
+        if self._http is None:
+            self._http = httpx2.AsyncClient(
+                base_url=self.connection.url,
+                headers=self.connection.headers,
+                transport=self._transport,
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
+            )
+        of = replace(
+            self.connection,
+            patience=self.connection.patience if patience is None else patience,
+            timeout=self.connection.timeout if silence is None else silence,
+        )
+        attempt = partial(self._attempt, self._http)
+        return await driven(exchange(call, of), attempt, of.timing.sleep_async)
+
+    async def _attempt(
+        self, http: httpx2.AsyncClient, send: Send
+    ) -> httpx2.Response | httpx2.RequestError:
+        try:
+            return await http.request(
+                send.method,
+                send.path,
+                headers=send.headers,
+                params=send.query,
+                content=send.body,
+                timeout=send.timeout,
+            )
+        except httpx2.RequestError as error:
+            return error
+
+
+def as_usage(error: ClientError) -> UsageError:
+    """What is wrong at the beginning, before anything was started: with the key `run.server`, or with that of the server."""
+    hint = ""
+    if isinstance(error, NotAuthorised):
+        hint = f" The key of the server is read from {VARIABLE}."
+    elif isinstance(error, NoAnswer):
+        hint = " Here the key run.server of the config says where it is."
+    return UsageError(f"run.server: {error.message}{hint}")
+
+
+def answer_as(kind: type[ModelT]) -> Callable[[httpx2.Response], ModelT]:
+    """How an answer of this kind is read."""
+    return lambda response: kind.model_validate_json(response.content)
+
+
+class Session(Line):
+    """Parts that are open on a server; `open` first. One at a time has the model of a server."""
+
+    def __init__(self, url: str, *, timing: Timing | None = None, **more: Any) -> None:
+        """As `Line`."""
+        super().__init__(url, timing=timing, **more)
+        self.id = secrets.token_hex(16)
+        self._numbers = itertools.count(1)
+        self._folders = itertools.count(1)
+        self._last = 0
+        """Number of the last call whose order counts."""
+        self._open = False
+        self._piece = PIECE
+        self._beats: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """Let go of the parts, too, if the server can be told."""
+        if self._open:
+            self._open = False
+            with suppress(ClientError):  # then it notices that nobody is there
+                end = Call("DELETE", self._path(), lambda _: None)
+                self.now(self.ask(end, LAST_PATIENCE, LAST_PATIENCE))
+        super().close()
+
+    async def open(self, owner: str) -> PartsAnswer:
+        """Have the server's engine; those of an earlier session of the same owner are ended. UsageError where it is not to be had."""
+        body = PartsRequest(owner=owner).model_dump_json().encode()
+        call = Call("PUT", self._path(), answer_as(PartsAnswer), body, waits=60.0)
+        self._open = True  # perhaps, even if nobody waits for the answer
+        try:
+            answer = await self.awaited(self.ask(call, FIRST_PATIENCE))
+        except (Refused, NoAnswer) as error:
+            self._open = False
+            raise as_usage(error) from None
+        self._piece = answer.piece
+        self.now(self._begin_beats(min(HEARTBEAT, answer.silence / 4)))
+        return answer
+
+    async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+        """Have something done by the parts. `ordered`: after all earlier calls that are.
+
+        Cancelling it gives the call up. Raises what it raised there, and ClientError.
+        """
+        return await self.awaited(self.called(do, ordered=ordered))
+
+    def call_now(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+        """The same, for code that is not async."""
+        return self.now(self.called(do, ordered=ordered))
+
+    def new_folder(self, kind: str) -> str:
+        """A name of a folder of the parts that was not used yet."""
+        return f"{kind}-{next(self._folders)}"
+
+    # --- within the thread ------------------------------------------------------------------------
+
+    async def called(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+        """As `call`, for what goes on in the thread already."""
+        number, after = next(self._numbers), None
+        if ordered:
+            after, self._last = self._last, number
+        path = self._path("calls", str(number))
+        body = CallRequest(after=after, do=do).model_dump_json().encode()
+        wait = {"wait": str(DEFAULT_CALL_WAIT)}
+        read = answer_as(CallAnswer)
+        try:
+            answer = await self.ask(Call("PUT", path, read, body, wait, waits=DEFAULT_CALL_WAIT))
+            while answer.state == "working":
+                answer = await self.ask(
+                    Call("GET", path, read, query=wait, waits=DEFAULT_CALL_WAIT)
+                )
+        except asyncio.CancelledError:
+            self._giving_up = asyncio.ensure_future(self._give_up(path))
+            raise
+        except Refused:
+            await self._give_up(path)  # or what comes after it would wait for it
+            raise
+        if answer.error is not None:
+            raise _error(answer.error.code, answer.error.message)
+        if answer.state != "done":
+            raise RunError(f"The call {do.verb} to {self.connection.url} was given up.")
+        return answer.result
+
+    async def upload(self, files: Iterable[Path], folder: str) -> None:
+        """Send files into a folder of the parts."""
+        for file in files:
+            await self._send(file, f"{folder}/{file.name}")
+
+    async def download(self, folder: str, into: Path) -> None:
+        """Fetch the files of a folder of the parts into a folder that is there."""
+        found = await self.ask(Call("GET", self._path("folders", folder), answer_as(FolderAnswer)))
+        for facts in found.files:
+            if not re.fullmatch(PATH_PATTERN, facts.path):
+                raise RunError(
+                    f"The server names a file {facts.path!r:.200}, which is none of a folder."
+                )
+            target = into / facts.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            await self._fetch(f"{folder}/{facts.path}", target, facts.size)
+
+    async def forget(self, folder: str) -> None:
+        """Have a folder of the parts deleted."""
+        await self.ask(Call("DELETE", self._path("folders", folder), lambda _: None))
+
+    async def _send(self, file: Path, path: str) -> None:
+        offset = 0
+        with file.open("rb") as source:
+            while True:
+                piece = await asyncio.to_thread(source.read, self._piece)
+                await self.ask(
+                    Call(
+                        "PUT",
+                        self._path("files", path),
+                        answer_as(FolderAnswer),
+                        piece,
+                        {"offset": str(offset)},
+                        BYTES,
+                    )
+                )
+                offset += len(piece)
+                if len(piece) < self._piece:
+                    return
+
+    async def _fetch(self, path: str, target: Path, size: int) -> None:
+        with target.open("wb") as file:
+            while file.tell() < size:
+                query = {"offset": str(file.tell())}
+                call = Call("GET", self._path("files", path), lambda got: got.content, query=query)
+                piece = await self.ask(call)
+                if not piece:
+                    raise RunError(
+                        f"{path} of the server ended after {file.tell()} of {size} bytes; it was changed on its way."
+                    )
+                await asyncio.to_thread(file.write, piece)
+
+    async def _give_up(self, path: str) -> None:
+        with suppress(ClientError):
+            await self.ask(Call("DELETE", path, lambda _: None))
+
+    async def _begin_beats(self, every: float) -> None:
+        self._beats = asyncio.ensure_future(self._beat(every))
+
+    async def _beat(self, every: float) -> None:
+        while True:
+            await asyncio.sleep(every)
+            with suppress(ClientError):  # whoever calls next hears of it
+                await self.ask(Call("GET", self._path(), answer_as(PartsAnswer)), every, every)
+
+    def _path(self, *more: str) -> str:
+        return "/".join(("/parts", self.id, *more))
+
+
+def _error(code: str, message: str) -> GroupwiseError:
+    """What was raised on the server, as it is raised here."""
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
+    known = {kind.code: kind for kind in kinds if issubclass(kind, GroupwiseError)}
+    return known.get(code, RunError)(message)

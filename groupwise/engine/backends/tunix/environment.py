@@ -1,0 +1,300 @@
+"""Tunix's environment: where it is, whether it is whole, and making it.
+
+It is a virtual environment beside the one that holds this package, because the two want other versions of the same libraries. What it holds
+is pinned in requirements.txt.
+
+Each is made in a folder of its own, and `made.json` names the one that is used: it is replaced when all is there, so that a making which
+fails or is cut off leaves the one before. What `made.json` does not name is removed then. One process at a time makes one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from groupwise.core import atomic_files
+from groupwise.core.accelerators import accelerator as of_this_machine
+from groupwise.core.cache import cache_folder
+from groupwise.core.errors import RunError, UsageError
+from groupwise.engine.backends.tunix.messages import OPENED_BY_ANOTHER, Found, Look
+from groupwise.engine.backends.tunix.process import WorkerProcess, own_environment
+
+logger = logging.getLogger(__name__)
+
+Accelerator = Literal["cpu", "cuda", "tpu"]
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+VARIABLE = "GROUPWISE_TUNIX_PYTHON"
+"""Names the Python of an environment that one has made oneself."""
+EXTRAS: dict[Accelerator, tuple[str, ...]] = {
+    "cpu": (),
+    "cuda": ("jax[cuda13]",),
+    "tpu": ("jax[tpu]",),
+}
+"""What JAX needs besides, for each kind of device."""
+PLATFORMS = "JAX_PLATFORMS"
+"""Says what JAX may compute on."""
+PATIENCE, LIMIT = 20.0, 300.0
+"""Seconds in which JAX usually opens its devices, and that are waited for at most."""
+MADE, LOCK = "made.json", "lock"
+INSTALL = "groupwise fetch-tunix"
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+"""Libraries below JAX say on stderr what concerns nobody."""
+THREADS_OF_A_DEVICE = 4
+"""Of devices that JAX makes of one CPU: where they have fewer, one that waits for the others takes the thread that these would need."""
+COMPILED_BYTES = 4 << 30
+"""Of compiled programs, the least used go first."""
+REPEATABLE = "--xla_gpu_deterministic_ops=true"
+"""On a GPU sums come in any order otherwise, so that a run that is gone on with would come to other bits."""
+
+
+def home() -> Path:
+    """Where the environment is."""
+    return cache_folder("tunix")
+
+
+def python() -> Path:
+    """The Python of the environment. Raises UsageError where there is none, or one of other versions."""
+    if own := os.environ.get(VARIABLE):
+        if not Path(own).is_file():
+            raise UsageError(f"{VARIABLE} is {own}, but there is no such file.")
+        if not os.access(own, os.X_OK):
+            raise UsageError(
+                f"{VARIABLE} is {own}, which is no program; name the Python of an environment."
+            )
+        return Path(own)
+    made = _made()
+    if made is None:
+        raise UsageError(
+            f"The backend tunix needs an environment of its own, in {home()}, and there is none. Make it (1.5 GB, a few minutes): "
+            f"{_install_words()}. Or name the Python of one that has google-tunix in {VARIABLE}."
+        )
+    if made["requirements"] != _digest():
+        raise UsageError(
+            f"The environment in {home()} was made for another version of groupwise. Make it anew: {_install_words()}."
+        )
+    return _interpreter(made)
+
+
+def accelerator() -> Accelerator:
+    """What JAX computes on where nobody says: that of the environment that was made here, else that of this machine."""
+    made = _made()
+    if made is not None and made["accelerator"] in EXTRAS:
+        return made["accelerator"]
+    return _detected()
+
+
+def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
+    """Make the environment, unless it is there and not wanted `anew`; gives its Python. None wants `accelerator()`.
+
+    Raises UsageError with pip's last words where it cannot be made; then the one before stands as it was.
+    """
+    with _alone():
+        kind = wanted or accelerator()
+        made = _made()
+        if made and (made["requirements"], made["accelerator"]) == (_digest(), kind) and not anew:
+            return _interpreter(made)
+        folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=home()))
+        try:
+            _fill(folder, kind, say)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        made = {"requirements": _digest(), "accelerator": kind, "folder": folder.name}
+        atomic_files.write_json(home() / MADE, made)
+        _remove_others(folder)
+        return _interpreter(made)
+
+
+def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
+    venv.create(folder, with_pip=False)
+    words = [*_pip(folder), "-r", str(REQUIREMENTS), *EXTRAS[kind]]
+    done = subprocess.run(
+        words,
+        stdout=None if say else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=own_environment(),
+    )
+    if done.returncode:
+        raise UsageError(
+            f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{done.stderr[-2000:].strip()}"
+        )
+
+
+@contextmanager
+def _alone() -> Generator[None]:
+    """Wait until no other process makes an environment."""
+    home().mkdir(parents=True, exist_ok=True)
+    with (home() / LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning(
+                "another process is making the environment in %s; waiting for it", home()
+            )
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_others(folder: Path) -> None:
+    for each in home().iterdir():
+        if each.name in (MADE, LOCK, folder.name):
+            continue
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each, ignore_errors=True)
+        else:
+            each.unlink(missing_ok=True)
+
+
+def _install_words() -> str:
+    return f"{INSTALL} --accelerator {accelerator()}"
+
+
+def _detected() -> Accelerator:
+    found = of_this_machine()
+    return "cuda" if found == "gpu" else found
+
+
+def look() -> Found:
+    """Versions and devices there, by asking a worker: some seconds, once for each environment and what JAX is told of it.
+
+    Warns where the machine has more to compute on than what JAX sees, and nobody wanted it so. Raises UsageError where JAX cannot open
+    its devices, or does not come to an end with it.
+    """
+    return _looked(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
+
+
+@cache
+def _looked(interpreter: Path, *told: str | None) -> Found:
+    worker = start_worker(None, (1, 1))
+    try:
+        found = Found.model_validate(_seen(worker))
+    except RunError as error:
+        raise UsageError(
+            f"{interpreter} cannot start Tunix's worker; {INSTALL} --again makes an environment anew. {error}"
+        ) from error
+    finally:
+        worker.close()
+    _warn_of_cpu(found.platform)
+    return found
+
+
+def _seen(worker: WorkerProcess) -> Any:
+    future = worker.begin(Look())
+    with suppress(TimeoutError):
+        return future.result(PATIENCE)
+    logger.warning(
+        "JAX has not opened its devices after %.0f s; waiting for up to %.0f s", PATIENCE, LIMIT
+    )
+    with suppress(TimeoutError):
+        return future.result(LIMIT - PATIENCE)
+    raise UsageError(
+        f"JAX has not opened its devices within {LIMIT:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice of "
+        f"several hosts waits for the others.{worker.last_words()}"
+    )
+
+
+def _warn_of_cpu(platform: str) -> None:
+    there = _detected()
+    if platform == "cpu" != there and PLATFORMS not in os.environ:
+        logger.warning(
+            "this machine has a %s, but JAX sees its CPU alone, and computes there. Make Tunix's environment for it: "
+            "%s --accelerator %s",
+            "TPU" if there == "tpu" else "GPU",
+            INSTALL,
+            there,
+        )
+
+
+def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
+    """Devices for (fsdp, tp): those of the config, else all that there are."""
+    return wanted or (look().devices, 1)
+
+
+def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
+    """A worker in the environment; on a CPU it computes with so many threads, and shows JAX as many devices as the mesh has, each of which
+    needs some."""
+    flags = [os.environ.get("XLA_FLAGS", "")]
+    own = {**QUIET, **_compiled(), **_platforms()}
+    least = 0
+    if (count := mesh[0] * mesh[1]) > 1:
+        flags.append(f"--xla_force_host_platform_device_count={count}")
+        least = THREADS_OF_A_DEVICE * count
+    if most := max(least, threads or 0):
+        own["NPROC"] = str(most)  # XLA's name for the threads of a CPU
+    if accelerator() == "cuda":
+        flags.append(REPEATABLE)
+    if threads == 1:
+        flags.append("--xla_cpu_multi_thread_eigen=false")
+    return WorkerProcess(python(), {**own, "XLA_FLAGS": " ".join(flags).strip()})
+
+
+def _platforms() -> dict[str, str]:
+    """What JAX is to compute on: where it is told, it fails aloud if it cannot open that; else it would take the CPU in silence."""
+    made = None if os.environ.get(VARIABLE) else _made()
+    if made is None or made["accelerator"] == "cpu" or PLATFORMS in os.environ:
+        return {}
+    return {PLATFORMS: f"{made['accelerator']},cpu"}
+
+
+def _compiled() -> dict[str, str]:
+    """Where JAX keeps what it has compiled, for the next worker: those of another processor would not run on this one."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return {}
+    with suppress(OSError):
+        told = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in told if line.startswith(("flags", "Features"))), "")
+        kind = hashlib.sha256(flags.encode()).hexdigest()[:16]
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(cache_folder("tunix-compiled") / kind),
+            "JAX_COMPILATION_CACHE_MAX_SIZE": str(COMPILED_BYTES),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+    return {}
+
+
+def _made() -> dict[str, Any] | None:
+    """What is told of the environment that is used; None where there is none, or nothing that can be read."""
+    try:
+        told = json.loads((home() / MADE).read_bytes())
+        keys = {"requirements", "accelerator", "folder"}
+        whole = keys <= told.keys() and _interpreter(told).is_file()
+    except (OSError, ValueError, AttributeError):
+        return None
+    return told if whole else None
+
+
+def _interpreter(made: Mapping[str, Any]) -> Path:
+    return home() / made["folder"] / "bin" / "python"
+
+
+def _pip(folder: Path) -> list[str]:
+    """What installs into it: this environment's pip, else uv. Its own would need ensurepip, which some systems leave out."""
+    target = str(folder / "bin" / "python")
+    own = [sys.executable, "-m", "pip"]
+    if subprocess.run([*own, "--version"], capture_output=True, check=False).returncode == 0:
+        return [*own, "--python", target, "install"]
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--python", target]
+    raise UsageError("There is neither pip nor uv to install packages with.")
+
+
+def _digest() -> str:
+    """Of what is required; not of what is said about it."""
+    told = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
+    return hashlib.sha256("\n".join(filter(None, told)).encode()).hexdigest()[:16]

@@ -1,0 +1,353 @@
+"""Whether Tunix computes a model as transformers does, and can read its files: asked before a worker is started.
+
+Tunix takes what it knows of a model and passes over the rest in silence: a key that changes the sums, a tensor that it has no place for,
+a number format that it reads as another. So everything that it does not compute is refused here, by the model's description (as
+transformers completes it) and by the headers of its files. Nothing is read of the weights but the embeddings that stand there twice.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import ModelError, UsageError
+from groupwise.engine.backends.tunix.messages import Open
+from groupwise.engine.models.files import indexed
+
+Described = Mapping[str, Any]
+"""What transformers knows of a model's text: `config.json` with the defaults of its kind."""
+Shape = tuple[int, ...]
+
+TORCH = "Leave model.backend out to train it with torch."
+GEMMA3_PATTERN = 6
+"""One layer in so many sees everything, as Tunix has it."""
+
+SILU = {"hidden_act": "silu"}
+COMPUTED: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    },
+    "llama": {**SILU, "attention_bias": False, "mlp_bias": False},
+    "qwen2": SILU,
+    "qwen3": {**SILU, "attention_bias": False},
+}
+"""By `model_type` the keys that change what transformers computes, each with the one value that Tunix computes."""
+
+_ATTENTION = tuple(f"self_attn.{each}_proj" for each in "qkvo")
+_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+FORMATS = ("BF16", "F16", "F32", "F64")
+"""Of numbers, as safetensors calls those that Tunix reads."""
+OF_PICTURES = ("vision_tower.", "multi_modal_projector.")
+"""How the names of tensors begin that have no part in the text of a model."""
+NO_WEIGHT = re.compile(r".*rotary_emb\.inv_freq")
+"""What older files hold besides, and transformers passes over, too."""
+TEXT = "language_model."
+"""How those of the text begin in a Gemma 3 with pictures."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def check(order: Open) -> None:
+    """Raise `ModelError` for a model that Tunix would compute otherwise, or files it would misread; UsageError for a mesh that does not
+    divide it."""
+    check_unread(order.text, order.mesh, order.layers)
+    check_files(Path(order.model), order.text)
+
+
+def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
+    """`check`, as far as no weights are needed. `layers`: those of transformers that get an adapter."""
+    check_description(described)
+    check_mesh(described, mesh)
+    check_layers(described, layers)
+
+
+# --- what the description says --------------------------------------------------------------------
+
+
+def check_description(described: Described) -> None:
+    """Raise `ModelError` for what Tunix does not compute, or not as transformers does."""
+    kind = str(described.get("model_type"))
+    if kind not in COMPUTED:
+        raise ModelError(
+            f"model.backend tunix has no models of the type {kind!r}; it has: {', '.join(COMPUTED)}. {TORCH}"
+        )
+    for key, value in COMPUTED[kind].items():
+        given = described.get(key, value)
+        if (given or None) != (value or None):
+            raise _otherwise(kind, key, given, f"has {value!r} alone")
+    _check_positions(kind, described)
+    if kind == "gemma3_text":
+        _check_gemma3(described)
+    else:
+        _check_layers(kind, described, ["full_attention"] * described["num_hidden_layers"])
+
+
+def _check_positions(kind: str, described: Described) -> None:
+    told: dict[str, Any] = described["rope_parameters"]
+    nested: dict[str, dict[str, Any]] = {k: v for k, v in told.items() if isinstance(v, dict)}
+    for name, rope in (nested or {"": told}).items():
+        scaled = rope.get("rope_type", "default")
+        if scaled != "default" and (name, scaled) != ("full_attention", "linear"):
+            raise ModelError(
+                f"The positions of this model are scaled ({scaled}), which Tunix does not compute, so that it would be another model. "
+                f"{TORCH}"
+            )
+        if (share := rope.get("partial_rotary_factor") or 1) != 1:
+            raise _otherwise(kind, "partial_rotary_factor", share, "has 1 alone")
+
+
+def _check_gemma3(described: Described) -> None:
+    layers = range(described["num_hidden_layers"])
+    tunix = ["sliding_attention" if (each + 1) % GEMMA3_PATTERN else "full_attention" for each in layers]  # fmt: skip
+    _check_layers("gemma3_text", described, tunix)
+    scalar, head = described["query_pre_attn_scalar"], described["head_dim"]
+    width = described["hidden_size"] // described["num_attention_heads"]
+    if scalar not in (head, width):
+        raise _otherwise(
+            "gemma3_text", "query_pre_attn_scalar", scalar, f"has {head} (head_dim) and {width} (hidden_size by heads)"
+        )  # fmt: skip
+
+
+def _check_layers(kind: str, described: Described, tunix: list[str]) -> None:
+    given = described.get("layer_types") or tunix
+    if list(given) != tunix:
+        number = next(each for each, (a, b) in enumerate(zip(given, tunix, strict=True)) if a != b)
+        raise _otherwise(kind, f"layer_types[{number}]", given[number], f"has {tunix[number]} there")  # fmt: skip
+
+
+def _otherwise(kind: str, key: str, given: Any, tunix: str) -> ModelError:
+    return ModelError(
+        f"{key} of this model is {given!r}, but Tunix's {kind} {tunix}, so that it would be another model. {TORCH}"
+    )
+
+
+# --- what the devices ask -------------------------------------------------------------------------
+
+
+def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
+    """Raise UsageError where the devices do not divide what Tunix divides over them."""
+    kind = described["model_type"]
+    sizes = dict(_sizes(described))
+    fsdp, tp = mesh
+    by_tp = {**sizes, "head_dim": _head(described)} if kind == "qwen3" else sizes
+    if kind == "gemma3_text" and sizes["num_key_value_heads"] == 1:
+        by_tp.pop("num_key_value_heads")  # one is held whole by each device
+    for axis, parts, divided in (("fsdp", fsdp, {"hidden_size": sizes["hidden_size"]}), ("tp", tp, by_tp)):  # fmt: skip
+        wrong = [f"{key} is {size}" for key, size in divided.items() if size % parts]
+        if wrong:
+            raise UsageError(
+                f"model.mesh is {list(mesh)}: its {axis} of {parts} does not divide this model, whose "
+                f"{', '.join(wrong)}. Take another number of devices for {axis}."
+            )
+
+
+def _sizes(described: Described) -> Iterator[tuple[str, int]]:
+    for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"):
+        yield key, described[key]
+    yield "num_key_value_heads", _shared(described)
+
+
+def _head(described: Described) -> int:
+    return described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+
+
+def _shared(described: Described) -> int:
+    return described.get("num_key_value_heads") or described["num_attention_heads"]
+
+
+# --- what is adapted ------------------------------------------------------------------------------
+
+
+def check_layers(described: Described, layers: Sequence[str]) -> None:
+    """Raise `ModelError` for layers that get no adapter here, or that are one weight in Tunix with some that get none."""
+    known = [*_ATTENTION, *_MLP]
+    parts = [each.rpartition("layers.")[2].partition(".") for each in layers]
+    for (number, _, part), layer in zip(parts, layers, strict=True):
+        if not number.isdecimal() or part not in known:
+            raise ModelError(
+                f"lora.target_modules has {layer}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
+            )
+    adapted = {(number, part) for number, _, part in parts}
+    together = _of_one_weight(described)
+    for number, part in sorted(adapted):
+        if part in together and any((number, each) not in adapted for each in together):
+            raise ModelError(
+                f"lora.target_modules has {part}, which is one weight with others in Tunix ({', '.join(together)}): take all or none."
+            )
+
+
+def _of_one_weight(described: Described) -> tuple[str, ...]:
+    if described["model_type"] != "gemma3_text":
+        return ()
+    alike = _shared(described) == described["num_attention_heads"]
+    return _ATTENTION[0 if alike else 1 : 3]
+
+
+# --- what the files hold --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file, as the header tells."""
+
+    file: Path
+    number: str
+    """Its format, such as BF16."""
+    shape: Shape
+    begin: int
+    """Bytes from the start of the file."""
+    end: int
+    first: str
+    """The format of the first tensor of the file, in which Tunix reads all."""
+
+
+def check_files(folder: Path, described: Described) -> None:
+    """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and none
+    that it would leave out."""
+    kind, wanted = described["model_type"], expected(described)
+    found = _read(folder, TEXT if kind == "gemma3_text" else "")
+    if missing := sorted(set(wanted) - set(found)):
+        raise ModelError(
+            f"{len(missing)} weights are missing in {folder}: {', '.join(missing[:4])}."
+        )
+    extra = sorted(set(found) - set(wanted) - {HEAD})
+    if extra:
+        raise ModelError(
+            f"{folder} holds {len(extra)} weights that Tunix's {kind} has no place for: {', '.join(extra[:4])}. {TORCH}"
+        )
+    for name, shape in wanted.items():
+        _check_tensor(name, found[name], shape)
+    if HEAD in found and HEAD not in wanted and _bytes(found[HEAD]) != _bytes(found[EMBEDDING]):
+        raise ModelError(
+            f"tie_word_embeddings of this model is true, but {folder} holds a {HEAD} that is not its embedding, which Tunix would leave "
+            f"out. {TORCH}"
+        )
+
+
+def expected(described: Described) -> dict[str, Shape]:
+    """The names that transformers gives the weights of a model in files, and their shapes."""
+    hidden, inner = described["hidden_size"], described["intermediate_size"]
+    head = _head(described)
+    queries, keys = head * described["num_attention_heads"], head * _shared(described)
+    layer: dict[str, Shape] = {
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    match described["model_type"]:
+        case "gemma3_text":
+            norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+            layer |= {f"{name}.weight": (hidden,) for name in norms}
+            layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
+        case "qwen3":
+            layer |= {f"self_attn.{name}_norm.weight": (head,) for name in "qk"}
+        case "qwen2":
+            sizes = {"q": queries, "k": keys, "v": keys}
+            layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+        case _:
+            pass
+    found: dict[str, Shape] = {
+        f"model.layers.{number}.{name}": shape
+        for number in range(described["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+    table = (described["vocab_size"], hidden)
+    found |= {EMBEDDING: table, "model.norm.weight": (hidden,)}
+    return found if described.get("tie_word_embeddings") else {**found, HEAD: table}
+
+
+def _check_tensor(name: str, stored: Stored, shape: Shape) -> None:
+    if stored.shape != shape:
+        raise ModelError(
+            f"{name} in {stored.file} has the shape {list(stored.shape)}, but its config.json says {list(shape)}."
+        )
+    if stored.number not in FORMATS:
+        raise ModelError(
+            f"{name} in {stored.file} holds numbers in the format {stored.number}; Tunix reads {', '.join(FORMATS)}. {TORCH}"
+        )
+    if stored.number != stored.first:
+        raise ModelError(
+            f"{stored.file} holds numbers in several formats ({stored.first} first, but {name} in {stored.number}), and Tunix would read "
+            "all as the first. Save the model in one: load it with transformers in that dtype, and save_pretrained. Or leave "
+            "model.backend out to train it with torch."
+        )
+
+
+def _read(folder: Path, prefix: str) -> dict[str, Stored]:
+    """The tensors of the text in all files that Tunix reads, by their names without a prefix."""
+    files = _files(folder)
+    found: dict[str, Stored] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, stored in _header(file):
+            name = name.removeprefix(prefix)
+            if name.startswith(OF_PICTURES) or NO_WEIGHT.fullmatch(name):
+                continue
+            if name in found or file not in files:
+                other = "another file, too" if name in found else "none of the model's files"
+                raise ModelError(
+                    f"{file} holds {name}, which is in {other}; Tunix reads every *.safetensors of a folder. Move that file away."
+                )
+            found[name] = stored
+    return found
+
+
+def _files(folder: Path) -> set[Path]:
+    """Those that transformers reads."""
+    if (folder / MODEL).is_file():
+        return {folder / MODEL}
+    if (folder / INDEX).is_file():
+        names = indexed(folder / INDEX)
+        if lost := sorted(name for name in names if not (folder / name).is_file()):
+            raise ModelError(f"{folder / INDEX} names {', '.join(lost)}, which are not there.")
+        return {folder / name for name in names}
+    raise ModelError(
+        f"There is neither {MODEL} nor {INDEX} in {folder}, and Tunix reads no other files. Load the model with transformers and "
+        "save_pretrained it, or leave model.backend out to train it with torch."
+    )
+
+
+def _header(file: Path) -> list[tuple[str, Stored]]:
+    with file.open("rb") as content:
+        try:
+            (size,) = struct.unpack("<Q", content.read(8))
+            told: dict[str, Any] = json.loads(content.read(size))
+            tensors = {name: each for name, each in told.items() if name != "__metadata__"}
+            first = next((each["dtype"] for each in tensors.values()), "")
+            found = [
+                (name, Stored(file, each["dtype"], tuple(each["shape"]), *_span(each, 8 + size), first))
+                for name, each in tensors.items()
+            ]  # fmt: skip
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{file} is no safetensors file: {error}. Fetch it anew.") from error
+    if any(stored.end > file.stat().st_size for _, stored in found):
+        raise ModelError(f"{file} is shorter than its header says. Fetch it anew.")
+    return found
+
+
+def _span(told: Mapping[str, Any], start: int) -> tuple[int, int]:
+    begin, end = told["data_offsets"]
+    return start + begin, start + end
+
+
+def _bytes(stored: Stored) -> bytes:
+    with stored.file.open("rb") as content:
+        content.seek(stored.begin)
+        return content.read(stored.end - stored.begin)

@@ -1,0 +1,152 @@
+"""What goes between a run and the worker in Tunix's environment: a line of JSON each way for each call.
+
+    run → worker    {"number": 3, "do": {"verb": "publish", "version": 1}}     or {"cancel": 3}
+    worker → run    {"number": 3, "result": …}     or {"number": 3, "error": {"kind": "ModelError", "message": …}}
+
+Every float keeps its bits; those that are not finite are texts, as on the wire of a training server, whose verbs these are where the work
+is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from groupwise.api.schemas.parts import (
+    Discard,
+    ForwardBackward,
+    Generate,
+    Load,
+    Logprobs,
+    Predictions,
+    Publish,
+    TrainedLogprobs,
+    Update,
+)
+
+OPENED_BY_ANOTHER = (
+    "A TPU belongs to one process at a time: end other runs that have it, and restart kernels that have used jax. "
+    "With JAX_PLATFORMS=cpu in the environment it computes on the CPU."
+)
+"""What to do where devices cannot be opened."""
+
+
+class Message(BaseModel):
+    """Strict, because both ends are of one version."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Look(Message):
+    """What is there? Gives `Found`. Nothing is loaded."""
+
+    verb: Literal["look"] = "look"
+
+
+class Found(Message):
+    """Versions and devices."""
+
+    tunix: str
+    jax: str
+    platform: str
+    """cpu, gpu or tpu."""
+    devices: int
+    device: str
+    """As the first of them is called."""
+
+
+class Open(Message):
+    """Load the model, once. Gives `Opened`."""
+
+    verb: Literal["open"] = "open"
+    model: str
+    """A folder in the format of transformers."""
+    text: dict[str, Any]
+    """What transformers knows of its text: `config.json` with the defaults of its kind."""
+    dtype: str
+    mesh: tuple[int, int]
+    """Devices for (fsdp, tp)."""
+    remat: bool
+    """Compute the activations of a layer again in its backward pass, in place of keeping them."""
+    layers: tuple[str, ...]
+    """Those of transformers' model that get an adapter."""
+    rank: int
+    alpha: float
+    seed: int
+    start: str | None
+    """A folder with the adapter to start from, or to serve."""
+    described: dict[str, Any]
+    """Peft's description of the adapter."""
+    run: str
+    publish_folder: str
+    slots: int
+    key_length: int
+    max_tokens: int
+    """Of a batch that is learnt from."""
+
+
+class Opened(Message):
+    """The model is loaded."""
+
+    fingerprint: str
+    """Of what is served."""
+
+
+class Save(Message):
+    """`Learner.save`."""
+
+    verb: Literal["save"] = "save"
+    folder: str
+
+
+class Restore(Message):
+    """`Learner.load`."""
+
+    verb: Literal["restore"] = "restore"
+    folder: str
+
+
+Verb = Annotated[
+    Look
+    | Open
+    | Generate
+    | Load
+    | ForwardBackward
+    | TrainedLogprobs
+    | Update
+    | Discard
+    | Publish
+    | Logprobs
+    | Predictions
+    | Save
+    | Restore,
+    Field(discriminator="verb"),
+]
+
+
+class Order(Message):
+    """A line to the worker."""
+
+    number: int | None = None
+    do: Verb | None = None
+    cancel: int | None = None
+
+
+class Trouble(Message):
+    """What a call raised."""
+
+    kind: str
+    """Of `groupwise.core.errors`."""
+    message: str
+
+
+class Answer(Message):
+    """A line from the worker."""
+
+    number: int
+    result: Any = None
+    error: Trouble | None = None
+
+
+ANY: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="strings"))

@@ -1,0 +1,161 @@
+"""Sampler and learner in Tunix's environment, as `groupwise.training.build` makes them (`model.backend: tunix`).
+
+    fits.py          which models Tunix computes as transformers does
+    environment.py   where that environment is, and making it
+    process.py       the worker that runs there
+    messages.py      what goes to and fro
+    worker/          the worker itself: JAX, Tunix's models, qwix, Orbax; nothing else imports it
+
+The loop, its rewards, its record and its checkpoints are those of every run. The worker is given rows and prompts, and writes publications
+and states into the folders that it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from groupwise.api.schemas.parts import (
+    Discard,
+    ForwardBackward,
+    Generate,
+    Load,
+    Logprobs,
+    Predictions,
+    Publish,
+    TrainedLogprobs,
+    Update,
+)
+from groupwise.core.types import (
+    Completion,
+    GroupRequest,
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    PolicyRole,
+    Prediction,
+    Row,
+    SamplingParams,
+    UpdateResult,
+)
+from groupwise.engine.backends.tunix import fits
+from groupwise.engine.backends.tunix.environment import start_worker
+from groupwise.engine.backends.tunix.messages import Open, Opened, Restore, Save
+from groupwise.engine.backends.tunix.process import WorkerProcess
+from groupwise.engine.sampler.stops import ends_with_stop
+from groupwise.runs import publications
+
+_COMPLETIONS = TypeAdapter(tuple[Completion, ...])
+_SUMS = TypeAdapter(dict[str, float])
+_RESULT = TypeAdapter(UpdateResult)
+_POLICY = TypeAdapter(Policy)
+_LOGPROBS = TypeAdapter(list[tuple[float, ...]])
+_PREDICTIONS = TypeAdapter(list[Prediction])
+
+
+class TunixSampler:
+    """A `groupwise.core.types.Sampler` in the worker."""
+
+    def __init__(self, worker: WorkerProcess, fingerprint: str, tokenizer: Any) -> None:
+        self._worker = worker
+        self._fingerprint = fingerprint
+        self._tokenizer = tokenizer
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """See `groupwise.core.types.Sampler.generate`. What comes after a stop text is drawn, and left out here."""
+        found = _COMPLETIONS.validate_python(await self._worker.call(Generate(request=request)))
+        if not request.params.stop:
+            return found
+        return tuple(self._stopped(each, request.params) for each in found)
+
+    def _stopped(self, drawn: Completion, params: SamplingParams) -> Completion:
+        text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
+        for count in range(1, len(drawn.token_ids) + 1):
+            ids = drawn.token_ids[:count]
+            if ends_with_stop(ids, params, text_of):
+                return replace(
+                    drawn, token_ids=ids, logprobs=drawn.logprobs[:count], finish_reason="stop"
+                )
+        return drawn
+
+    async def load(self, policy: Policy) -> None:
+        """See `groupwise.core.types.Sampler.load`."""
+        self._fingerprint = str(await self._worker.call(Load(policy=policy)))
+
+    def fingerprint(self) -> str:
+        """Of the tensors in the worker's memory, as they were when they were loaded."""
+        return self._fingerprint
+
+
+class TunixLearner:
+    """A `groupwise.core.types.Learner` in the worker."""
+
+    def __init__(self, worker: WorkerProcess, publish_folder: Path, keep_publications: int) -> None:
+        """`keep_publications`: so many of the last publications keep their files."""
+        self._worker = worker
+        self._publish_folder = publish_folder
+        self._keep = keep_publications
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.core.types.Learner.forward_backward`."""
+        do = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
+        return _SUMS.validate_python(await self._worker.call(do))
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.core.types.Learner.trained_logprobs`."""
+        return _LOGPROBS.validate_python(await self._worker.call(TrainedLogprobs()))
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.core.types.Learner.update`."""
+        return _RESULT.validate_python(await self._worker.call(Update(params=params)))
+
+    def discard(self) -> None:
+        """See `groupwise.core.types.Learner.discard`."""
+        self._worker.tell(Discard())
+
+    async def publish(self, version: int) -> Policy:
+        """See `groupwise.core.types.Learner.publish`. Old publications are removed."""
+        policy = _POLICY.validate_python(await self._worker.call(Publish(version=version)))
+        publications.remove_old(self._publish_folder, version, self._keep)
+        return policy
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        """See `groupwise.core.types.Learner.logprobs`."""
+        return _LOGPROBS.validate_python(await self._worker.call(Logprobs(rows=[*rows], role=role)))
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.core.types.Learner.predictions`."""
+        return _PREDICTIONS.validate_python(await self._worker.call(Predictions(rows=[*rows])))
+
+    def save(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.save`; the optimiser's state is Orbax's, in a folder of its own."""
+        self._worker.call_now(Save(folder=folder))
+
+    def load(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.load`."""
+        self._worker.call_now(Restore(folder=folder))
+
+
+async def start(
+    order: Open, tokenizer: Any, threads: int | None, keep_publications: int
+) -> tuple[WorkerProcess, TunixSampler, TunixLearner]:
+    """Start a worker with a model. Raises UsageError for what cannot be loaded; nothing is left then."""
+    await asyncio.to_thread(fits.check, order)
+    worker = start_worker(threads, order.mesh)
+    try:
+        opened = Opened.model_validate(await worker.call(order))
+    except BaseException:
+        worker.close()
+        raise
+    learner = TunixLearner(worker, Path(order.publish_folder), keep_publications)
+    return worker, TunixSampler(worker, opened.fingerprint, tokenizer), learner

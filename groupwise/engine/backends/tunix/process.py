@@ -1,0 +1,185 @@
+"""The worker: started in Tunix's environment, called, and ended.
+
+A thread starts it and reads its answers; futures connect it with the callers, who may await or wait. Whatever ends the worker, every call
+then fails with how it ended and its last words; a run goes on from its last checkpoint. The thread lives as long as the worker, because the
+kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import secrets
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from groupwise.core import errors
+from groupwise.core.errors import GroupwiseError, RunError
+from groupwise.core.processes.family import MARK, end_family, how_it_ended
+from groupwise.core.processes.output import Output
+from groupwise.engine.backends.tunix.messages import Answer, Order, Trouble, Verb
+
+MAIN = Path(__file__).parent / "worker" / "main.py"
+OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
+"""Variables that would have Tunix's Python take packages of this one."""
+WITHHELD = re.compile(
+    r"(^|_)(token|secret|password|passwd|credentials|key|key_id)$|^kaggle_", re.IGNORECASE
+)
+"""Variables that may be credentials: it reads files of this machine alone, and needs none."""
+LAST_BREATH = 1.0
+"""Seconds that it gets to end by itself, so that its exit code is its own."""
+
+
+def own_environment() -> dict[str, str]:
+    """This process's variables, as a process of Tunix's environment may have them."""
+    return {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
+
+
+class WorkerProcess:
+    """One worker. Whoever has it calls `close`."""
+
+    def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
+        """Start it. `environment`: in addition to this process's own."""
+        self._mark = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Any]] = {}
+        self._ended: str | None = None
+        self._connection, theirs = socket.socketpair()
+        self._lines = self._connection.makefile("r", encoding="utf-8")
+        started: Future[subprocess.Popen[bytes]] = Future()
+        start = partial(self._popen, python, environment, theirs)
+        attend = partial(self._attend, start, started)
+        self._reader = threading.Thread(target=attend, name="tunix answers", daemon=True)
+        self._reader.start()
+        self._process = started.result()
+        self._output = Output(self._process, "tunix")
+
+    def tell(self, do: Verb) -> None:
+        """Send an order whose outcome nobody waits for. One that has ended has nothing left to do."""
+        with suppress(RunError):
+            self.begin(do)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def call(self, do: Verb) -> Any:
+        """What an order gives. Cancelling the call withdraws it, if it has not begun."""
+        return await asyncio.wrap_future(self.begin(do))
+
+    def call_now(self, do: Verb) -> Any:
+        """The same for code that waits."""
+        return self.begin(do).result()
+
+    def last_words(self) -> str:
+        """What it printed last, for a message."""
+        return self._output.last_words()
+
+    def close(self) -> None:
+        """End it, with all that it started."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_BREATH)
+        end_family(self._process.pid, self._mark)
+        self._process.wait()
+        self._reader.join()
+        self._lines.close()
+        self._connection.close()
+        self._output.join()
+
+    def _popen(
+        self, python: Path, environment: Mapping[str, str], theirs: socket.socket
+    ) -> subprocess.Popen[bytes]:
+        inherited = {k: v for k, v in own_environment().items() if not WITHHELD.search(k)}
+        with theirs:
+            return subprocess.Popen(
+                [str(python), "-P", "-s", str(MAIN), str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**inherited, **environment, MARK: self._mark},
+            )
+
+    def begin(self, do: Verb) -> Future[Any]:
+        """Send an order; what it gives is the future's."""
+        self._output.begin_call()
+        future: Future[Any] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            if self._ended is not None:
+                raise RunError(self._ended)
+            self._pending[number] = future
+            self._send(Order(number=number, do=do))
+        future.add_done_callback(lambda done: self._withdraw(number) if done.cancelled() else None)
+        return future
+
+    def _withdraw(self, number: int) -> None:
+        with self._lock:
+            if self._pending.pop(number, None) is not None:
+                self._send(Order(cancel=number))
+
+    def _send(self, order: Order) -> None:
+        line = order.model_dump_json() + "\n"
+        with suppress(OSError):  # it has ended, which the reader tells
+            self._connection.sendall(line.encode())
+
+    def _attend(
+        self,
+        start: Callable[[], subprocess.Popen[bytes]],
+        started: Future[subprocess.Popen[bytes]],
+    ) -> None:
+        try:
+            process = start()
+        except Exception as error:  # noqa: BLE001 — belongs to whoever waits for the start
+            self._lines.close()
+            self._connection.close()
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        self._read(process)
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        with suppress(OSError, ValueError):
+            for line in self._lines:
+                self._take(Answer.model_validate_json(line))
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(LAST_BREATH)
+        how = how_it_ended(process.poll())
+        reason = f"The Tunix worker ended: {how}{self._output.last_words()}"
+        with self._lock:
+            self._ended = reason
+            pending, self._pending = self._pending, {}
+        for future in pending.values():
+            _fail(future, RunError(reason))
+
+    def _take(self, answer: Answer) -> None:
+        with self._lock:
+            future = self._pending.pop(answer.number, None)
+        if future is None or not future.set_running_or_notify_cancel():
+            return
+        if answer.error is None:
+            future.set_result(answer.result)
+        else:
+            future.set_exception(_error(answer.error))
+
+
+def _fail(future: Future[Any], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)
+
+
+def _error(trouble: Trouble) -> GroupwiseError:
+    return getattr(errors, trouble.kind)(trouble.message)

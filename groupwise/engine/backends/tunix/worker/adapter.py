@@ -1,0 +1,224 @@
+"""The low-rank adapter: qwix makes places for its factors within Tunix's model; in files they have peft's names and shapes.
+
+qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. Where Tunix has several
+layers in one weight (keys and values of Gemma), they share an A; in the file each of them has it.
+
+What the factors add is computed in float32 and added before the layer's output is rounded (`ExactLora`): qwix adds it to an output that is
+rounded already, so that on a base of bfloat16 a small step changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import qwix
+from flax import nnx
+from qwix._src.utils import flax_util
+from safetensors.numpy import load_file, save_file
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.backends.tunix.worker.families import Family
+from groupwise.engine.backends.tunix.worker.products import Product, in_float32
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+
+Factors = dict[str, jax.Array]
+"""`<layer>.<weight>.a` and `….b`, in float32: what is trained."""
+
+
+class Adapted:
+    """A frozen model with one set of places for factors; which factors act is said at each call."""
+
+    def __init__(
+        self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
+    ) -> None:
+        """`layers`: those of transformers' model that get an adapter."""
+        there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
+        self.layers = _by_weight(layers, family, there)
+        """For each adapted weight (layer, Tunix's name) the layers of transformers that it is, in its order."""
+        self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
+        adapted = _with_places(model, [*self.layers], rank, alpha)
+        self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
+        self._places = {_named(path): (path, place) for path, place in nnx.to_flat_state(places)}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the factors."""
+        return {name: place.get_value().shape for name, (_, place) in self._places.items()}
+
+    def fresh(self, seed: int) -> Factors:
+        """Factors that change nothing yet: A uniform within ±1/√inputs, as peft begins it, B zero (Hu et al. 2021, §4.1)."""
+        made: Factors = {}
+        for name, shape in sorted(self.shapes.items()):
+            value = np.zeros(shape, np.float32)
+            if name.endswith(".a"):
+                digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+                bound = 1 / np.sqrt(np.prod(shape[:-1]))
+                generator = np.random.default_rng(int.from_bytes(digest[:8], "big"))
+                value = generator.uniform(-bound, bound, shape).astype(np.float32)
+            made[name] = self._placed(name, value)
+        return made
+
+    def merged(self, factors: Factors, base: Any) -> nnx.Module:
+        """The model with these factors."""
+        flat = [
+            (path, place.replace(factors[name])) for name, (path, place) in self._places.items()
+        ]
+        return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
+
+    def read(self, folder: Path) -> Factors:
+        """Factors from peft's files. Raises `ModelError` for what does not fit, or cannot be said so."""
+        return self.from_peft(load_file(folder / WEIGHTS), str(folder))
+
+    def write(self, factors: Factors, folder: Path, described: Mapping[str, Any]) -> str:
+        """Write them as peft does; gives the fingerprint."""
+        tensors = self.to_peft(factors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
+        return fingerprint(tensors)
+
+    def to_peft(self, factors: Factors) -> dict[str, np.ndarray]:
+        """A [rank, in] and B [out, rank] of each layer of transformers."""
+        found: dict[str, np.ndarray] = {}
+        for weight, layers in self.layers.items():
+            down, up = (np.asarray(factors[f"{weight}.{factor}"]) for factor in "ab")
+            rank = down.shape[-1]
+            ups = [up[:, index] for index in range(len(layers))] if len(layers) > 1 else [up]
+            for layer, part in zip(layers, ups, strict=True):
+                name = f"{PREFIX}{layer}.lora_"
+                found[f"{name}A.weight"] = np.ascontiguousarray(down.reshape(-1, rank).T)
+                found[f"{name}B.weight"] = np.ascontiguousarray(part.reshape(rank, -1).T)
+        return dict(sorted(found.items()))
+
+    def from_peft(self, tensors: Mapping[str, np.ndarray], origin: str) -> Factors:
+        """The inverse of `to_peft`."""
+        shapes, made = self.shapes, Factors()
+        missing = set(self.to_peft_names()) ^ set(tensors)
+        if missing:
+            raise ModelError(
+                f"The adapter in {origin} has other layers than the one that is trained: {', '.join(sorted(missing)[:4])}."
+            )
+        for weight, layers in self.layers.items():
+            downs = [tensors[f"{PREFIX}{layer}.lora_A.weight"] for layer in layers]
+            if any(not np.array_equal(downs[0], each) for each in downs[1:]):
+                raise ModelError(
+                    f"The adapter in {origin} has different A factors for {' and '.join(layers)}, which are one weight in Tunix "
+                    "and share theirs. Start from one that was trained by the backend tunix, or merge it into its base."
+                )
+            ups = [tensors[f"{PREFIX}{layer}.lora_B.weight"].T for layer in layers]
+            up = ups[0] if len(ups) == 1 else np.stack(ups, 1)
+            for factor, value in (("a", downs[0].T), ("b", up)):
+                name = f"{weight}.{factor}"
+                if value.size != np.prod(shapes[name]):
+                    raise ModelError(f"The adapter in {origin} has another rank than lora.r says.")
+                made[name] = self._placed(name, value.reshape(shapes[name]).astype(np.float32))
+        return made
+
+    def to_peft_names(self) -> list[str]:
+        """Of the tensors in files."""
+        layers = [layer for found in self.layers.values() for layer in found]
+        return [f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"]
+
+    def _placed(self, name: str, value: np.ndarray) -> jax.Array:
+        """On the devices where the model has its place."""
+        _, place = self._places[name]
+        return jax.device_put(jnp.asarray(value), place.get_value().sharding)
+
+
+def _by_weight(
+    layers: Sequence[str], family: Family, there: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """The adapted weights out of those that are there.
+
+    `groupwise.engine.backends.tunix.fits.check_layers` has made sure that the layers are whole.
+    """
+    by_place = {
+        f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
+    }
+    made: dict[str, tuple[str, ...]] = {}
+    for weight in there:
+        number, _, name = weight.partition(".")
+        parts = [f"{number}.{part}" for part in family.weights.get(name, ())]
+        if parts and parts[0] in by_place:
+            made[weight] = tuple(by_place[part] for part in parts)
+    assert {*layers} == {layer for found in made.values() for layer in found}, "they are checked"
+    return made
+
+
+class ExactLora(qwix.LoraProvider):
+    """qwix's adapter, but that what it adds is added in float32, and the sum rounded once."""
+
+    def dot_general(
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, *formats: Any, **named: Any
+    ) -> Any:
+        """See `jax.lax.dot_general`; of an adapted weight [inputs, outputs] with its adapter."""
+        found = self._adapter("dot_general", rhs)
+        if found is None:
+            return super().dot_general(lhs, rhs, dimension_numbers, *formats, **named)
+        product = functools.partial(jax.lax.dot_general, dimension_numbers=dimension_numbers)
+        return self._together(product, lhs, rhs, "...i,ir,ro->...o", found)
+
+    def einsum(self, einsum_str: str, *operands: Any, **named: Any) -> Any:
+        """See `jax.numpy.einsum`; of an adapted weight with its adapter."""
+        found = self._adapter("einsum", operands[-1])
+        if found is None:
+            return super().einsum(einsum_str, *operands, **named)
+        product = functools.partial(jnp.einsum, einsum_str)
+        module, name, _ = found
+        return self._together(product, *operands, getattr(module, f"{name}_lora_einsum_str"), found)
+
+    def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
+        """The layer that computes now, the name of its weight and its rule; None where it has no places for factors (yet)."""
+        rule, _ = self._get_current_rule_and_op_id(kind, only_rule=True)
+        name = None if rule is None else flax_util.find_param(weight)
+        module = flax_util.get_current_module()
+        return (module, name, rule) if name and hasattr(module, f"{name}_lora_b") else None
+
+    def _together(
+        self, product: Product, inputs: Any, weight: Any, words: str, found: tuple[Any, str, Any]
+    ) -> Any:
+        """`words`: the adapter as an einsum of inputs, A and B. In full precision: devices would round the factors."""
+        module, name, rule = found
+        down, up = (getattr(module, f"{name}_lora_{factor}").get_value() for factor in "ab")
+        wide = inputs.astype(jnp.float32)
+        added = jnp.einsum(words, wide, down, up, precision=jax.lax.Precision.HIGHEST)
+        total = in_float32(product, inputs, weight) + added * (rule.alpha / rule.rank)
+        return total.astype(inputs.dtype)
+
+
+def _with_places(model: Any, weights: Sequence[str], rank: int, alpha: float) -> nnx.Module:
+    """Outside of the mesh, where layers do not divide what they compute: qwix runs the model once, with too few rows for many devices."""
+    paths = [f"layers.{weight.rpartition('.')[0]}" for weight in weights]
+    rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
+    provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
+    with jax.sharding.Mesh(np.empty((), object), ()):
+        return qwix.apply_lora_to_model(
+            model, provider, **model.get_model_input(), rngs=nnx.Rngs(params=0)
+        )
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    """`layers, 3, attn, q_einsum, w_lora_a` as `3.attn.q_einsum.w.a`."""
+    name = ".".join(map(str, path)).removeprefix("layers.")
+    return re.sub(r"_lora_([ab])$", r".\1", name)
+
+
+def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
+    """As `groupwise.engine.models.lora.fingerprint` gives it for the same tensors in torch."""
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        tensor = np.ascontiguousarray(tensors[key])
+        digest.update(f"{key}|torch.{tensor.dtype}|{tensor.shape}|".encode())
+        digest.update(tensor.tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""The models that Tunix has: how one is described by transformers' `config.json`, and loaded; and what Tunix calls its linear layers.
+
+What a family of Tunix would compute otherwise than transformers is mended here, or has been refused
+(`groupwise.engine.backends.tunix.fits`): its answers must be those of the model that everybody else means by these files.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from groupwise.engine.backends.tunix.fits import Described
+
+SEPARATE: Mapping[str, tuple[str, ...]] = {
+    "attn.q_proj.w": ("self_attn.q_proj",),
+    "attn.k_proj.w": ("self_attn.k_proj",),
+    "attn.v_proj.w": ("self_attn.v_proj",),
+    "attn.o_proj.w": ("self_attn.o_proj",),
+    "mlp.gate_proj.kernel": ("mlp.gate_proj",),
+    "mlp.up_proj.kernel": ("mlp.up_proj",),
+    "mlp.down_proj.kernel": ("mlp.down_proj",),
+}
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "attn.q_einsum.w": ("self_attn.q_proj",),
+    "attn.kv_einsum.w": ("self_attn.k_proj", "self_attn.v_proj"),
+    "attn.qkv_einsum.w": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn.attn_vec_einsum.w": ("self_attn.o_proj",),
+    **{name: layers for name, layers in SEPARATE.items() if name.startswith("mlp.")},
+}
+"""Weights of a layer by Tunix's names, and the layers of transformers that each of them is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models of one kind."""
+
+    module: str
+    """Of Tunix; has a module `model` and that of the loader."""
+    loader: str
+    weights: Mapping[str, tuple[str, ...]]
+    config: Callable[[Any, Described, Any], Any]
+    """From the module, the description and the number format to Tunix's own config."""
+
+
+def load(folder: Path, described: Described, dtype: str, mesh: Any) -> tuple[Any, Family]:
+    """A model with its weights, on the mesh."""
+    family = FAMILIES[described["model_type"]]
+    code = import_module(f"{family.module}.model")
+    number = jnp.dtype(dtype)
+    config = family.config(code, described, number)
+    loader = import_module(f"{family.module}.{family.loader}")
+    return loader.create_model_from_safe_tensors(str(folder), config, mesh, number), family
+
+
+def _separate(
+    code: Any, described: Described, dtype: Any, tied: str, with_dtype: bool = True
+) -> Any:
+    theta = float(described["rope_parameters"]["rope_theta"])
+    if hasattr(code, "apply_rope"):
+        # Its callers leave out the base that the config says, and mean 1,000,000.
+        code.apply_rope = functools.partial(code.apply_rope, rope_theta=theta)
+    heads = described["num_attention_heads"]
+    formats = {"dtype": dtype, "param_dtype": dtype} if with_dtype else {}
+    return code.ModelConfig(
+        num_layers=described["num_hidden_layers"],
+        vocab_size=described["vocab_size"],
+        embed_dim=described["hidden_size"],
+        hidden_dim=described["intermediate_size"],
+        num_heads=heads,
+        head_dim=described.get("head_dim") or described["hidden_size"] // heads,
+        num_kv_heads=described.get("num_key_value_heads") or heads,
+        rope_theta=theta,
+        norm_eps=described["rms_norm_eps"],
+        **{tied: described.get("tie_word_embeddings", False)},
+        **formats,
+    )
+
+
+def _llama(code: Any, described: Described, dtype: Any) -> Any:
+    return _separate(code, described, dtype, "weight_tying", with_dtype=False)
+
+
+def _qwen(code: Any, described: Described, dtype: Any) -> Any:
+    return _separate(code, described, dtype, "use_tied_embedding")
+
+
+def _gemma3(code: Any, described: Described, dtype: Any) -> Any:
+    rope = described["rope_parameters"]
+    everywhere, nearby = rope["full_attention"], rope["sliding_attention"]
+    scalings = code.QueryPreAttentionNormalisation
+    by_head = described["query_pre_attn_scalar"] == described["head_dim"]
+    return code.ModelConfig(
+        num_layers=described["num_hidden_layers"],
+        num_embed=described["vocab_size"],
+        embed_dim=described["hidden_size"],
+        hidden_dim=described["intermediate_size"],
+        num_heads=described["num_attention_heads"],
+        head_dim=described["head_dim"],
+        num_kv_heads=described["num_key_value_heads"],
+        sliding_window_size=described["sliding_window"],
+        local_base_frequency=nearby["rope_theta"],
+        global_base_frequency=everywhere["rope_theta"],
+        global_scale_factor=float(everywhere.get("factor") or 1.0),
+        query_pre_attn_norm=scalings.BY_ONE_OVER_SQRT_HEAD_DIM
+        if by_head
+        else scalings.BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS,
+        param_dtype=dtype,
+    )
+
+
+FAMILIES: Mapping[str, Family] = {
+    "gemma3_text": Family("tunix.models.gemma3", "params_safetensors", FUSED, _gemma3),
+    "llama": Family("tunix.models.llama3", "params", SEPARATE, _llama),
+    "qwen2": Family("tunix.models.qwen2", "params", SEPARATE, _qwen),
+    "qwen3": Family("tunix.models.qwen3", "params", SEPARATE, _qwen),
+}
+"""By `model_type`. A model with pictures is one of them by its text."""

@@ -1,0 +1,138 @@
+"""Sequences through the model, and the log-probabilities of their tokens: padded on the right, in few shapes, each compiled once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from groupwise.core.types import Row
+from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, taken_off
+from groupwise.engine.backends.tunix.worker.head import numbers as numbers_of
+
+LENGTHS = 4
+"""Rows are as long as the longest, or three quarters of it, half of it, a quarter."""
+HALVINGS = 3
+"""Of the numbers of rows that are computed together."""
+
+
+class Sequences(NamedTuple):
+    """Rows as arrays [B, L]; what is said of a token stands where the model predicts it, one place before its own."""
+
+    tokens_BL: Any
+    targets: Targets
+    temperatures_B: Any
+    withheld_V: Any
+    """What cannot be drawn where the targets say so; None where nothing is withheld."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows that are computed together, and where they were in what was given."""
+
+    rows: tuple[Row, ...]
+    indices: tuple[int, ...]
+    count: int
+    """Rows of the shape; those beyond the given ones are empty."""
+    length: int
+
+    def spread(self, values: Sequence[Sequence[float]]) -> np.ndarray:
+        """Values of the rows' completion tokens as [B, L], each where its token is predicted."""
+        found = np.zeros((self.count, self.length), np.float32)
+        for place, row, each in zip(found, self.rows, values, strict=False):
+            start = len(row.prompt_ids) - 1
+            place[start : start + len(each)] = each
+        return found
+
+    def gathered(self, values_BL: Any) -> list[tuple[float, ...]]:
+        """The inverse, for each row."""
+        given = np.asarray(values_BL)
+        return [
+            tuple(place[len(row.prompt_ids) - 1 :][: len(row.completion_ids)].tolist())
+            for place, row in zip(given, self.rows, strict=False)
+        ]
+
+    def by_row(self, values: Sequence[float], filling: float = 0.0) -> np.ndarray:
+        """One value of each row as [B]."""
+        return np.array([*values, *[filling] * (self.count - len(self.rows))], np.float32)
+
+    def sequences(self, vocabulary: int) -> Sequences:
+        """The rows for the model."""
+        tokens = np.zeros((self.count, self.length), np.int32)
+        targets = np.zeros((self.count, self.length), np.int32)
+        for given, wanted, row in zip(tokens, targets, self.rows, strict=False):
+            ids = (*row.prompt_ids, *row.completion_ids)
+            given[: len(ids)] = ids
+            wanted[: len(ids) - 1] = ids[1:]
+        read = self.spread([[1.0] * len(row.completion_ids) for row in self.rows]) != 0
+        temperatures_B = self.by_row([row.temperature for row in self.rows], 1.0)
+        if not any(row.withheld for row in self.rows):
+            return Sequences(tokens, Targets(targets, read, None), temperatures_B, None)
+        withheld_V = np.zeros(vocabulary, np.bool_)
+        for row in self.rows:
+            for each in row.withheld:
+                withheld_V[[token for token in each.token_ids if token < vocabulary]] = True
+        spans = [
+            [_withheld(row, place) for place in range(len(row.completion_ids))] for row in self.rows
+        ]
+        withheld = self.spread(spans) != 0
+        return Sequences(tokens, Targets(targets, read, withheld), temperatures_B, withheld_V)
+
+
+def _withheld(row: Row, place: int) -> bool:
+    return any(each.start <= place < each.end for each in row.withheld)
+
+
+def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterator[Batch]:
+    """Rows in batches of at most so many tokens, the long ones together; `multiple`: of how many rows a shape must be."""
+    shapes = [-(-longest * quarter // LENGTHS) for quarter in range(1, LENGTHS + 1)]
+    by_shape: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        length = len(row.prompt_ids) + len(row.completion_ids)
+        by_shape.setdefault(next(each for each in shapes if each >= length), []).append(index)
+    for length, indices in sorted(by_shape.items()):
+        most = max(1, tokens // length)
+        counts = sorted(
+            {-(-max(1, most >> halving) // multiple) * multiple for halving in range(HALVINGS)}
+        )
+        while indices:
+            count = next((each for each in counts if each >= len(indices)), counts[-1])
+            chosen, indices = indices[:count], indices[count:]
+            yield Batch(tuple(rows[index] for index in chosen), tuple(chosen), count, length)
+
+
+def numbers(model: Any, given: Sequences) -> Numbers:
+    """What the model says of each target; see `groupwise.engine.backends.tunix.worker.head.numbers`."""
+    length = given.tokens_BL.shape[1]
+    positions_BL = jnp.broadcast_to(jnp.arange(length), given.tokens_BL.shape)
+    causal_BLL = jnp.broadcast_to(
+        jnp.tril(jnp.ones((length, length), jnp.bool_)), (*given.tokens_BL.shape, length)
+    )
+    head = taken_off(model)
+    hidden_BLD, _ = model(given.tokens_BL, positions_BL, None, causal_BLL)
+    return numbers_of(head, hidden_BLD, given.targets, given.temperatures_B, given.withheld_V)
+
+
+def recomputed(model: Any) -> Any:
+    """The model, of whose layers the backward pass keeps the inputs alone, and computes them again.
+
+    Tunix's own way (`remat_config`) does not go with an adapter: qwix places factors on no mesh then, and flax refuses Llama's layers
+    (TraceContextError).
+    """
+    model.layers = tuple(map(_recomputed, model.layers))
+    return model
+
+
+def _recomputed(layer: Any) -> Any:
+    graph, weights = nnx.split(layer)
+
+    def compute(weights: Any, *given: Any, **named: Any) -> Any:
+        return nnx.merge(graph, weights)(*given, **named)
+
+    return functools.partial(jax.checkpoint(compute), weights)

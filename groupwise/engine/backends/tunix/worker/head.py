@@ -1,0 +1,110 @@
+"""The last layer by itself, so that logits are computed where somebody reads them, and a few at a time.
+
+Tunix's models give the logits of all tokens. Of 4,096 tokens and a vocabulary of 262,144 they are four gigabytes in float32, and several
+times that in a backward pass; here it is the hidden states, and the logits of one piece. They are in float32, whatever the model's format.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from groupwise.engine.backends.tunix.worker.products import in_float32
+
+Head = Callable[[Any], Any]
+"""Hidden states [B, L, D] to logits [B, L, V] in float32."""
+PIECE_BYTES = 256 << 20
+"""Of the logits of one piece, in float32."""
+NEVER = -1e30
+"""In place of the logit of what cannot be drawn."""
+
+
+class Targets(NamedTuple):
+    """What hidden states [B, L] are asked, each about the token that comes next."""
+
+    ids_BL: Any
+    read_BL: Any
+    """Where somebody reads the answer; what stands elsewhere means nothing."""
+    withheld_BL: Any
+    """Where the ids of `withheld_V` cannot be drawn; None where nothing is withheld."""
+
+
+class Numbers(NamedTuple):
+    """What the model says of each target."""
+
+    logprobs_BL: Any
+    entropies_BL: Any
+    right_BL: Any
+
+
+def taken_off(model: Any) -> Head:
+    """The head of a model, which gives its hidden states in place of logits from now on."""
+    if hasattr(model, "lm_head"):
+        weight, words = model.lm_head.w.get_value(), "BLD,DV->BLV"
+        model.lm_head = _as_it_is
+    else:
+        weight, words = model.embedder.input_embedding.get_value(), "BLD,VD->BLV"
+        model.embedder.decode = _as_it_is
+    product = functools.partial(jnp.einsum, words)
+    return lambda hidden_BLD: in_float32(product, hidden_BLD.astype(weight.dtype), weight)
+
+
+def numbers(
+    head: Head, hidden_BLD: Any, targets: Targets, temperatures_B: Any, withheld_V: Any
+) -> Numbers:
+    """Log-probability (nats) of each target at its row's temperature, entropy there, and whether it is the likeliest.
+
+    Computed in pieces of the length, each once more in the backward pass; those that nobody reads are left out.
+    """
+
+    def said(piece: tuple[Any, Targets]) -> Numbers:
+        hidden_BSD, targets = piece
+        scaled_BSV = head(hidden_BSD) / temperatures_B[:, None, None]
+        if targets.withheld_BL is not None:
+            scaled_BSV = jnp.where(targets.withheld_BL[..., None] & withheld_V, NEVER, scaled_BSV)
+        return _numbers(scaled_BSV, targets.ids_BL)
+
+    def nothing(piece: tuple[Any, Targets]) -> Numbers:
+        return jax.tree.map(
+            lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(said, piece)
+        )
+
+    def next_piece(_: None, piece: tuple[Any, Targets]) -> tuple[None, Numbers]:
+        return None, jax.lax.cond(piece[1].read_BL.any(), said, nothing, piece)
+
+    rows, length, _ = hidden_BLD.shape
+    vocabulary = jax.eval_shape(head, hidden_BLD).shape[-1]
+    size = min(length, max(1, PIECE_BYTES // (4 * vocabulary * rows)))
+    pieces = jax.tree.map(lambda values: _cut(values, size), (hidden_BLD, targets))
+    _, found = jax.lax.scan(jax.checkpoint(next_piece, prevent_cse=False), None, pieces)
+    return jax.tree.map(lambda values: _joined(values)[:, :length], found)
+
+
+def _numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
+    totals_BS = jax.nn.logsumexp(scaled_BSV, axis=-1)
+    chosen_BS = jnp.take_along_axis(scaled_BSV, targets_BS[..., None], -1)[..., 0]
+    chances_BSV = jnp.exp(scaled_BSV - totals_BS[..., None])
+    entropies_BS = totals_BS - (chances_BSV * scaled_BSV).sum(-1)
+    return Numbers(chosen_BS - totals_BS, entropies_BS, scaled_BSV.argmax(-1) == targets_BS)
+
+
+def _cut(values_BL: Any, size: int) -> Any:
+    """[B, L, …] as [pieces, B, size, …], the last one filled up."""
+    rows, length, *rest = values_BL.shape
+    count = -(-length // size)
+    padding = [(0, 0), (0, count * size - length), *[(0, 0)] * len(rest)]
+    return jnp.moveaxis(jnp.pad(values_BL, padding).reshape(rows, count, size, *rest), 1, 0)
+
+
+def _joined(values_PBS: Any) -> Any:
+    """The inverse, with what was filled up."""
+    pieces, rows, size = values_PBS.shape
+    return jnp.moveaxis(values_PBS, 0, 1).reshape(rows, pieces * size)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,315 @@
+"""Learning: losses of `groupwise.algorithms` over rows, gradients of the factors, AdamW, checkpoints by Orbax.
+
+As `groupwise.engine.learner.torch_learner` does it in torch: losses are sums, the denominators are given, so that the gradient does not
+depend on how the rows were cut up; what is outside of the mask has no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from groupwise.algorithms.base import LossResult, Others, TokenBatch
+from groupwise.algorithms.registry import from_spec
+from groupwise.core.errors import CheckpointError
+from groupwise.core.types import (
+    LossSpec,
+    OptimiserParams,
+    OtherRows,
+    Policy,
+    PolicyRole,
+    Prediction,
+    Row,
+    UpdateResult,
+)
+from groupwise.engine.backends.tunix.worker.adapter import Adapted, Factors
+from groupwise.engine.backends.tunix.worker.forward import (
+    Batch,
+    Sequences,
+    cut,
+    numbers,
+    recomputed,
+)
+from groupwise.engine.backends.tunix.worker.head import Numbers
+from groupwise.engine.backends.tunix.worker.tensors import Tensor
+from groupwise.engine.learner.refusals import too_fast
+from groupwise.runs import publications
+
+STATE = "orbax"
+"""The folder of Orbax's checkpoint within that of the learner's state."""
+
+
+class Learner:
+    """The factors that are trained, their moments, and the gradient so far."""
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        factors: Factors,
+        *,
+        run: str,
+        publish_folder: Path,
+        described: Mapping[str, Any],
+        vocabulary: int,
+        longest: int,
+        max_tokens: int,
+        multiple: int,
+        remat: bool,
+    ) -> None:
+        """`factors` are also the reference. `described`: peft's description of the adapter. `longest`: tokens of a row at most,
+        `max_tokens` of a batch, whose number of rows is a multiple of `multiple`. `remat`: see `forward.recomputed`."""
+        self.adapted = adapted
+        self._factors = factors
+        self._reference = dict(factors)
+        moments = optax.scale_by_adam().init(factors)
+        places = _places(factors, moments)
+        self._moments = jax.device_put(moments, places[1])
+        self._gradient: Factors | None = None
+        self._trained: list[tuple[Batch, Any]] = []
+        """The batches of the last `forward_backward` and the log-probabilities [B, L] that it found."""
+        self._run, self._publish_folder, self._described = run, publish_folder, described
+        self._vocabulary = vocabulary
+        self._cut = functools.partial(cut, longest=longest, tokens=max_tokens, multiple=multiple)
+        self._remat = remat
+        self._gradients: dict[str, Any] = {}
+        self._compiled_numbers = jax.jit(self._numbers)
+        self._stepped = jax.jit(_stepped, static_argnums=(5, 6, 7), out_shardings=places)
+
+    def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.core.types.Learner.forward_backward`."""
+        compute = self._gradient_of(loss)
+        sums: dict[str, float] = {}
+        shares = {name: 1 / value if value else 0.0 for name, value in denominators.items()}
+        self._trained = []
+        for batch in self._cut(rows):
+            (_, (told, logprobs_BL)), gradient = compute(
+                self._factors,
+                self.adapted.base,
+                batch.sequences(self._vocabulary),
+                _given(batch),
+                shares,
+            )
+            self._gradient = (
+                gradient
+                if self._gradient is None
+                else jax.tree.map(jnp.add, self._gradient, gradient)
+            )
+            self._trained.append((batch, logprobs_BL))
+            for name, value in told.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
+
+    def trained_logprobs(self) -> list[tuple[float, ...]]:
+        """See `groupwise.core.types.Learner.trained_logprobs`."""
+        return _by_row(self._trained)
+
+    def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.core.types.Learner.update`. Raises `NonFiniteError` if the step itself made weights that are not finite."""
+        gradient = self._gradient
+        self.discard()
+        norm = 0.0 if gradient is None else float(optax.global_norm(gradient))
+        applied = math.isfinite(norm)
+        if gradient is None or not applied:
+            return UpdateResult(norm, applied)
+        longest = params.max_grad_norm
+        scale = longest / norm if longest is not None and norm > longest else 1.0
+        factors, moments = self._stepped(
+            self._factors,
+            self._moments,
+            jax.tree.map(lambda each: each * scale, gradient),
+            params.learning_rate,
+            params.weight_decay,
+            params.beta1,
+            params.beta2,
+            params.eps,
+        )
+        if not math.isfinite(float(optax.global_norm(factors))):
+            raise too_fast(params)
+        self._factors, self._moments = factors, moments
+        return UpdateResult(norm, applied)
+
+    def discard(self) -> None:
+        """See `groupwise.core.types.Learner.discard`."""
+        self._gradient = None
+        self._trained = []
+
+    def publish(self, version: int) -> Policy:
+        """See `groupwise.core.types.Learner.publish`."""
+        folder = publications.version_folder(self._publish_folder, version)
+        fingerprint = self.adapted.write(self._factors, folder, self._described)
+        return Policy(self._run, version, fingerprint, "adapter", str(folder))
+
+    def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
+        """See `groupwise.core.types.Learner.logprobs`."""
+        return _by_row([(batch, told.logprobs_BL) for batch, told in self._computed(rows, role)])
+
+    def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.core.types.Learner.predictions`."""
+        found: list[Prediction] = [Prediction((), ())] * len(rows)
+        for batch, told in self._computed(rows, "policy"):
+            logprobs, right = batch.gathered(told.logprobs_BL), batch.gathered(told.right_BL)
+            for index, values, hits in zip(batch.indices, logprobs, right, strict=True):
+                found[index] = Prediction(values, tuple(map(bool, hits)))
+        return found
+
+    def save(self, folder: Path) -> None:
+        """The adapter as it is published, and the optimiser's state by Orbax."""
+        self.adapted.write(self._factors, folder, self._described)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save((folder / STATE).resolve(), self._moments, force=True)
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote. Raises `CheckpointError` where it is not there."""
+        if not (folder / STATE).is_dir():
+            raise CheckpointError(
+                f"{folder} has no {STATE}: it was not written by the backend tunix."
+            )
+        self._factors = self.adapted.read(folder)
+        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, self._moments)
+        with ocp.StandardCheckpointer() as checkpointer:
+            self._moments = checkpointer.restore((folder / STATE).resolve(), wanted)
+        self.discard()
+
+    def _computed(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[Batch, Numbers]]:
+        factors = self._factors if role == "policy" else self._reference
+        return [
+            (
+                batch,
+                self._compiled_numbers(
+                    factors, self.adapted.base, batch.sequences(self._vocabulary)
+                ),
+            )
+            for batch in self._cut(rows)
+        ]
+
+    def _numbers(self, factors: Factors, base: Any, given: Sequences) -> Numbers:
+        model = self.adapted.merged(factors, base)
+        return numbers(recomputed(model) if self._remat else model, given)
+
+    def _gradient_of(self, spec: LossSpec) -> Any:
+        """Compiled once for each loss with its knobs."""
+        key = json.dumps([spec.name, spec.knobs], sort_keys=True)
+        if key not in self._gradients:
+            loss = from_spec(spec)
+
+            def total(
+                factors: Factors,
+                base: Any,
+                given: Sequences,
+                about: dict[str, Any],
+                shares: dict[str, Any],
+            ) -> tuple[Any, tuple[dict[str, Any], Any]]:
+                told = self._numbers(factors, base, given)
+                found = loss.loss(_token_batch(told, about, loss))
+                whole = sum(value.value * shares[name] for name, value in found.components.items())
+                return whole, (_sums(found), told.logprobs_BL)
+
+            self._gradients[key] = jax.jit(jax.value_and_grad(total, has_aux=True))
+        return self._gradients[key]
+
+
+def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
+    """Values [B, L] of all batches of some rows, for each row."""
+    told: dict[int, tuple[float, ...]] = {}
+    for batch, values_BL in found:
+        told.update(zip(batch.indices, batch.gathered(values_BL), strict=True))
+    return [told[index] for index in range(len(told))]
+
+
+def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
+    """Where both are, on all devices and at every step, so that what is restored is computed with as what was saved."""
+    own = {name: value.sharding for name, value in factors.items()}
+    mesh = next(iter(own.values())).mesh
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return own, moments._replace(count=everywhere, mu=own, nu=own)
+
+
+def _stepped(
+    factors: Factors,
+    moments: Any,
+    gradient: Factors,
+    learning_rate: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> tuple[Factors, Any]:
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), as torch has it."""
+    directions, moments = optax.scale_by_adam(beta1, beta2, eps).update(gradient, moments)
+    moved = jax.tree.map(
+        lambda value, direction: (
+            value * (1 - learning_rate * weight_decay) - learning_rate * direction
+        ),
+        factors,
+        directions,
+    )
+    return moved, moments
+
+
+def _given(batch: Batch) -> dict[str, Any]:
+    """What a loss is told of the rows, as arrays."""
+    rows = batch.rows
+    about: dict[str, Any] = {
+        "sampling": batch.spread([row.sampling_logprobs for row in rows]),
+        "mask": batch.spread([row.mask for row in rows]),
+        "advantages": batch.by_row([row.advantage for row in rows]),
+        "scales": batch.by_row([row.scale for row in rows]),
+    }
+    optional = {
+        "reference": [row.reference_logprobs for row in rows],
+        "proximal": [row.proximal_logprobs for row in rows],
+        "credits": [row.credits for row in rows],
+    }
+    for name, values in optional.items():
+        there = [each for each in values if each is not None]
+        if there:
+            about[name] = batch.spread(there)
+    if any(row.others is not None for row in rows):
+        others = [row.others or OtherRows(0) for row in rows]
+        about["others"] = (
+            batch.by_row([each.tokens for each in others]).astype(np.int32),
+            batch.by_row([each.log_weight for each in others]),
+            batch.by_row([each.log_ratio for each in others]),
+        )
+    return about
+
+
+def _token_batch(told: Numbers, about: Mapping[str, Any], loss: Any) -> TokenBatch:
+    optional = {
+        f"{name}_BT": Tensor(about[key])
+        for name, key in (
+            ("reference_logprobs", "reference"),
+            ("proximal_logprobs", "proximal"),
+            ("credits", "credits"),
+        )
+        if key in about
+    }
+    entropies = Tensor(told.entropies_BL)
+    return TokenBatch(
+        policy_logprobs_BT=Tensor(told.logprobs_BL),
+        sampling_logprobs_BT=Tensor(about["sampling"]),
+        mask_BT=Tensor(about["mask"]),
+        advantages_B=Tensor(about["advantages"]),
+        scales_B=Tensor(about["scales"]),
+        entropies_BT=entropies if loss.needs_entropy_gradient else entropies.detach(),
+        right_BT=Tensor(told.right_BL) if loss.needs_accuracy else None,
+        others=Others(*map(Tensor, about["others"])) if "others" in about else None,
+        **optional,
+    )
+
+
+def _sums(found: LossResult) -> dict[str, Any]:
+    losses = {f"loss/{name}": value for name, value in found.components.items()}
+    return {name: value.detach().value for name, value in {**losses, **found.stats}.items()}

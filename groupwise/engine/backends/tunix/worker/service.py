@@ -1,0 +1,325 @@
+"""The worker's loop: orders come in lines, one thread reads them, this one does them in their order, completions of many groups together.
+
+It ends with whoever began it: when its orders end. An interrupt of the whole process group is not its affair; the run decides what follows.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import traceback
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from functools import singledispatchmethod
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from groupwise.api.schemas.parts import (
+    Discard,
+    ForwardBackward,
+    Generate,
+    Load,
+    Logprobs,
+    Predictions,
+    Publish,
+    TrainedLogprobs,
+    Update,
+)
+from groupwise.core import atomic_files, errors
+from groupwise.core.errors import (
+    CheckpointError,
+    GroupwiseError,
+    ModelError,
+    OutOfMemoryError,
+    UsageError,
+)
+from groupwise.engine.backends.tunix.messages import (
+    ANY,
+    OPENED_BY_ANOTHER,
+    Answer,
+    Found,
+    Look,
+    Open,
+    Opened,
+    Order,
+    Restore,
+    Save,
+    Trouble,
+)
+from groupwise.engine.backends.tunix.worker import families
+from groupwise.engine.backends.tunix.worker.adapter import Adapted
+from groupwise.engine.backends.tunix.worker.learner import Learner
+from groupwise.engine.backends.tunix.worker.sampler import Sampler
+from groupwise.engine.models.files import disk_errors
+
+GATHERED = 0.003
+"""Seconds in which groups are gathered before they are computed together."""
+
+
+def serve(connection: socket.socket) -> None:
+    """Do what comes over the connection until it ends."""
+    answers = connection.makefile("w", encoding="utf-8")
+    orders: queue.Queue[Order] = queue.Queue()
+    cancelled: set[int] = set()
+    reader = threading.Thread(target=_read, args=(connection, orders, cancelled), daemon=True)
+    reader.start()
+    service, waiting = Service(), list[Order]()
+    while True:
+        waiting = waiting or [orders.get()]
+        taken, waiting = _next(waiting, orders)
+        taken = [order for order in taken if order.number not in cancelled]
+        if taken:
+            _answer(answers, service, taken)
+
+
+def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
+    """Until the connection ends, and the process with it; nobody would hear of a thread that ended alone."""
+    try:
+        for line in connection.makefile("r", encoding="utf-8"):
+            order = Order.model_validate_json(line)
+            if order.cancel is not None:
+                cancelled.add(order.cancel)
+            else:
+                orders.put(order)
+    except BaseException:  # noqa: BLE001 — told as the last words of the worker
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
+    """What is done now: the first order, with those that follow where they are of completions as it is; and what was read beyond."""
+    taken, *rest = waiting
+    if not isinstance(taken.do, Generate):
+        return [taken], rest
+    together = [taken]
+    while True:
+        try:
+            following = rest.pop(0) if rest else orders.get(timeout=GATHERED)
+        except queue.Empty:
+            return together, rest
+        if not isinstance(following.do, Generate):
+            return together, [following, *rest]
+        together.append(following)
+
+
+def _answer(answers: IO[str], service: Service, taken: list[Order]) -> None:
+    for each in _done(service, taken):
+        answers.write(each.model_dump_json() + "\n")
+    answers.flush()
+
+
+def _done(service: Service, taken: list[Order]) -> list[Answer]:
+    """The answers. Where orders cannot be done together, each is by itself, so that what is wrong with one is not told of the others."""
+    try:
+        results = service.do_all([order.do for order in taken])
+        return [
+            Answer(number=order.number or 0, result=ANY.dump_python(result, mode="json"))
+            for order, result in zip(taken, results, strict=True)
+        ]
+    except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+        if len(taken) > 1:
+            return [answer for order in taken for answer in _done(service, [order])]
+        return [Answer(number=taken[0].number or 0, error=_trouble(error, taken[0].do))]
+
+
+def _trouble(error: Exception, order: Any) -> Trouble:
+    if isinstance(error, GroupwiseError):
+        return Trouble(kind=type(error).__name__, message=str(error))
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return Trouble(
+            kind=OutOfMemoryError.__name__,
+            message=f"JAX has no memory left while {_needs_less(order)} It said: {_first_line(error)}",
+        )
+    told = "".join(traceback.format_exception(error))
+    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{told}")
+
+
+def _needs_less(order: Any) -> str:
+    """What an order does, and what to change so that it takes less memory."""
+    if isinstance(order, Open):
+        return "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
+    if isinstance(order, Generate):
+        return "generating. Lower sampler.slots or sampler.max_completion_length."
+    return "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
+
+
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """Raise StoreError where the disk refuses."""
+    with atomic_files.explained(path), disk_errors(path):
+        try:
+            yield
+        except ValueError as error:  # TensorStore's, whatever the system says
+            raise OSError(_first_line(error)) from error
+
+
+@contextmanager
+def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
+    """Raise an error of that kind where files are torn."""
+    try:
+        yield
+    except (GroupwiseError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # Orbax and TensorStore raise what they like
+        raise kind(
+            f"{path} is torn or cannot be read: {_first_line(error)}. Take another one, or restore it from a copy."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+class Service:
+    """The parts, once `Open` has made them."""
+
+    def __init__(self) -> None:
+        self._sampler: Sampler | None = None
+        self._learner: Learner | None = None
+        self._publish_folder: Path | None = None
+        self._scope = ExitStack()
+
+    @property
+    def sampler(self) -> Sampler:
+        return _there(self._sampler)
+
+    @property
+    def learner(self) -> Learner:
+        return _there(self._learner)
+
+    def do_all(self, orders: list[Any]) -> list[Any]:
+        """Several only of `Generate`."""
+        if isinstance(orders[0], Generate):
+            return list(self.sampler.generate([each.request for each in orders]))
+        (order,) = orders
+        return [self.do(order)]
+
+    @singledispatchmethod
+    def do(self, order: Any) -> Any:
+        """What an order gives."""
+        raise AssertionError(order)
+
+    @do.register
+    def _(self, order: Look) -> Found:
+        devices = _devices()
+        return Found(
+            tunix=_version("google-tunix"),
+            jax=_version("jax"),
+            platform=devices[0].platform,
+            devices=len(devices),
+            device=devices[0].device_kind,
+        )
+
+    @do.register
+    def _(self, order: Open) -> Opened:
+        # What is float32 is multiplied as such: a TPU would round it to bfloat16 first.
+        exact = "highest" if order.dtype == "float32" else None
+        jax.config.update("jax_default_matmul_precision", exact)
+        mesh = self._scope.enter_context(_mesh(order.mesh))  # where Tunix's layers look for it
+        model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
+        adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
+        factors = adapted.fresh(order.seed)
+        if order.start is not None:
+            factors = adapted.read(Path(order.start))
+        self._sampler = Sampler(adapted, factors, order.slots, order.key_length)
+        self._publish_folder = Path(order.publish_folder)
+        self._learner = Learner(
+            adapted,
+            factors,
+            run=order.run,
+            publish_folder=self._publish_folder,
+            described=order.described,
+            vocabulary=_vocabulary(model),
+            longest=order.key_length,
+            max_tokens=order.max_tokens,
+            multiple=order.mesh[0],
+            remat=order.remat,
+        )
+        return Opened(fingerprint=self._sampler.fingerprint)
+
+    @do.register
+    def _(self, order: Load) -> str:
+        with _reading(Path(order.policy.path), ModelError):
+            return self.sampler.load(order.policy)
+
+    @do.register
+    def _(self, order: ForwardBackward) -> Any:
+        return self.learner.forward_backward(order.rows, order.loss, order.denominators)
+
+    @do.register
+    def _(self, order: TrainedLogprobs) -> Any:
+        return self.learner.trained_logprobs()
+
+    @do.register
+    def _(self, order: Update) -> Any:
+        return self.learner.update(order.params)
+
+    @do.register
+    def _(self, order: Discard) -> None:
+        self.learner.discard()
+
+    @do.register
+    def _(self, order: Publish) -> Any:
+        with _writing(_there(self._publish_folder)):
+            return self.learner.publish(order.version)
+
+    @do.register
+    def _(self, order: Logprobs) -> Any:
+        return self.learner.logprobs(order.rows, order.role)
+
+    @do.register
+    def _(self, order: Predictions) -> Any:
+        return self.learner.predictions(order.rows)
+
+    @do.register
+    def _(self, order: Save) -> None:
+        with _writing(Path(order.folder)):
+            self.learner.save(Path(order.folder))
+
+    @do.register
+    def _(self, order: Restore) -> None:
+        with _reading(Path(order.folder), CheckpointError):
+            self.learner.load(Path(order.folder))
+
+
+def _there(part: Any) -> Any:
+    assert part is not None, "open comes first"
+    return part
+
+
+def _devices() -> list[Any]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise UsageError(f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}") from error
+    if (hosts := jax.process_count()) > 1:
+        raise UsageError(
+            f"JAX sees the devices of {hosts} hosts; the backend tunix computes on those of one."
+        )
+    return devices
+
+
+def _mesh(shape: tuple[int, int]) -> Any:
+    wanted, there = shape[0] * shape[1], len(jax.devices())
+    if wanted > there:
+        raise UsageError(
+            f"model.mesh is {list(shape)}, which are {wanted} devices, but JAX sees {there}: "
+            f"{jax.devices()[0].device_kind}."
+        )
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("fsdp", "tp"), kinds, devices=jax.devices()[:wanted])
+
+
+def _vocabulary(model: Any) -> int:
+    return model.embedder.input_embedding.get_value().shape[0]
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)

@@ -1,0 +1,155 @@
+"""All that is asked of Unsloth: to load a model, to put an adapter over it, and to change between learning and sampling.
+
+Unsloth replaces parts of transformers as it is imported, so that it must be imported first: `ready` does that, and says what to do where
+it is not installed. Nothing else of this package imports it, and without `model.backend: unsloth` nothing of it is touched.
+
+What it prints goes to stderr, because stdout may be a command's JSON. It reports its use to its makers unless told otherwise; it is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from groupwise.core.cache import cache_folder
+from groupwise.core.errors import ModelError, UsageError
+from groupwise.engine.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'groupwise[train,unsloth]'"
+FIRST = "default"
+"""How peft calls an adapter that nobody names."""
+
+
+def installed() -> str:
+    """Its version. UsageError where there is none, with what to do."""
+    try:
+        found = version("unsloth")
+    except PackageNotFoundError:
+        found = None
+    if found is None or find_spec("unsloth") is None:
+        raise UsageError(
+            f"model.backend is unsloth, but Unsloth is not installed here. Install it: {INSTALL}. Or leave model.backend out: "
+            "transformers and torch then train the model."
+        )
+    return found
+
+
+def ready() -> None:
+    """Import it, before transformers where that is still possible. UsageError where it cannot be used."""
+    installed()
+    if "unsloth" not in sys.modules and "transformers" in sys.modules:
+        logger.warning(
+            "transformers was imported before Unsloth, which then cannot replace all that it would: slower, and more memory is needed. "
+            "Begin a new process, and this command first"
+        )
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    # What it compiles would be put where the command is run.
+    os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_folder("unsloth")))
+    _fast()
+
+
+def import_first(model: ModelConfig) -> None:
+    """`ready`, for commands as they begin; nothing where another backend loads the model."""
+    if model.backend == "unsloth":
+        ready()
+
+
+def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTrainedModel:
+    """The model in `location` (a folder or a hub id), for texts of at most `longest` tokens, no parameter trainable.
+
+    Raises ModelError where the weights are not in the format that was asked for.
+    """
+    import torch
+
+    with _contained():
+        model, _ = _fast().from_pretrained(
+            model_name=location,
+            revision=config.revision,
+            max_seq_length=longest,
+            dtype=getattr(torch, dtype),
+            load_in_4bit=config.load_in_4bit,
+            load_in_8bit=config.load_in_8bit,
+            full_finetuning=False,
+            trust_remote_code=config.trust_remote_code,
+            use_exact_model_name=True,  # else another repository, with weights that somebody has rounded
+        )
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if getattr(config, key) != bool(
+            getattr(model, f"is_{key.replace('load', 'loaded')}", False)
+        ):
+            raise ModelError(
+                f"model.{key} is {str(getattr(config, key)).lower()}, but Unsloth loaded {config.name!r} otherwise on this machine, as its "
+                "messages say. Change the key, or take another model or machine."
+            )
+    model.requires_grad_(False)
+    return model
+
+
+def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
+    """The model with an adapter called `FIRST`, computed by Unsloth's own kernels where it has them."""
+    targets = config.target_modules
+    with _contained():
+        return _fast().get_peft_model(
+            model,
+            r=config.r,
+            target_modules=targets
+            if targets is None or isinstance(targets, str)
+            else sorted(targets),
+            lora_alpha=config.lora_alpha,
+            use_rslora=config.use_rslora,
+            lora_dropout=0.0,
+            bias="none",
+            use_gradient_checkpointing="unsloth" if gradient_checkpointing else False,
+        )
+
+
+def learning(model: PreTrainedModel) -> None:
+    """Compute rows with a gradient from now on."""
+    _fast().for_training(model)
+
+
+def sampling(model: PreTrainedModel) -> None:
+    """Draw from now on."""
+    _fast().for_inference(model)
+
+
+def _fast() -> Any:
+    if "unsloth" in sys.modules:
+        return sys.modules["unsloth"].FastLanguageModel
+    with _contained():
+        try:
+            from unsloth import FastLanguageModel  # pyright: ignore[reportAttributeAccessIssue]  # it is not here
+        except (ImportError, NotImplementedError, RuntimeError) as error:
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise UsageError(
+                f"model.backend is unsloth, but Unsloth cannot be used on this machine: {said[0]}\nMend that, install it anew ({INSTALL}), "
+                "or leave model.backend out."
+            ) from error
+    return FastLanguageModel
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """What it prints goes to stderr, and what it imports does not have every logger of the process write there."""
+    root = logging.getLogger()
+    level, handlers = root.level, [*root.handlers]
+    try:
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft, for whoever maintains it
+            yield
+    finally:
+        root.setLevel(level)
+        root.handlers[:] = handlers

@@ -1,0 +1,119 @@
+"""Adapters over a model that Unsloth has loaded, and its hidden states.
+
+The layers are peft's, which Unsloth computes with kernels of its own. An adapter's product is added to what its base has rounded, so that
+in bfloat16 small changes act less than in our own layers (`groupwise.engine.models.lora`); a run says how much of them does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.backends.unsloth import library
+from groupwise.engine.models.decoder import Cache, Decoder
+from groupwise.engine.models.lora import AdaptedModel, no_target
+
+
+class Layer:
+    """One of peft's, as `groupwise.engine.models.lora.ExactLoraLinear`."""
+
+    def __init__(self, module: LoraLayer) -> None:
+        self.module = module
+        self.lora_A: Any = module.lora_A
+        self.scaling: Mapping[str, float] = module.scaling
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return cast("nn.Module", self.module)(x)
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A [rank, in] and B [out, rank] of an adapter."""
+        down, up = self.module.lora_A[name], self.module.lora_B[name]
+        return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
+
+    def act(self, name: str | None) -> None:
+        """Compute with this adapter from now on; None: as the base does. Gradients are as their owners want them, not as peft would."""
+        self.module._active_adapter = [] if name is None else [name]
+        self.module._disable_adapters = name is None
+
+
+class UnslothModel(AdaptedModel):
+    """A frozen base with named adapters, which act one at a time: whoever computes has the model for himself."""
+
+    def __init__(
+        self, base: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool
+    ) -> None:
+        super().__init__(base, config)
+        self._alone = threading.RLock()
+        try:
+            self._peft: PeftModel = library.adapt(
+                base, config, gradient_checkpointing=gradient_checkpointing
+            )
+        except ValueError as error:
+            raise ModelError(no_target(base, str(error).rstrip("."))) from error
+
+    @contextlib.contextmanager
+    def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
+        """See `AdaptedModel.using`. Waits while another thread computes."""
+        assert not dropout, "the config refuses it"
+        with self._alone:
+            before = self.switch.active
+            self._act(name)
+            try:
+                yield self.base
+            finally:
+                self._act(before)
+
+    def native(self, name: str) -> None:
+        """Unsloth computes it."""
+
+    def _act(self, name: str | None) -> None:
+        self.switch.active = name
+        for layer in self.layers.values():
+            cast("Layer", layer).act(name)
+
+    def _inject(self, name: str, config: LoraConfig) -> None:
+        """See `AdaptedModel._inject`. The first one takes the place of the one that Unsloth was asked for."""
+        self._peft.add_adapter(name, config)
+        if library.FIRST in self._peft.peft_config:
+            self._peft.set_adapter(name)  # peft warns where one that acts is taken away
+            self._peft.delete_adapter(library.FIRST)
+        self.configs[name] = config
+        self._take_stock()
+        self._act(self.switch.active)
+
+    def _take_stock(self) -> None:
+        """See `AdaptedModel._take_stock`."""
+        found = {
+            path: Layer(module)
+            for path, module in self.base.named_modules()
+            if isinstance(module, LoraLayer)
+        }
+        self.layers = cast("Any", found)
+
+
+class UnslothDecoder(Decoder):
+    """Hidden states of whole rows alone: Unsloth's own attention takes no other mask than the causal one, and has caches of its own."""
+
+    def hidden(
+        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
+    ) -> Tensor:
+        """See `Decoder.hidden`; of rows that begin at 0, with nothing before them."""
+        assert cache is None
+        return self.body(input_ids=ids_BT, use_cache=False).last_hidden_state
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, P] of prompts that end together."""
+    longest = max(map(len, prompts))
+    ids = [[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

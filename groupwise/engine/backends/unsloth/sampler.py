@@ -1,0 +1,142 @@
+"""Completions drawn while Unsloth generates: its kernels compute the logits, and we draw from them.
+
+`generate` of transformers, as Unsloth has replaced it, moves rows one token forward together; a logits processor draws for each row what
+its seed says, with the log-probability that it was drawn with, and leaves `generate` that one token to choose. So temperature, truncation
+and stops mean what they do in the default sampler. Rows that wait begin together, at most as many as there are slots, and the next ones
+when all of them have ended; what is computed for a row depends, in its last bits, on the rows beside it.
+
+Computing goes on in a thread, so that rewards are scored and calls are cancelled meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from groupwise.engine.backends.unsloth import library
+from groupwise.engine.backends.unsloth.model import left_padded
+from groupwise.engine.sampler.queued import DecodeLayout, Member, QueuedSampler, Ticket, drawn
+from groupwise.engine.sampler.weights import ServedWeights
+
+
+class UnslothSampler(QueuedSampler):
+    """A `groupwise.core.types.Sampler` over a model that Unsloth has loaded."""
+
+    def __init__(self, weights: ServedWeights, tokenizer: Any, layout: DecodeLayout) -> None:
+        super().__init__(weights, tokenizer, layout)
+        self._batch: list[Member] = []
+        self._left: set[int] = set()
+        """Ids of tickets that nobody waits for any more, of those in the batch."""
+        self._ending = False
+        most = getattr(weights.model.config, "max_position_embeddings", None)
+        self._room = min(layout.key_length, most or layout.key_length)
+
+    async def _serve(self) -> None:
+        """See `QueuedSampler._serve`."""
+        while self._waiting:
+            self._begin_batch()
+            try:
+                await asyncio.to_thread(self._generate)
+            except asyncio.CancelledError:
+                self._ending = True  # the thread ends with its next token
+                raise
+            tickets = {id(member.ticket): member.ticket for member in self._batch}
+            self._reset()
+            for ticket in tickets.values():
+                self._deliver(ticket)
+
+    def _begin_batch(self) -> None:
+        """Members that wait, in their order, as long as `generate` has room for the longest prompt with the longest completion."""
+        longest = most = 0
+        while self._waiting and len(self._batch) < self.layout.slots:
+            request = self._waiting[0].ticket.request
+            longest = max(longest, len(request.prompt_ids))
+            most = max(most, request.params.max_tokens)
+            if self._batch and longest + most > self._room:
+                return
+            self._batch.append(self._waiting[0])
+            self._waiting.popleft()
+
+    def _generate(self) -> None:
+        model: Any = self._weights.model
+        ids_BP, mask_BP = left_padded(
+            [member.ticket.request.prompt_ids for member in self._batch], model.device
+        )
+        with self._weights.acting(), torch.inference_mode():
+            library.sampling(model)
+            model.generate(
+                input_ids=ids_BP,
+                attention_mask=mask_BP,
+                max_new_tokens=max(each.ticket.request.params.max_tokens for each in self._batch),
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+                logits_processor=LogitsProcessorList([_Drawing(self)]),
+                stopping_criteria=StoppingCriteriaList([_Ended(self)]),
+            )
+
+    def draw(self, logits_BV: Tensor) -> Tensor:
+        """Draw for each row of the batch that goes on. The tokens [B]; 0 for the others."""
+        tokens_B = torch.zeros(len(self._batch), dtype=torch.long, device=logits_BV.device)
+        going = [place for place, member in enumerate(self._batch) if not self._is_over(member)]
+        if going:
+            members = [self._batch[place] for place in going]
+            tokens, logprobs = drawn(members, logits_BV[going])
+            for member, token, logprob in zip(members, tokens, logprobs, strict=True):
+                self._append(member, token, logprob)
+            tokens_B[going] = torch.tensor(tokens, device=logits_BV.device)
+        return tokens_B
+
+    def over(self) -> list[bool]:
+        """Of each row of the batch, whether it has ended."""
+        return [self._is_over(member) for member in self._batch]
+
+    def _is_over(self, member: Member) -> bool:
+        return self._ending or member.finish_reason is not None or id(member.ticket) in self._left
+
+    def _on_their_way(self) -> Sequence[Member]:
+        """See `QueuedSampler._on_their_way`."""
+        return self._batch
+
+    def _forget(self, ticket: Ticket) -> None:
+        """See `QueuedSampler._forget`."""
+        self._left.add(id(ticket))
+
+    def _reset(self) -> None:
+        """See `QueuedSampler._reset`."""
+        self._batch = []
+        self._left.clear()
+
+    def _refresh(self) -> None:
+        """See `QueuedSampler._refresh`: the modules hold the weights themselves."""
+
+
+class _Drawing(LogitsProcessor):
+    """Leaves of the logits [B, V] the token that was drawn."""
+
+    def __init__(self, sampler: UnslothSampler) -> None:
+        self._sampler = sampler
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens_B = self._sampler.draw(scores)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
+
+
+class _Ended(StoppingCriteria):
+    """Which rows have ended."""
+
+    def __init__(self, sampler: UnslothSampler) -> None:
+        self._sampler = sampler
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
+        return torch.tensor(self._sampler.over(), device=input_ids.device)

@@ -1,0 +1,141 @@
+"""How two processes on a network make sure of each other, before either takes more from the other than bytes of a fixed number.
+
+Both know a secret of the run's attempt: what whoever placed the job has put into a file on each machine (`groupwise.core.rendezvous`), else
+a word that the first process tells the others by torchrun's store, which is as secret as that store. Each sends a challenge, and answers
+the other's with a code that only who knows the secret can make; the secret itself is not sent. From both challenges follow two keys, one
+for each direction, which seal every message with its number: what a stranger sends, changes, repeats or leaves out is no message, and ends
+the connection. Nothing is encrypted: whoever can listen hears what is said.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import UsageError
+from groupwise.core.rendezvous import KEY_FILE
+
+GREETING = 10.0
+"""Seconds that it may take."""
+_CHALLENGE = 32
+_CODE = 32
+_RANK = 8
+"""Bytes: of a challenge, of a code, of a rank in decimals."""
+
+
+class Stranger(ConnectionError):
+    """Who is at the other end does not know the secret."""
+
+
+class BrokenSeal(EOFError):
+    """Something came over a connection that the other end has not sent so. It is over."""
+
+
+@dataclass(slots=True)
+class Seal:
+    """Of one end of a connection."""
+
+    ours: bytes
+    """The key of what this end sends."""
+    theirs: bytes
+    sent: int = 0
+    """Messages."""
+    opened: int = 0
+
+    def code(self, message: bytes) -> bytes:
+        """Of the next message that is sent."""
+        self.sent += 1
+        return _sealed(self.ours, self.sent, message)
+
+    def open(self, frame: bytes) -> memoryview:
+        """The message in what came next. Raises BrokenSeal."""
+        self.opened += 1
+        seen = memoryview(frame)
+        if not hmac.compare_digest(seen[:_CODE], _sealed(self.theirs, self.opened, seen[_CODE:])):
+            raise BrokenSeal("what came is not what the other end has sent")
+        return seen[_CODE:]
+
+
+def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | None:
+    """What whoever placed the job has put beside it; None: nothing. Raises UsageError for a file that is named and holds none."""
+    path = environment.get(KEY_FILE)
+    if path is None:
+        return None
+    try:
+        found = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise UsageError(f"{KEY_FILE} is {path}, which cannot be read: {error.strerror}.") from None
+    if not found:
+        raise UsageError(
+            f"{KEY_FILE} is {path}, which is empty: the secret of the job's machines is expected there."
+        )
+    return found
+
+
+def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
+    """The first process's side: who calls, and how what is said from now on is sealed. Raises Stranger, OSError."""
+    until = _begun(connection)
+    ours = secrets.token_bytes(_CHALLENGE)
+    connection.sendall(ours)
+    answer = _exactly(connection, _RANK + _CHALLENGE + _CODE, until)
+    said, code = answer[:-_CODE], answer[-_CODE:]
+    asked = ours + said
+    if not hmac.compare_digest(code, _code(secret, b"rank", asked)):
+        raise Stranger("it does not know the secret")
+    connection.sendall(_code(secret, b"first", asked))
+    connection.settimeout(None)
+    return int(said[:_RANK]), Seal(
+        _code(secret, b"to rank", asked), _code(secret, b"to first", asked)
+    )
+
+
+def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
+    """The other side's: say who calls, and make sure of who is called. Raises Stranger, OSError."""
+    until = _begun(connection)
+    theirs = _exactly(connection, _CHALLENGE, until)
+    said = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
+    asked = theirs + said
+    connection.sendall(said + _code(secret, b"rank", asked))
+    if not hmac.compare_digest(_exactly(connection, _CODE, until), _code(secret, b"first", asked)):
+        raise Stranger(
+            "what was called is not the first process of this job: it does not know the secret"
+        )
+    connection.settimeout(None)
+    return Seal(_code(secret, b"to first", asked), _code(secret, b"to rank", asked))
+
+
+def _code(secret: bytes, use: bytes, asked: bytes) -> bytes:
+    return hmac.digest(secret, use + b"\0" + asked, "sha256")
+
+
+def _sealed(key: bytes, number: int, message: Any) -> bytes:
+    code = hmac.new(key, number.to_bytes(8, "big"), "sha256")
+    code.update(message)
+    return code.digest()
+
+
+def _begun(connection: socket.socket) -> float:
+    """Until when it may take."""
+    connection.settimeout(GREETING)
+    return time.monotonic() + GREETING
+
+
+def _exactly(connection: socket.socket, count: int, until: float) -> bytes:
+    found = b""
+    while len(found) < count:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        connection.settimeout(left)
+        piece = connection.recv(count - len(found))
+        if not piece:
+            raise ConnectionError("it hung up")
+        found += piece
+    return found

@@ -1,0 +1,174 @@
+"""A learner whose work is done by ranks: each computes the gradient of some of the rows, and all make the same update.
+
+The learners of the ranks add up their gradients among themselves (`groupwise.engine.learner.replicas`). Their weights must stay equal to
+the bit: their fingerprints are compared wherever the weights are written down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.types import (
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    PolicyRole,
+    Prediction,
+    Row,
+    UpdateResult,
+)
+from groupwise.engine.distributed.rpc import Calls, RankCall, agreed
+from groupwise.engine.distributed.sharding import cut_rows
+
+
+class RankLearner:
+    """A `groupwise.core.types.Learner` over the `learner` that each rank hosts."""
+
+    def __init__(self, ranks: Calls, *, divided: bool = False) -> None:
+        """`divided`: each has a part of every weight, so that all compute whatever one does (`groupwise.engine.learner.fsdp`)."""
+        self._ranks = ranks
+        self._divided = divided
+        self._failed = False
+        """Whether ranks wait for one that has failed."""
+        self._trained: list[list[int]] = []
+        """Of the rows that `forward_backward` was last given, the share of each rank."""
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.core.types.Learner.forward_backward`. Sums are added up in the order of the ranks."""
+        self._trained = cut_rows(rows, self._ranks.count)
+        calls = [
+            (rank, "learner.forward_backward", (_taken(rows, share), loss, dict(denominators)))
+            for rank, share in enumerate(self._trained)
+            if share or self._divided
+        ]
+        sums: dict[str, float] = {}
+        for found in await self._computed(calls):
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.core.types.Learner.trained_logprobs`. Each rank tells those of its rows."""
+        asked = {rank: share for rank, share in enumerate(self._trained) if share}
+        told = await self._ranks.call_each(
+            [(rank, "learner.trained_logprobs", ()) for rank in asked], droppable=True
+        )
+        return _in_order([*asked.values()], told)
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks did not do the same."""
+        ranks = range(self._ranks.count)
+        found: list[UpdateResult] = await self._together(
+            [(rank, "learner.update", (params,)) for rank in ranks]
+        )
+        self._trained = []
+        agreed("the norms of the gradient", [repr(each.grad_norm) for each in found])
+        return found[0]
+
+    def discard(self) -> None:
+        """See `groupwise.core.types.Learner.discard`."""
+        self._trained = []
+        if self._divided and self._failed:
+            return  # those that wait would not answer; the run is over
+        self._ranks.call_all_now("learner.discard")
+
+    async def publish(self, version: int) -> Policy:
+        """See `groupwise.core.types.Learner.publish`. The first rank writes; raises RunError if the weights are not those of all."""
+        calls = self._by_first("learner.publish", (version,), "learner.attend_publication")
+        policy, *others = await self._together(calls)
+        agreed("the learners' weights", [policy.fingerprint, *others])
+        return policy
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        """See `groupwise.core.types.Learner.logprobs`."""
+        return await self._by_row("learner.logprobs", rows, role)
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.core.types.Learner.predictions`."""
+        return await self._by_row("learner.predictions", rows)
+
+    def save(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the weights are not those of all."""
+        agreed("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
+        self._ranks.call_each_now(self._by_first("learner.save", (folder,), "learner.attend_save"))
+
+    def load(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.load`. Each rank reads the files."""
+        self._ranks.call_all_now("learner.load", folder)
+
+    @contextmanager
+    def traced(self) -> Generator[RankTrace]:
+        """Trace the work of the first rank while it is open; see `groupwise.engine.models.profile`."""
+        self._ranks.call_each_now([(0, "begin_trace", ())])
+        try:
+            yield RankTrace(self._ranks)
+        finally:
+            self._ranks.call_each_now([(0, "end_trace", ())])
+
+    def _by_first(self, name: str, arguments: tuple[Any, ...], beside: str) -> list[RankCall]:
+        """A call of the first rank, and what the others do beside it."""
+        others = range(1, self._ranks.count)
+        return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
+
+    async def _computed(self, calls: Sequence[RankCall]) -> list[Any]:
+        """Calls that each rank answers by itself, and that may be given up; or that all make together."""
+        if self._divided:
+            return await self._together(calls)
+        return await self._ranks.call_each(calls, droppable=True)
+
+    async def _together(self, calls: Sequence[RankCall]) -> list[Any]:
+        """Calls in which ranks wait for each other, so that the failure of one is not to wait for the others."""
+        try:
+            return await asyncio.gather(
+                *(self._ranks.call(rank, name, *arguments) for rank, name, arguments in calls)
+            )
+        except Exception:
+            self._failed = True
+            raise
+
+    async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
+        """What the ranks say of their rows, in the order of all rows."""
+        shares = cut_rows(rows, self._ranks.count)
+        calls = [
+            (rank, name, (_taken(rows, share), *arguments))
+            for rank, share in enumerate(shares)
+            if share or self._divided
+        ]
+        told = await self._computed(calls)
+        return _in_order([share for share in shares if share or self._divided], told)
+
+
+class RankTrace:
+    """The trace that the first rank has; as `groupwise.engine.models.profile.Trace`."""
+
+    def __init__(self, ranks: Calls) -> None:
+        self._ranks = ranks
+
+    def write(self, file: Path) -> None:
+        """See `groupwise.engine.models.profile.Trace.write`."""
+        self._ranks.call_each_now([(0, "tracing.trace.write", (file,))])
+
+    def table(self) -> str:
+        """See `groupwise.engine.models.profile.Trace.table`."""
+        return self._ranks.call_each_now([(0, "tracing.trace.table", ())])[0]
+
+
+def _in_order(shares: Sequence[Sequence[int]], told: Sequence[Sequence[Any]]) -> list[Any]:
+    """What was told of each share of some rows, in the order of all of them."""
+    found: list[Any] = [None] * sum(map(len, shares))
+    for share, values in zip(shares, told, strict=True):
+        for index, value in zip(share, values, strict=True):
+            found[index] = value
+    return found
+
+
+def _taken(rows: Sequence[Row], share: Sequence[int]) -> list[Row]:
+    return [rows[index] for index in share]

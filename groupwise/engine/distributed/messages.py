@@ -1,0 +1,223 @@
+"""Messages between the main process, the zygote and its ranks: pickled, because all of them are of the same trust. What comes over a
+network is believed to be theirs by its seal (`groupwise.engine.distributed.handshake`).
+
+The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
+socket for each rank. The zygote sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends `Call` and `Cancel`; the
+rank sends `Answered` or `Failed`, and `Told`.
+
+A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. Where
+that was asked for, it says `Alive` now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import struct
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.core.errors import GroupwiseError, RunError
+from groupwise.core.plugins import explain
+from groupwise.core.processes.frames import FrameBuffer, framed
+from groupwise.engine.distributed.handshake import Seal
+
+_PIECE = 1 << 20
+"""Bytes that are read at once."""
+_MOST_SOCKETS = 253
+"""That the kernel hands over at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the zygote makes, for as many ranks as sockets were handed over."""
+
+    factory: str
+    """`package.module:function`; what it returns is hosted, see `groupwise.engine.distributed.rank`."""
+    arguments: dict[str, Any]
+    """Its keywords; expressible as JSON."""
+    sys_path: tuple[str, ...]
+    log_level: int
+    """Less important records of the package's log are not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSetup:
+    """What one rank with a model of its own is to be."""
+
+    rank: int
+    count: int
+    setup: Setup
+    meeting: tuple[str, int] | None
+    """Host and port where those that learn together meet; the first rank's socket that listens there comes with the message."""
+    calls: str | None = None
+    """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word in place of a secret
+    where they were given none."""
+    tells: bool = False
+    """Whether it sends what the package logs; the others would say the same."""
+    beat: float | None = None
+    """Seconds between two signs of life; None: it gives none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The work is done; the rank is to end well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The ranks have been started."""
+
+    processes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank has ended, which it never does by itself."""
+
+    rank: int
+    code: int
+    """As `subprocess.Popen.returncode`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A record of the package's log."""
+
+    record: logging.LogRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life: what the rank computes comes round to other work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Have something done or told by what a rank hosts."""
+
+    number: int
+    name: str
+    """For a rank a path of attributes, `learner.update`; what is callable there is called, and awaited if need be. For the zygote
+    `package.module:function`."""
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for the call of that number any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a call gave."""
+
+    number: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a call raised; `number` is 0 for what the zygote was to make."""
+
+    number: int
+    error: BaseException
+
+
+class Line:
+    """One end of a connection: whole messages, in the order in which they were sent."""
+
+    def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
+        """`seal`: of a connection that goes over a network."""
+        self._connection = connection
+        self._seal = seal
+        self._buffer = FrameBuffer()
+        self._taken_over: list[socket.socket] = []
+        self._sending = threading.Lock()
+
+    def give_up_after(self, seconds: float) -> None:
+        """Of sending, where the other end takes nothing for so long: the connection is ended then, and `send` raises OSError."""
+        whole, part = int(seconds), int(seconds % 1 * 1e6)
+        limit = struct.pack("@ll", whole, part)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._connection.fileno()
+
+    def send(self, message: object, sockets: Sequence[socket.socket] = ()) -> None:
+        """May be called from any thread. The other end is given the sockets, too. OSError where it is gone."""
+        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            frame = framed(self._sealed(pickled))
+            for start in range(0, len(sockets), _MOST_SOCKETS):
+                handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
+                frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
+            try:
+                self._connection.sendall(frame)
+            except BlockingIOError:
+                self.end()  # half a message may have gone, and what comes after it would be none
+                raise
+
+    def taken_over(self) -> list[socket.socket]:
+        """The sockets that came with the messages so far."""
+        taken, self._taken_over = self._taken_over, []
+        return taken
+
+    def receive(self) -> Any:
+        """The next message, when it comes. Raises EOFError where the other end is gone."""
+        while (frame := self._buffer.take()) is None:
+            self._read()
+        return self._opened(frame)
+
+    def arrived(self) -> list[Any]:
+        """All messages that are complete after one more piece has been read, which must be there. EOFError as `receive`."""
+        self._read()
+        messages: list[Any] = []
+        while (frame := self._buffer.take()) is not None:
+            messages.append(self._opened(frame))
+        return messages
+
+    def end(self) -> None:
+        """End the connection for both sides, from any thread."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side was faster
+            return
+
+    def close(self) -> None:
+        """Give up this process's hold on this end."""
+        self._connection.close()
+
+    def _sealed(self, message: bytes) -> bytes:
+        return message if self._seal is None else self._seal.code(message) + message
+
+    def _opened(self, frame: bytes) -> Any:
+        return pickle.loads(frame if self._seal is None else self._seal.open(frame))
+
+    def _read(self) -> None:
+        try:
+            piece, descriptors, _, _ = socket.recv_fds(self._connection, _PIECE, _MOST_SOCKETS)
+        except ConnectionError as error:
+            raise EOFError from error
+        if not piece:
+            raise EOFError
+        self._buffer.add(piece)
+        self._taken_over += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error as it can be sent; one that is nobody's message carries where it was raised."""
+    if not isinstance(error, GroupwiseError):
+        error.add_note("In a model worker:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 — errors of libraries may refuse in any way
+        return RunError(f"A model worker failed:\n{explain(error)}")
+    return error

@@ -1,0 +1,156 @@
+"""A rank with a model of its own: `python -m groupwise.engine.distributed.peer`, or one of the processes that torchrun has started.
+
+It is told over its line what to make, meets the other ranks where they learn together, and then answers calls as every rank does
+(`groupwise.engine.distributed.rank`). It ends with its line, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+from groupwise.core.errors import GroupwiseError, UsageError, WorkerLostError
+from groupwise.core.processes.family import signal_when_parent_ends
+from groupwise.core.rendezvous import KEY_FILE
+from groupwise.engine.distributed.handshake import (
+    GREETING,
+    Seal,
+    Stranger,
+    introduce,
+    secret_of_attempt,
+)
+from groupwise.engine.distributed.messages import Failed, Line, PeerSetup, Ready, Setup, portable
+from groupwise.engine.distributed.rank import Answering, tell_log
+from groupwise.engine.distributed.rpc import RESUME
+from groupwise.engine.distributed.torchrun import Launched, gpu_of, watch_for_silence
+from groupwise.engine.distributed.zygote import make
+
+PATIENCE = 60.0
+"""Seconds in which the first rank is called again and again."""
+AGAIN = 0.2
+LINE = "groupwise/line"
+"""In torchrun's store: where the first rank is to be called and, where ranks were given no secret, a word in its place."""
+
+
+def main(parent: int, descriptor: int) -> NoReturn:
+    """Serve the process `parent` on a socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # as in the zygote
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform.startswith("linux"):
+        signal_when_parent_ends(signal.SIGKILL, parent)
+    serve(Line(socket.socket(fileno=descriptor)))
+
+
+def be_launched(place: Launched) -> NoReturn:
+    """Be the rank that torchrun has started this process for."""
+    os.environ.update(gpu_of(place.local_rank))
+    if place.machines == 1 and sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from groupwise.engine.learner.collective import heard
+
+    status = 1
+    try:
+        line = _called(heard(LINE).split(), place.rank)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the first rank says when it is over
+            signal.signal(number, signal.SIG_IGN)
+        serve(line)
+    except GroupwiseError as error:
+        sys.stderr.write(f"{error}\n")
+        status = error.exit_code
+    except BaseException:  # noqa: BLE001 — it must end as a rank, not as a command
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _called(told: list[str], rank: int) -> Line:
+    """To the first rank, which each side has made sure of. Raises UsageError, WorkerLostError."""
+    host, port, *word = told
+    secret = secret_of_attempt()
+    if secret is None and not word:
+        raise UsageError(
+            f"The first process of this job has a secret that the others are expected to know, and {KEY_FILE} is not set here. Give all of "
+            "them the same file, or none."
+        )
+    connection, seal = _introduced((host, int(port)), secret or word[0].encode(), rank)
+    watch_for_silence(connection)
+    return Line(connection, seal)
+
+
+def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[socket.socket, Seal]:
+    """Tried again while the first rank may be busy with others: it hears one after the other."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        connection = None
+        try:
+            connection = socket.create_connection(address, GREETING)
+            return connection, introduce(connection, secret, rank)
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            if isinstance(error, Stranger) or time.monotonic() > until:
+                host, port = address
+                raise WorkerLostError(
+                    f"Learner {rank + 1} could not join the first one at {host}:{port}: {error}. {RESUME}"
+                ) from error
+        time.sleep(AGAIN)
+
+
+def serve(line: Line) -> NoReturn:
+    """Be the rank that the other end of the line wants."""
+    try:
+        wanted: PeerSetup = line.receive()
+        sockets = line.taken_over()
+        tell_log(line if wanted.tells else None, wanted.setup.log_level)
+        try:
+            _find_model(wanted.setup)
+            _meet(wanted, sockets)
+            hosted = make(wanted.setup)
+            hosted.join(wanted.rank)
+        except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+            line.send(Failed(0, portable(error)))
+            with suppress(EOFError):
+                line.receive()
+            os._exit(1)
+        line.send(Ready((os.getpid(),)))
+        asyncio.run(Answering(hosted, line, wanted.beat).forever())
+    except EOFError:
+        os._exit(1)
+    except BaseException:  # noqa: BLE001 — whatever it is, the process is to end at once
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _find_model(setup: Setup) -> None:
+    """What is converted once for this machine is converted before the ranks meet: from then on transformers' `save_pretrained` writes
+    nothing in any but the first of them."""
+    from groupwise.engine.models.config import ModelConfig
+    from groupwise.engine.models.tokenizer import resolve
+
+    described = setup.arguments.get("config")
+    if described is not None:
+        resolve(ModelConfig.model_validate(described["model"]))
+
+
+def _meet(wanted: PeerSetup, sockets: list[socket.socket]) -> None:
+    from groupwise.engine.learner import collective
+
+    if wanted.calls is not None:
+        collective.tell(LINE, wanted.calls)
+    if wanted.meeting is not None:
+        listening = sockets[0].detach() if sockets else None
+        device = wanted.setup.arguments["layout"]["device"]
+        host, port = wanted.meeting
+        collective.begin(wanted.rank, wanted.count, host, port, device, listening)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,120 @@
+"""What goes ahead of a run: the zygote, begun before it is known what it will make, and the questions that it answers meanwhile.
+
+A command begins it as soon as it has read its config. From then on the zygote imports torch, transformers and peft, which takes seconds,
+and the command, which has to know something of the model and of the machine before it can say what is to be made, asks it: so it has not
+to import them too. Where no zygote has begun, the same questions are answered in this process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupwise.core.plugins import load
+from groupwise.engine.distributed.forked_workers import Ranks
+from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
+
+MODULES = (
+    "groupwise.engine.learner.torch_learner",
+    "groupwise.engine.models.adapters",
+    "groupwise.engine.distributed.worker_state",
+    "groupwise.engine.sampler.torch_sampler",
+)
+"""What a zygote imports first; they bring torch, transformers and peft."""
+
+_begun: list[Ranks] = []
+"""At most one."""
+
+
+def begin() -> None:
+    """Begin a zygote to be asked, also for the device, unless there is one."""
+    if not _begun:
+        _begun.append(_started(sees_gpus=True))
+
+
+def take() -> Ranks:
+    """The zygote for whoever says what it makes."""
+    return _begun.pop() if _begun else _started(sees_gpus=False)
+
+
+def _started(*, sees_gpus: bool) -> Ranks:
+    ranks = Ranks(*MODULES, sees_gpus=sees_gpus)
+    ranks.begin()
+    return ranks
+
+
+def give_up() -> None:
+    """End a zygote that was begun for nothing."""
+    while _begun:
+        _begun.pop().close()
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """See `groupwise.engine.models.tokenizer.load_tokenizer`."""
+    from groupwise.engine.models import tokenizer
+
+    if config.trust_remote_code:  # its class may not be known here until it is loaded here
+        return tokenizer.load_tokenizer(config)
+    if _begun:
+        tokenizer.import_class()
+    return _answer("groupwise.engine.models.tokenizer:load_tokenizer", config)
+
+
+def prompt_room(config: ModelConfig, completion: int) -> int:
+    """See `groupwise.engine.models.plan.prompt_room`."""
+    return _answer("groupwise.engine.models.plan:prompt_room", config, completion)
+
+
+def vocabulary(config: ModelConfig) -> int:
+    """See `groupwise.engine.models.plan.vocabulary`."""
+    return _answer("groupwise.engine.models.plan:vocabulary", config)
+
+
+def all_parameters(config: ModelConfig) -> int:
+    """See `groupwise.engine.models.plan.all_parameters`."""
+    return _answer("groupwise.engine.models.plan:all_parameters", config)
+
+
+def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
+    """See `groupwise.engine.models.plan.trained_parameters`."""
+    return _answer("groupwise.engine.models.plan:trained_parameters", config, lora)
+
+
+def cache_bytes(config: ModelConfig, dtype: Dtype, tokens: int) -> int:
+    """See `groupwise.engine.models.plan.cache_bytes`."""
+    return _answer("groupwise.engine.models.plan:cache_bytes", config, dtype, tokens)
+
+
+def gpu_memory(device: str) -> int:
+    """See `groupwise.engine.models.probes.gpu_memory`."""
+    return _answer("groupwise.engine.models.probes:gpu_memory", device)
+
+
+def gpu_count() -> int:
+    """See `groupwise.engine.models.machine.gpu_count`."""
+    return _answer("groupwise.engine.models.machine:gpu_count")
+
+
+def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
+    """See `groupwise.engine.models.machine.choose_dtype`."""
+    return _answer("groupwise.engine.models.machine:choose_dtype", config, full, device)
+
+
+def choose_device() -> str:
+    """See `groupwise.engine.models.machine.choose_device`."""
+    return _answer("groupwise.engine.models.machine:choose_device")
+
+
+def describe_processor(device: str) -> str:
+    """See `groupwise.engine.models.machine.describe_processor`."""
+    return _answer("groupwise.engine.models.machine:describe_processor", device)
+
+
+def torch_version() -> str:
+    """See `groupwise.engine.models.machine.torch_version`."""
+    return _answer("groupwise.engine.models.machine:torch_version")
+
+
+def _answer(function: str, *arguments: Any) -> Any:
+    if _begun:
+        return _begun[0].ask(function, *arguments)
+    return load(function, kind="function").object(*arguments)

@@ -1,0 +1,129 @@
+"""A rank: a fork of the zygote that answers calls of what it hosts, several at once, in one event loop.
+
+What is hosted is any object. After the fork its `join(rank)` is called, which is where threads are set and neighbours are met, and its
+`leave()` in the zygote; then calls name its attributes. A thread reads the socket, so that messages are taken, and the connection's end
+is noticed, while something is computed: then the main process is gone, and the rank ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import logging
+import os
+import signal
+import threading
+import traceback
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, NoReturn
+
+from groupwise.core.processes.family import signal_when_parent_ends
+from groupwise.engine.distributed.messages import (
+    Alive,
+    Answered,
+    Call,
+    Cancel,
+    Failed,
+    Leave,
+    Line,
+    Told,
+    portable,
+)
+
+
+def run_rank(rank: int, hosted: Any, line: Line, zygote: int, log_level: int) -> NoReturn:
+    """Be a rank until the connection ends. The first one tells what the package logs; the others would say the same."""
+    try:
+        signal_when_parent_ends(signal.SIGKILL, zygote)
+        tell_log(line if rank == 0 else None, log_level)
+        hosted.join(rank)
+        asyncio.run(Answering(hosted, line).forever())
+    except BaseException:  # noqa: BLE001 — a fork must never return into the zygote's code
+        traceback.print_exc()
+    os._exit(1)
+
+
+def tell_log(line: Line | None, level: int) -> None:
+    """Send the package's log to the main process from now on, or keep it from being written."""
+    log = logging.getLogger("groupwise")
+    log.setLevel(level)
+    log.propagate = False
+    for handler in [*log.handlers]:
+        log.removeHandler(handler)
+    log.addHandler(logging.NullHandler() if line is None else _Teller(line))
+
+
+class _Teller(logging.Handler):
+    """Sends records, with their text made here: what it is made of may not be picklable."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = copy.copy(record)
+        told.msg, told.args = self.format(record), None
+        told.exc_info = told.exc_text = told.stack_info = None
+        with suppress(OSError):  # nobody is there to be told
+            self._line.send(Told(told))
+
+
+class Answering:
+    """The calls that are under way."""
+
+    def __init__(self, hosted: Any, line: Line, beat: float | None = None) -> None:
+        """`beat`: as in `PeerSetup`."""
+        self._hosted = hosted
+        self._line = line
+        self._beat = beat
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def forever(self) -> None:
+        """Answer calls; never returns."""
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, daemon=True).start()
+        if self._beat is None:
+            await asyncio.Event().wait()
+        while (
+            True
+        ):  # in the loop that computes, so that one which hangs in a computation is silent, too
+            assert self._beat is not None
+            with suppress(OSError):  # the main process is gone, which the thread hears
+                self._line.send(Alive())
+            await asyncio.sleep(self._beat)
+
+    def _read(self) -> None:
+        assert self._loop is not None
+        try:
+            while True:
+                message = self._line.receive()
+                if isinstance(message, Leave):
+                    os._exit(0)
+                self._loop.call_soon_threadsafe(self._take, message)
+        finally:
+            os._exit(1)
+
+    def _take(self, message: Call | Cancel) -> None:
+        if isinstance(message, Call):
+            task = self._tasks[message.number] = asyncio.create_task(self._answer(message))
+            task.add_done_callback(lambda _: self._tasks.pop(message.number))
+        elif message.number in self._tasks:
+            self._tasks[message.number].cancel()
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            self._line.send(Answered(call.number, await self._done(call)))
+        except ConnectionAbortedError:
+            return  # another rank has ended, and the zygote tells how
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 — belongs to whoever asked
+            self._line.send(Failed(call.number, portable(error)))
+
+    async def _done(self, call: Call) -> Any:
+        found = attrgetter(call.name)(self._hosted)
+        value = found(*call.arguments) if callable(found) else found
+        return await value if inspect.isawaitable(value) else value

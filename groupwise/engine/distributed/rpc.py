@@ -1,0 +1,194 @@
+"""Calls of ranks: each by a number, over the line of its rank; futures connect whoever calls with the thread that listens.
+
+What starts the processes, listens and hears of their end is `groupwise.engine.distributed.forked_workers` where ranks are forks that share
+a model, and `groupwise.engine.distributed.spawned_workers` where each has its own. Whatever ends one of them ends all, and every call then
+fails with the reason; but samplers apart from learners are replaced (`groupwise.engine.distributed.sampler_workers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any
+
+from groupwise.core.errors import RunError
+from groupwise.core.plugins import explain
+from groupwise.core.processes.family import PLAIN, how_it_ended
+from groupwise.engine.distributed.messages import Call, Cancel, Line
+from groupwise.engine.models.memory import REMEDY
+
+ENVIRONMENT = {
+    **PLAIN,
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""One thread, and huge pages for what is allocated, where the system gives them: reading weights is a few per cent faster."""
+RESUME = "A run goes on from its last checkpoint with --resume."
+
+RankCall = tuple[int, str, tuple[Any, ...]]
+"""Which rank, what of it, with which arguments."""
+
+
+class Calls:
+    """So many ranks that can be called. See `groupwise.engine.distributed.rank` for what can be."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.processes: tuple[int, ...] = ()
+        """Their numbers, once they have been started."""
+        self._ready: Future[None] = Future()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[Any]] = {}
+        self._over: RunError | None = None
+        """Why nothing can be called any more."""
+        self._lines: list[Line] = []
+
+    async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
+        """Call something of what a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
+
+        Raises what it raises, and RunError where a process has ended.
+        """
+        number, future = self._ask(rank, name, arguments)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._awaited(number)
+            if droppable:
+                self._send(self._lines[rank], Cancel(number))
+            raise
+
+    async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
+        """Make all calls at once; results in their order. Where several raise, the error of the first in this order is raised."""
+        asked = [
+            self.call(rank, name, *arguments, droppable=droppable)
+            for rank, name, arguments in calls
+        ]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return found
+
+    async def call_all(self, name: str, *arguments: Any) -> list[Any]:
+        """The same call of all ranks."""
+        return await self.call_each((rank, name, arguments) for rank in range(self.count))
+
+    def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
+        """As `call_each`, for code that is not async."""
+        asked = [self._ask(*call) for call in calls]
+        errors = [future.exception() for _, future in asked]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for _, future in asked]
+
+    def call_all_now(self, name: str, *arguments: Any) -> list[Any]:
+        """As `call_all`, for code that is not async."""
+        return self.call_each_now((rank, name, arguments) for rank in range(self.count))
+
+    def close(self) -> None:
+        """End all processes, whatever they are doing, and wait until they are gone. May be called again."""
+        raise NotImplementedError
+
+    def _begin_call(self) -> None:
+        """A call is about to be sent."""
+
+    def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+        number, future = self._expected()
+        self._begin_call()
+        try:
+            self._send(self._lines[rank], Call(number, name, arguments))
+        except BaseException:  # the arguments cannot be pickled
+            self._awaited(number)
+            raise
+        return number, future
+
+    def _expected(self) -> tuple[int, Future[Any]]:
+        """The number of a new call, and what will have its result."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._over is not None:
+                raise self._over
+            number = next(self._numbers)
+            self._pending[number] = future
+        return number, future
+
+    def _awaited(self, number: int) -> Future[Any] | None:
+        """The future of a call that is over; None where nobody waits for it any more."""
+        with self._lock:
+            return self._pending.pop(number, None)
+
+    def _send(self, line: Line, message: Call | Cancel) -> None:
+        with suppress(OSError):  # it has ended, and the thread hears why
+            line.send(message)
+
+    def _fail_all(self, reason: RunError) -> bool:
+        """Fail what is under way and all that comes. False where that was done before."""
+        with self._lock:
+            if self._over is not None:
+                return False
+            self._over = reason
+            pending, self._pending = self._pending, {}
+        for future in (self._ready, *pending.values()):
+            settle(future, error=reason)
+        return True
+
+
+def how(code: int | None) -> str:
+    """How a process ended, and what needs less memory where that may be why."""
+    how = f"{how_it_ended(code)}."
+    return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
+
+
+def reason_of(lived: Callable[[], RunError]) -> RunError:
+    """Why listening to processes was over: what `lived` says or, whatever it raises, an error that whoever waits for a call can be told."""
+    try:
+        return lived()
+    except RunError as error:
+        return error
+    except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+        reason = RunError(
+            f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
+        )
+        reason.__cause__ = error
+        return reason
+
+
+def log_here(record: logging.LogRecord) -> None:
+    """Log it in this process. What a handler or a filter raises is told as handlers of the standard library do, and ends nothing."""
+    log = logging.getLogger(record.name)
+    try:
+        if log.isEnabledFor(record.levelno):
+            log.handle(record)
+    except Exception:  # noqa: BLE001 — code of the user's, which has no part in the run
+        logging.Handler().handleError(record)
+
+
+def agreed(what: str, found: Sequence[str]) -> str:
+    """What all ranks say of `what`. Raises RunError if they do not say the same."""
+    if len(set(found)) > 1:
+        raise RunError(
+            f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(found)}. "
+            f"Please report this. {RESUME}"
+        )
+    return found[0]
+
+
+def settle(
+    future: Future[Any] | None, value: Any = None, error: BaseException | None = None
+) -> None:
+    """Give a future its result, if anybody still waits for it."""
+    if future is None:
+        return
+    with suppress(InvalidStateError):
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)

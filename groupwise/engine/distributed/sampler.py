@@ -1,0 +1,101 @@
+"""A sampler whose work is done by ranks.
+
+Groups that are asked for within a few milliseconds are divided together, so that those of a step, which clients may ask for one by one,
+are not cut up more than they must. What a member draws does not depend on the rank that
+draws it, nor on who else is there, so the division changes no bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from groupwise.core.types import Completion, GroupRequest, Policy
+from groupwise.engine.distributed.rpc import Calls, agreed
+from groupwise.engine.distributed.sharding import Share, deal
+
+_SERVED = "the samplers' weights"
+GATHERED = 0.003
+"""Seconds in which groups are gathered before they are divided: a thousandth of what a small step takes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A group that is asked for."""
+
+    request: GroupRequest
+    dealt: asyncio.Future[None]
+    shares: list[Share]
+    """Empty until it is dealt."""
+
+
+class RankSampler:
+    """A `groupwise.core.types.Sampler` over the `sampler` that each rank hosts."""
+
+    def __init__(self, ranks: Calls) -> None:
+        self._ranks = ranks
+        self._loads = [0] * ranks.count
+        self._waiting: list[_Ticket] = []
+        self._dealt: list[_Ticket] = []
+        self._fingerprint = agreed(_SERVED, ranks.call_all_now("sampler.fingerprint"))
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """See `groupwise.core.types.Sampler.generate`."""
+        loop = asyncio.get_running_loop()
+        ticket = _Ticket(request, loop.create_future(), [])
+        if not self._waiting:
+            loop.call_later(GATHERED, self._deal)
+        self._waiting.append(ticket)
+        try:
+            await ticket.dealt
+            self._dealt.append(ticket)
+            return await self._collected(ticket)
+        finally:
+            for tickets in (self._waiting, self._dealt):
+                if ticket in tickets:
+                    tickets.remove(ticket)
+            for share in ticket.shares:
+                self._loads[share.rank] -= share.members
+
+    async def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
+        """See `groupwise.engine.sampler.torch_sampler.TorchSampler.so_far`."""
+        ticket = next((each for each in self._dealt if each.request.draw == draw), None)
+        if ticket is None:
+            return ()
+        asked = ((share.rank, "sampler.so_far", (draw,)) for share in ticket.shares)
+        found = await self._ranks.call_each(asked)
+        shares = zip(ticket.shares, found, strict=True)
+        return tuple(ids for share, members in shares for ids in members or ((),) * share.members)
+
+    async def load(self, policy: Policy) -> None:
+        """See `groupwise.core.types.Sampler.load`. Each rank reads the files."""
+        await self._ranks.call_all("sampler.load", policy)
+        self._fingerprint = agreed(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
+
+    def fingerprint(self) -> str:
+        """Of the tensors in the memory of all ranks, as they were when they were loaded."""
+        return self._fingerprint
+
+    def _deal(self) -> None:
+        tickets, self._waiting = self._waiting, []
+        dealt = deal([len(ticket.request.seeds) for ticket in tickets], self._loads)
+        for ticket, shares in zip(tickets, dealt, strict=True):
+            if ticket.dealt.cancelled():
+                continue
+            ticket.shares = shares
+            for share in shares:
+                self._loads[share.rank] += share.members
+            ticket.dealt.set_result(None)
+
+    async def _collected(self, ticket: _Ticket) -> tuple[Completion, ...]:
+        seeds = ticket.request.seeds
+        calls = [
+            (
+                share.rank,
+                "sampler.generate",
+                (replace(ticket.request, seeds=seeds[share.start : share.end]),),
+            )
+            for share in ticket.shares
+        ]
+        found = await self._ranks.call_each(calls, droppable=True)
+        return tuple(completion for completions in found for completion in completions)

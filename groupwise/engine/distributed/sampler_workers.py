@@ -1,0 +1,205 @@
+"""The main process's side of samplers apart from learners: processes with a model of their own that draw completions, on this machine.
+
+Each serves what was published last, and what it draws follows from seeds. So nothing is lost with one of them: where one has ended,
+another is started in its place, takes the weights that were loaded last, and is sent again whatever had not been answered; those who wait
+for it see no difference. One that is there and silent, because it hangs or was stopped, is killed after a while, and replaced likewise. One
+that ends again and again without having drawn anything ends all.
+
+Calls come from the main thread while the thread of `Started` replaces processes: what is sent, and what is to be sent again, changes in
+turns alone (`_turn`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+from groupwise.core.errors import PolicyMismatchError, RunError
+from groupwise.core.types import Policy
+from groupwise.engine.distributed.messages import Answered, Call, Cancel, Failed, Line, PeerSetup
+from groupwise.engine.distributed.rpc import RESUME, how
+from groupwise.engine.distributed.spawned_workers import FromRank, Started
+
+logger = logging.getLogger(__name__)
+
+_DRAW = "sampler.generate"
+_LOAD = "sampler.load"
+MOST_ENDS = 3
+"""Of one sampler, without a completion in between: what it is asked, or the machine, is then likely to end the next one, too."""
+BEGINS = 1800.0
+"""Seconds that one may take until it has made its model: a large one comes slowly from a shared disk."""
+_BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
+_LOOKS = 8
+"""At samplers, and signs of life of each, in the time of `scale.patience`."""
+
+
+class Samplers(Started):
+    """`count` samplers that are replaced when they end, or are silent for longer than `patience` seconds; with `tells`, the first one tells
+    what the package logs."""
+
+    def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
+        super().__init__(count, "sampler", first_gpu)
+        self._patience = patience
+        self._beat = self._look_every = patience / _LOOKS
+        self._silent: Counter[int] = Counter()
+        """Looks in a row at which nothing was heard of a sampler, each after `_beat` seconds."""
+        self._looked_at = time.monotonic()
+        self._tells = tells
+        self._turn = threading.RLock()
+        self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
+        """Of each sampler, by their numbers."""
+        self._up: set[int] = set()
+        """Samplers that can be sent calls."""
+        self._newest: Policy | None = None
+        self._catching_up: dict[int, int] = {}
+        """Which sampler takes the newest weights, by the number of that call."""
+        self._ends: Counter[int] = Counter()
+        """Of each sampler, since it has drawn something."""
+
+    def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+        number, future = self._expected()
+        self._begin_call()
+        call = Call(number, name, arguments)
+        with self._turn:
+            if name == _LOAD:
+                (self._newest,) = arguments
+            self._unanswered[rank][number] = call
+            if rank in self._up:
+                self._send(self._by_rank[rank], call)
+        return number, future
+
+    def _send(self, line: Line, message: Call | Cancel) -> None:
+        with self._turn:
+            super()._send(line, message)
+
+    def _awaited(self, number: int) -> Future[Any] | None:
+        with self._turn:
+            for calls in self._unanswered:
+                calls.pop(number, None)
+        return super()._awaited(number)
+
+    # --- what runs in the thread -----------------------------------------------------------------
+
+    def _open(self) -> None:
+        for rank in range(self.count):
+            self._start(rank)
+
+    def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
+        assert self._made is not None
+        tells = self._tells and rank == 0
+        return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
+
+    def _know(self, rank: int, line: Line) -> None:
+        """See `Started._know`. Who sends has its turn, without which nobody is replaced: that must end, also where nothing is taken."""
+        line.give_up_after(self._patience)
+        super()._know(rank, line)
+
+    def _take(self, rank: int, message: FromRank) -> None:
+        match message:
+            case Failed(0, error) if self._ready.done():
+                raise error
+            case Failed(number, error) if number in self._catching_up:
+                raise error
+            case Answered(number, fingerprint) if number in self._catching_up:
+                self._caught_up(self._catching_up.pop(number), fingerprint)
+            case Answered(number):
+                drawn = self._unanswered[rank].get(number)
+                if drawn is not None and drawn.name == _DRAW:
+                    del self._ends[rank]
+                super()._take(rank, message)
+            case _:
+                super()._take(rank, message)
+
+    def _is_ready(self, rank: int) -> None:
+        with self._turn:
+            if self._newest is None:
+                self._resume(rank)
+            else:
+                number = next(self._numbers)
+                self._catching_up[number] = rank
+                self._send(self._by_rank[rank], Call(number, "served", (self._newest,)))
+        if not self._ready.done():
+            super()._is_ready(rank)
+
+    def _caught_up(self, rank: int, fingerprint: str) -> None:
+        """A sampler that has taken the place of another one serves weights; the newest ones may be newer than what it was told."""
+        with self._turn:
+            assert self._newest is not None
+            if fingerprint != self._newest.fingerprint and self._unanswered_load(rank) is None:
+                raise PolicyMismatchError(
+                    f"Sampler {rank + 1} was started anew and loaded version {self._newest.version}, which was published with fingerprint "
+                    f"{self._newest.fingerprint}, but it serves {fingerprint}."
+                )
+            self._resume(rank)
+
+    def _unanswered_load(self, rank: int) -> Call | None:
+        return next((call for call in self._unanswered[rank].values() if call.name == _LOAD), None)
+
+    def _resume(self, rank: int) -> None:
+        """Send what has not been answered, in the order in which it was asked."""
+        self._up.add(rank)
+        if self._lines:
+            self._lines[rank] = self._by_rank[rank]
+        for call in self._unanswered[rank].values():
+            self._send(self._by_rank[rank], call)
+
+    def _looked(self, heard: set[int]) -> RunError | None:
+        """Replace who is silent. Looks are counted, not seconds: while this process is stopped itself, nobody is missed."""
+        for rank in heard:
+            self._silent[rank] = 0
+        now = time.monotonic()
+        if now - self._looked_at < self._beat:
+            return None
+        self._looked_at = now
+        for rank in {*self._by_rank} - heard:
+            self._silent[rank] += 1
+            begins = rank not in self._pids
+            if self._silent[rank] * self._beat > (BEGINS if begins else self._patience):
+                reason = self._ended(rank, _BEGINS_LONG if begins else self._hangs)
+                if reason is not None:
+                    return reason
+        return None
+
+    @property
+    def _hangs(self) -> str:
+        return f"it gave no sign of life for {self._patience:g} s (scale.patience), and was killed."
+
+    def _ended(self, rank: int, hangs: str = "") -> RunError | None:
+        """Replace it. `hangs`: what is said of one that is there."""
+        if self._over is not None:
+            return self._over
+        self._silent[rank] = 0
+        with self._turn:
+            self._up.discard(rank)
+            self._catching_up = {n: each for n, each in self._catching_up.items() if each != rank}
+            line = self._by_rank[rank]
+            self._selector.unregister(line)
+            line.close()
+        self._pids.pop(rank, None)
+        with suppress(ProcessLookupError, PermissionError):  # what it may have started
+            os.killpg(self._started[rank].pid, signal.SIGKILL)
+        code, words = self._reaped(rank)
+        self._ends[rank] += 1
+        who = f"Sampler {rank + 1} of {self.count} (scale.samplers) ended"
+        so = hangs or how(code)
+        if self._ends[rank] == MOST_ENDS:
+            return RunError(
+                f"{who} {MOST_ENDS} times without having drawn anything in between, at last so: {so} Another one would end "
+                f"likewise. {RESUME}{words}"
+            )
+        logger.warning(
+            "%s: %s Another one takes its place, and draws again what was not finished%s",
+            who,
+            so,
+            words,
+        )
+        self._start(rank)
+        return None

@@ -1,0 +1,103 @@
+"""Who does what: members of groups that are sampled, and rows that are learnt from, divided among ranks.
+
+Both divisions follow from their arguments alone. Whole groups stay together as long as that keeps the ranks evenly busy, because each
+rank computes the prompt of what it has.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from groupwise.core.types import Row
+from groupwise.engine.learner.layout import by_prompt
+
+UNEVEN = 1.1
+"""Where whole groups give a rank more than this times its fair share of tokens, groups are cut instead: a prompt that is computed
+twice costs less than ranks that wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some members of a group, and who samples them."""
+
+    rank: int
+    start: int
+    end: int
+    """One past the last of them."""
+
+    @property
+    def members(self) -> int:
+        return self.end - self.start
+
+
+def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
+    """Give each rank its part of groups of so many members, so that all have equally many, with `loads`: those they have already.
+
+    Returns the shares of each group, in the order of its members.
+    """
+    rooms = _rooms(sum(sizes), loads)
+    shares: list[list[Share]] = [[] for _ in sizes]
+    for whole in (True, False):
+        for group in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            dealt = shares[group][-1].end if shares[group] else 0
+            while dealt < sizes[group]:
+                rank = max(range(len(rooms)), key=rooms.__getitem__)
+                if whole and rooms[rank] < sizes[group]:
+                    break
+                count = min(rooms[rank], sizes[group] - dealt)
+                shares[group].append(Share(rank, dealt, dealt + count))
+                rooms[rank] -= count
+                dealt += count
+    return shares
+
+
+def _rooms(members: int, loads: Sequence[int]) -> list[int]:
+    """How many of so many members each rank takes, so that all come as near to each other as they can."""
+    busy = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(busy)
+    rooms = [0] * len(loads)
+    for _ in range(members):
+        load, rank = busy[0]
+        heapq.heapreplace(busy, (load + 1, rank))
+        rooms[rank] += 1
+    return rooms
+
+
+def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
+    """The indices of each rank's rows, rising. A rank may have none.
+
+    What counts are the tokens that are computed: of a prompt once in each rank that has it.
+    """
+    groups = [*by_prompt(rows).values()]
+    costs = [_cost(rows, members) for members in groups]
+    whole: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(groups)), key=lambda index: -costs[index]):
+        rank = min(range(ranks), key=loads.__getitem__)
+        whole[rank] += groups[index]
+        loads[rank] += costs[index]
+    uneven = max(loads) > UNEVEN * sum(loads) / ranks
+    return [sorted(each) for each in (_cut(rows, groups, ranks) if uneven else whole)]
+
+
+def _cut(rows: Sequence[Row], groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
+    """Group after group, cut into equal stretches wherever that falls."""
+    order = [index for members in groups for index in members]
+    firsts = {members[0] for members in groups}
+    total = sum(_cost(rows, members) for members in groups)
+    cut: list[list[int]] = [[] for _ in range(ranks)]
+    done = 0
+    for index in order:
+        cost = _cost(rows, [index]) if index in firsts else len(rows[index].completion_ids)
+        cut[(2 * done + cost) * ranks // (2 * total + 1)].append(index)
+        done += cost
+    return cut
+
+
+def _cost(rows: Sequence[Row], members: Sequence[int]) -> int:
+    """Tokens of one prompt and its completions."""
+    return len(rows[members[0]].prompt_ids) + sum(
+        len(rows[index].completion_ids) for index in members
+    )

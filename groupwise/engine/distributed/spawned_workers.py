@@ -1,0 +1,278 @@
+"""Processes that the main one starts on this machine, each with a model of its own: what learners and samplers have in common.
+
+A thread starts them, listens, and lives as long as they do, because the kernel's parent-death signal goes by threads. The end of a line is
+the end of its process; what follows from that is decided where they are told apart: `groupwise.engine.distributed.learner_workers` are lost
+all together, `groupwise.engine.distributed.sampler_workers` are replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from asyncio import wrap_future
+from collections.abc import Mapping
+from contextlib import suppress
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
+from typing import Any
+
+from groupwise.core.errors import RunError
+from groupwise.core.processes.family import NO_GPU
+from groupwise.core.processes.output import Output
+from groupwise.engine.distributed.messages import (
+    Alive,
+    Answered,
+    Failed,
+    Leave,
+    Line,
+    PeerSetup,
+    Ready,
+    Setup,
+    Told,
+)
+from groupwise.engine.distributed.rpc import ENVIRONMENT, Calls, log_here, reason_of, settle
+from groupwise.engine.distributed.torchrun import gpu_of
+
+HERE = "127.0.0.1"
+_END_LIMIT = 10.0
+"""Seconds that killed processes may take to end (they may hang in the kernel)."""
+_LAST_WORDS = 1.0
+"""Seconds that one may take to end whose line has ended."""
+
+FromRank = Ready | Answered | Failed | Told | Alive
+"""What a rank says."""
+
+
+class Started(Calls):
+    """`count` worker processes that each make the same and host it.
+
+    `called`: what one of them is, for people; `first_gpu`: the number of that of the first one started here, where there are GPUs.
+    """
+
+    _look_every: float | None = None
+    """Seconds after which nothing more is waited for before `_looked`; None: it has time."""
+
+    def __init__(self, count: int, called: str, first_gpu: int = 0) -> None:
+        super().__init__()
+        self.count = count
+        self._called = called
+        self._first_gpu = first_gpu
+        self._by_rank: dict[int, Line] = {}
+        self._started: dict[int, Popen[bytes]] = {}
+        self._outputs: dict[int, Output] = {}
+        self._pids: dict[int, int] = {}
+        self._made: Setup | None = None
+        self._along: list[Started] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._thread = threading.Thread(target=self._attend, name=f"{called}s", daemon=True)
+
+    async def make(self, factory: str, arguments: Mapping[str, Any]) -> None:
+        """As `groupwise.engine.distributed.forked_workers.Ranks.make`."""
+        self._begin(factory, arguments)
+        try:
+            await wrap_future(self._ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def make_now(self, factory: str, arguments: Mapping[str, Any]) -> None:
+        """As `make`, for code that is not async."""
+        self._begin(factory, arguments)
+        try:
+            self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """See `Calls.close`. What others have started ends by itself, and well."""
+        if self._fail_all(RunError("The model workers are closed.")):
+            for line in [*self._by_rank.values()]:
+                with suppress(OSError):
+                    line.send(Leave())
+            self._rouse()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._wake.close()
+
+    def end(self, reason: RunError) -> None:
+        """Fail what is under way and all that comes, and have the processes end; does not wait for that. From any thread."""
+        if self._fail_all(reason):
+            self._rouse()
+
+    def take_along(self, others: Started) -> None:
+        """Whatever ends these ends the others from now on, with the same reason."""
+        self._along.append(others)
+
+    def _fail_all(self, reason: RunError) -> bool:
+        first = super()._fail_all(reason)
+        if first:
+            for others in self._along:
+                others.end(reason)
+        return first
+
+    def _rouse(self) -> None:
+        with suppress(OSError):  # they have ended by themselves
+            self._wake.sendall(b".")
+
+    def _begin(self, factory: str, arguments: Mapping[str, Any]) -> None:
+        self._made = Setup(
+            factory,
+            json.loads(json.dumps(dict(arguments))),
+            tuple(str(folder) for folder in sys.path),
+            logging.getLogger("groupwise").getEffectiveLevel(),
+        )
+        self._thread.start()
+
+    def _begin_call(self) -> None:
+        for output in [*self._outputs.values()]:
+            output.begin_call()
+
+    # --- what is told apart ----------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Start the processes."""
+        raise NotImplementedError
+
+    def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
+        """What a rank is to be, and the sockets that come with it."""
+        raise NotImplementedError
+
+    def _ended(self, rank: int) -> RunError | None:
+        """A rank's line has ended. Returns why that ends all; None where it does not."""
+        raise NotImplementedError
+
+    def _called_in(self) -> None:
+        """Something else that the selector watches is ready."""
+        raise NotImplementedError
+
+    def _looked(self, heard: set[int]) -> RunError | None:
+        """Called after each look at what there is to hear, with the ranks that were heard of; as `_ended`."""
+
+    def _is_ready(self, rank: int) -> None:
+        """A rank has made what it hosts."""
+        if len(self._pids) == self.count:
+            self._lines = [self._by_rank[each] for each in range(self.count)]
+            settle(self._ready)
+
+    # --- what runs in the thread -----------------------------------------------------------------
+
+    def _attend(self) -> None:
+        reason = reason_of(self._lived)
+        self._end_all()
+        self._fail_all(reason)
+
+    def _lived(self) -> RunError:
+        """Start them and listen until they are to end; why."""
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._open()
+        while True:
+            heard: set[int] = set()
+            for key, _ in self._selector.select(self._look_every):
+                if key.fileobj is self._woken:
+                    return RunError("The model workers are closed.")
+                if key.data is None:
+                    self._called_in()
+                    continue
+                heard.add(key.data)
+                reason = self._heard(key.data)
+                if reason is not None:
+                    return reason
+            reason = self._looked(heard)
+            if reason is not None:
+                return reason
+
+    def _heard(self, rank: int) -> RunError | None:
+        """Take what a rank has said; why its end ends all, if it has and does."""
+        try:
+            messages = self._by_rank[rank].arrived()
+        except EOFError:
+            return self._ended(rank)
+        for message in messages:
+            self._take(rank, message)
+        return None
+
+    def _take(self, rank: int, message: FromRank) -> None:
+        match message:
+            case Told(record):
+                log_here(record)
+            case Answered(number, value):
+                settle(self._awaited(number), value)
+            case Failed(0, error):
+                settle(self._ready, error=error)
+            case Failed(number, error):
+                settle(self._awaited(number), error=error)
+            case Alive():
+                pass  # that it was heard of is all
+            case Ready((process,)):
+                self._pids[rank] = process
+                self.processes = tuple(self._pids[each] for each in sorted(self._pids))
+                self._is_ready(rank)
+            case _:
+                raise AssertionError(message)
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._started[rank] = self._popen(rank, theirs.fileno())
+        self._outputs[rank] = Output(self._started[rank], f"{self._called} {rank + 1}")
+        self._know(rank, Line(ours))
+
+    def _popen(self, rank: int, descriptor: int) -> Popen[bytes]:
+        assert self._made is not None
+        on_cpu = self._made.arguments["layout"]["device"] == "cpu"
+        seen = NO_GPU if on_cpu else gpu_of(self._first_gpu + rank)
+        words = (str(os.getpid()), str(descriptor))
+        try:
+            return Popen(
+                [sys.executable, "-P", "-m", "groupwise.engine.distributed.peer", *words],
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                pass_fds=[descriptor],
+                start_new_session=True,
+                env={**self._surroundings(), **os.environ, **ENVIRONMENT, **seen},
+            )
+        except OSError as error:
+            raise RunError(f"The model workers cannot be started: {error}") from error
+
+    def _surroundings(self) -> dict[str, str]:
+        """Of their environment, what holds where the user's does not say otherwise."""
+        return {}
+
+    def _know(self, rank: int, line: Line) -> None:
+        """Tell a rank what it is to be."""
+        setup, sockets = self._setup_of(rank)
+        self._by_rank[rank] = line
+        self._selector.register(line, selectors.EVENT_READ, rank)
+        with suppress(OSError):  # it has ended, which its line tells
+            line.send(setup, sockets)
+
+    def _reaped(self, rank: int) -> tuple[int | None, str]:
+        """How a process ended that was started here and whose line has ended, and its last words."""
+        process = self._started[rank]
+        with suppress(TimeoutExpired):
+            process.wait(_LAST_WORDS)
+        return process.returncode, self._outputs[rank].last_words()
+
+    def _end_all(self) -> None:
+        """End what was started here, and hang up on the others."""
+        for process in self._started.values():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for line in self._by_rank.values():
+            line.end()
+        for process in self._started.values():
+            with suppress(TimeoutExpired):
+                process.wait(_END_LIMIT)
+        for output in self._outputs.values():
+            output.join()
+        for each in (*self._by_rank.values(), self._woken):
+            each.close()
+        self._selector.close()

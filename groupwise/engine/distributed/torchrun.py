@@ -1,0 +1,88 @@
+"""What torchrun, or whatever else starts the same command several times, says of this one in its environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from groupwise.core.accelerators import NVIDIA
+from groupwise.core.errors import UsageError
+
+WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SEEN = "CUDA_VISIBLE_DEVICES"
+QUIET = 30
+"""Seconds after which a quiet machine is asked whether it is there; twice as long without an answer, and it is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One of several processes that were started together."""
+
+    rank: int
+    count: int
+    local_rank: int
+    """Among those of its machine."""
+    local_count: int
+    host: str
+    """Where the first one is."""
+
+    @property
+    def machines(self) -> int:
+        """Each with as many of them."""
+        return max(1, self.count // self.local_count)
+
+    def elsewhere(self, rank: int) -> bool:
+        """Whether that one is on another machine than the first: ranks are counted machine by machine."""
+        return rank >= self.local_count
+
+
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """What this process is, if it was started with others. UsageError for words that are no such thing."""
+    if not all(environment.get(word) for word in WORDS):
+        return None
+    try:
+        rank, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_rank = int(environment.get("LOCAL_RANK", rank))
+        local_count = int(environment.get("LOCAL_WORLD_SIZE", count))
+    except ValueError:
+        told = ", ".join(f"{word}={environment[word]}" for word in WORDS)
+        raise UsageError(
+            f"The environment has {told}, as torchrun sets them, but RANK and WORLD_SIZE are to be whole numbers. Start the command with "
+            "torchrun, or unset them."
+        ) from None
+    if count == 1:
+        return None
+    return Launched(rank, count, local_rank, local_count, environment["MASTER_ADDR"])
+
+
+def refuse_other_number(found: Launched | None, learners: int) -> None:
+    """UsageError where the config wants another number of learners than were started."""
+    if found is None or found.count == learners:
+        return
+    raise UsageError(
+        f"{found.count} processes of this run were started (WORLD_SIZE), but scale.learners is {learners}. Set "
+        f"scale.learners={found.count}, have torchrun start {learners}, or start the command without "
+        "torchrun, which begins its own processes on this machine."
+    )
+
+
+def gpu_of(local_rank: int) -> dict[str, str]:
+    """The environment of a rank that is to see its own GPU alone; empty where there is none for it."""
+    given = os.environ.get(SEEN)
+    seen = [each for each in (given or "").split(",") if each]
+    if given is None:
+        return {SEEN: str(local_rank)} if NVIDIA.exists() else {}
+    return {SEEN: seen[local_rank]} if local_rank < len(seen) else {}
+
+
+def watch_for_silence(connection: socket.socket) -> None:
+    """A machine that lost its power sends no end; the system's own patience is two hours."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform.startswith("linux"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * QUIET)

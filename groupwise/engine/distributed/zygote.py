@@ -1,0 +1,137 @@
+"""The process that makes once what all ranks host, and then is forked into them: `python -m groupwise.engine.distributed.zygote`.
+
+It is a fresh interpreter, so that the user's script is not run again, with one computing thread, so that there is no thread that a
+fork would lose. Until it is told what to make it answers questions, so that the main process need not import what it has imported.
+The ranks share with it, and so with each other, the memory of all that they do not write to: the weights of the model.
+Afterwards it waits: for the end of a rank, which it tells the main process, and for the end of its connection, which is the main
+process's end or wish. In both cases it ends all ranks, and itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from gc import collect, disable, enable, freeze
+from importlib import import_module
+from typing import Any
+
+from groupwise.core.plugins import load
+from groupwise.core.processes.family import NO_GPU, signal_when_parent_ends
+from groupwise.engine.distributed.messages import (
+    Answered,
+    Call,
+    Ended,
+    Failed,
+    Line,
+    Ready,
+    Setup,
+    portable,
+)
+from groupwise.engine.distributed.rank import run_rank, tell_log
+
+
+def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
+    """Serve the process `parent` on a socket, once the modules are imported."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # a queue tells all processes of a job; the main one says when it is over
+        signal.signal(number, signal.SIG_IGN)
+    signal_when_parent_ends(signal.SIGKILL, parent)
+    _import(modules)
+    line = Line(socket.socket(fileno=descriptor))
+    setup = _asked_until_setup(line)
+    os.environ.update(NO_GPU)  # ranks compute on the CPU, and no driver of a GPU survives a fork
+    lines = [Line(each) for each in line.taken_over()]
+    tell_log(line, setup.log_level)
+    try:
+        hosted = make(setup)
+    except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+        line.send(Failed(0, portable(error)))
+        return
+    ranks = _forked(hosted, line, lines, setup.log_level)
+    threading.Thread(target=_end_with, args=(line, ranks), daemon=True).start()
+    line.send(Ready(ranks))
+    _wait(line, ranks)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import what will be needed. It stays for good, so that looking for garbage in it again and again would only take time."""
+    disable()
+    for module in modules:
+        import_module(module)
+    freeze()
+    enable()
+
+
+def _asked_until_setup(line: Line) -> Setup:
+    """Answer questions until it is known what to make."""
+    tell_log(line, logging.INFO)
+    while isinstance(message := line.receive(), Call):
+        try:
+            function = load(message.name, kind="function").object
+            line.send(Answered(message.number, function(*message.arguments)))
+        except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+            line.send(Failed(message.number, portable(error)))
+    return message
+
+
+def make(setup: Setup) -> Any:
+    """What is to be hosted."""
+    sys.path.extend(folder for folder in setup.sys_path if folder not in sys.path)
+    return load(setup.factory, kind="factory").object(**setup.arguments)
+
+
+def _forked(hosted: Any, line: Line, lines: Sequence[Line], log_level: int) -> tuple[int, ...]:
+    """The process numbers of the ranks, one for each line."""
+    collect()
+    freeze()  # a collection in a rank would write to every object, and so copy the memory that is shared
+    zygote = os.getpid()
+    ranks: list[int] = []
+    for rank, own in enumerate(lines):
+        process = os.fork()
+        if process == 0:
+            for other in (line, *lines):
+                if other is not own:
+                    other.close()
+            run_rank(rank, hosted, own, zygote, log_level)
+        ranks.append(process)
+    for each in lines:
+        each.close()
+    hosted.leave()
+    return tuple(ranks)
+
+
+def _end_with(line: Line, ranks: Sequence[int]) -> None:
+    """End the ranks when the connection ends; the main process sends nothing more before that."""
+    with suppress(EOFError):
+        line.receive()
+    _kill(ranks)
+
+
+def _wait(line: Line, ranks: Sequence[int]) -> None:
+    """Reap all ranks, and end. The end of the first one is the end of all."""
+    process, status = os.wait()
+    with suppress(OSError):  # nobody is there to be told
+        line.send(Ended(ranks.index(process), os.waitstatus_to_exitcode(status)))
+    _kill(ranks)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)
+
+
+def _kill(ranks: Sequence[int]) -> None:
+    for process in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,114 @@
+"""Learners of one run in processes that share no memory: their gradients are added up by torch.distributed, NCCL on GPUs, gloo on CPUs.
+
+As distributed data parallel does where gradients are accumulated: one sum over all ranks for each update, of everything in one piece.
+`DistributedDataParallel` itself is a wrapper around a module's forward pass and takes means; here gradients may be computed by hand, and
+losses are sums with denominators of the whole step. All ranks get the same bits, and make the same update of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from groupwise.core.errors import WorkerLostError
+from groupwise.engine.models.memory import lacks_memory
+
+PATIENCE = timedelta(minutes=30)
+"""That ranks wait for each other: for the first one to have read its data, for models to be read, and for the rank with the longest rows.
+Whoever ends is heard of at once; this is how long one that hangs, or whose machine is gone without a word, is waited for."""
+GRACE = 5.0
+"""Seconds after which a rank ends that cannot reach another one, if nobody has ended it: the end of the other one is to be heard of first,
+because it is the reason."""
+_NUMBER = torch.float32
+
+
+_stores: list[Any] = []
+"""Kept as long as the process lives: the first rank's serves the others."""
+
+
+def begin(rank: int, count: int, host: str, port: int, device: str, listening: int | None) -> None:
+    """Meet the other ranks at a port. `listening` is the descriptor of the first rank's socket, which listens there already."""
+    first: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening}
+    store = dist.TCPStore(host, port, count, listening is not None, PATIENCE, **first)
+    _stores.append(store)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+
+
+def tell(name: str, value: str) -> None:
+    """Tell the ranks that torchrun has started, in its own store; see `heard`."""
+    _launchers_store().set(name, value)
+
+
+def heard(name: str) -> str:
+    """What the first of them tells, when it does. Raises WorkerLostError where it does not."""
+    try:
+        return _launchers_store().get(name).decode()
+    except dist.DistError as error:
+        minutes = PATIENCE.total_seconds() / 60
+        raise WorkerLostError(
+            f"The first process of this run is gone, or has told the others nothing for {minutes:g} minutes, in which it reads its data "
+            f"and checks its task. If that takes it longer, do it beforehand: `--dry-run` leaves what it has downloaded. ({error})"
+        ) from error
+
+
+def _launchers_store() -> Any:
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+    _stores.append(store)
+    store.set_timeout(PATIENCE)
+    return store
+
+
+class Collective:
+    """A `groupwise.engine.learner.replicas.Summed` over the ranks that have met."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def join(self, rank: int) -> None:
+        """They have met already."""
+
+    def leave(self) -> None:
+        """Nobody was forked."""
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
+        total_X = torch.cat([_flat(parameters), _present(parameters)])
+        try:
+            dist.all_reduce(total_X)
+            present_P = total_X[-len(parameters) :].tolist()
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            _end_soon(error)
+            raise ConnectionAbortedError("another rank cannot be reached") from error
+        parts = total_X[: -len(parameters)].split([each.numel() for each in parameters])
+        for parameter, present, part in zip(parameters, present_P, parts, strict=True):
+            parameter.grad = part.view_as(parameter) if present else None
+
+
+def _flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+    return torch.cat([gradient.flatten().to(_NUMBER) for gradient in gradients])
+
+
+def _present(parameters: Sequence[nn.Parameter]) -> Tensor:
+    flags = [float(parameter.grad is not None) for parameter in parameters]
+    return torch.tensor(flags, dtype=_NUMBER, device=parameters[0].device)
+
+
+def _end_soon(error: RuntimeError) -> None:
+    sys.stderr.write(f"another learner cannot be reached: {error}\n")
+    sys.stderr.flush()
+    timer = threading.Timer(GRACE, os._exit, (1,))
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,166 @@
+"""The `training` section: how much is trained, on what steps, with which optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import model_validator
+
+from groupwise.core.settings.schema import Conflict, Strict, setting
+
+
+class OptimisationConfig(Strict):
+    """Budget, step size and optimiser: what every training has."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset({"optim=adamw_8bit", "optim=paged_adamw_8bit"})
+
+    max_steps: int | None = setting(
+        100,
+        "Steps to train; null where num_train_epochs says how long.",
+        on_resume="free",
+        ge=1,
+    )
+    num_train_epochs: float | None = setting(
+        None,
+        "Passes over the dataset, instead of max_steps; fractions are possible.",
+        on_resume="free",
+        gt=0,
+    )
+    learning_rate: float = setting(
+        1e-5,
+        "Peak step size of AdamW; this default suits a LoRA adapter, all weights want less.",
+        gt=0,
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
+        "linear",
+        "Course of the learning rate after its own warm-up (`warmup_steps`): to 0 at the last step, or constant.",
+    )
+    warmup_steps: int = setting(0, "Steps over which the learning rate rises from 0.", ge=0)
+    warmup_ratio: float = setting(
+        0.0, "The same as a share of all steps; give one of the two.", ge=0, le=1
+    )
+    optim: Literal["adamw"] = setting("adamw", "The optimiser.")
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay of AdamW. 0, because a LoRA starts at no change.", ge=0
+    )
+    adam_beta1: float = setting(0.9, "Decay of AdamW's mean of gradients.", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, "Decay of AdamW's mean of squared gradients.", ge=0, lt=1)
+    adam_epsilon: float = setting(1e-8, "Added to AdamW's denominator.", gt=0)
+    max_grad_norm: float | None = setting(
+        1.0, "The gradient is scaled down to this norm; null leaves it as it is.", gt=0
+    )
+    seed: int = setting(
+        0,
+        "Decides order of examples, every sampled token and the adapter's start.",
+        ge=0,
+        le=2**63 - 1,
+    )
+    max_tokens_per_microbatch: int = setting(
+        4096,
+        "Tokens that the learner computes at once in each process (run.processes). Less needs less memory, more is faster on a "
+        "large GPU alone. The gradient stays the same.",
+        on_resume="warn",
+        ge=1,
+    )
+    gradient_checkpointing: bool = setting(
+        False,
+        "Compute activations a second time instead of keeping them: less memory, slower.",
+        on_resume="warn",
+    )
+
+    packing: bool = setting(
+        True,
+        "Compute rows of different prompts behind each other in one sequence, where the model allows it, instead of each in "
+        "a micro-batch of its own. The gradient stays the same.",
+        on_resume="warn",
+    )
+    max_non_finite_steps: int = setting(
+        3,
+        "Steps in a row with an update that was left out because loss or gradient was not finite, after which a run stops.",
+        on_resume="free",
+        ge=1,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_replace_the_default_steps(cls, given: Any) -> Any:
+        """Whoever gives epochs need not write `max_steps: null` beside them."""
+        if not isinstance(given, dict):
+            return given
+        keys = cast("dict[str, Any]", given)
+        if keys.get("num_train_epochs") is None or "max_steps" in keys:
+            return keys
+        return {**keys, "max_steps": None}
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Of two keys that say the same in different words both, or none."""
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            yield Conflict(
+                f"max_steps is {self.max_steps} and num_train_epochs is {self.num_train_epochs}; "
+                "give one of the two and set the other to null.",
+                ("max_steps", "num_train_epochs"),
+            )
+        if self.max_steps is None and self.num_train_epochs is None:
+            yield Conflict(
+                "max_steps and num_train_epochs are both null; give one of the two.",
+                ("max_steps", "num_train_epochs"),
+            )
+        if self.warmup_steps and self.warmup_ratio:
+            yield Conflict(
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio is {self.warmup_ratio}; "
+                "give one of the two.",
+                ("warmup_steps", "warmup_ratio"),
+            )
+
+
+class TrainingConfig(OptimisationConfig):
+    """The steps of reinforcement learning. Each draws `prompts_per_step` groups and makes one update, or several."""
+
+    prompts_per_step: int = setting(8, "Examples (groups) drawn for each step.", ge=1)
+    num_generations: int = setting(
+        8,
+        "Completions of each prompt, the size of a group; they are compared with each other, "
+        "so 2 is the least, except for the plain form of reinforce_pp.",
+        ge=1,
+    )
+    num_iterations: int = setting(
+        1,
+        "Passes over the groups of a step (mu in the GRPO paper). More learn more from each completion, off policy.",
+        ge=1,
+    )
+    minibatches: int = setting(
+        1, "Updates in each pass, of whole groups; at most prompts_per_step.", ge=1
+    )
+    schedule: Literal["fixed_lag", "free"] = setting(
+        "fixed_lag",
+        "fixed_lag: step n is sampled by the policy after n - lag steps, and repeats exactly. free: each step takes the "
+        "groups that are finished first, none older than lag steps; the order is recorded.",
+    )
+    lag: int = setting(
+        0,
+        "Steps that sampling may be ahead of learning. 0: they take turns. 1: the next step is sampled while this one is "
+        "learned and scored. With a lag, algorithm.importance_sampling_correction is token_truncate where it is not given.",
+        ge=0,
+    )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser calls of a step in which every group teaches."""
+        return self.num_iterations * self.minibatches
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Those of every training, more updates than groups, and a freedom that there is not."""
+        yield from super().conflicts()
+        if self.minibatches > self.prompts_per_step:
+            yield Conflict(
+                f"minibatches is {self.minibatches}, but a step has only prompts_per_step = {self.prompts_per_step} groups, "
+                "and an update takes whole ones.",
+                ("minibatches", "prompts_per_step"),
+            )
+        if self.schedule == "free" and self.lag == 0:
+            yield Conflict(
+                "schedule is free with lag 0, which leaves nothing free: every step would wait for its own groups. "
+                "Set lag to 1 or more, or schedule to fixed_lag.",
+                ("schedule", "lag"),
+            )

@@ -1,0 +1,30 @@
+"""What computes rows for a learner: by plain matrices where the model is of a known family, else by transformers' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from groupwise.core.types import PolicyRole, Row
+from groupwise.engine.learner.forward import Forward, Wanted
+from groupwise.engine.learner.layout import Batch
+
+Compute = Callable[[Any, Wanted], Forward]
+"""Log-probabilities and entropies of a micro-batch of the engine that gave it."""
+
+
+class Engine(Protocol):
+    """Forward passes of rows, with a gradient where torch's gradients are on."""
+
+    def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
+        """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
+        ...
+
+    def acting(self, role: PolicyRole, *, gradient: bool) -> AbstractContextManager[Compute]:
+        """Compute as this policy; a backward pass must end while it is open."""
+        ...
+
+    def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
+        """What was cut has been computed; where several learners hold parts of a model, wait for those who have more."""
+        ...

@@ -1,0 +1,289 @@
+"""Log-probabilities of the completions of a micro-batch, three ways that agree.
+
+`shared_prompt` computes the prompt once and lets every completion look at its keys and values, gradients included. `packed_rows`
+computes rows of any prompts behind each other, each with positions of its own and blind to the others. `whole_rows` is the plain
+reference: prompt and completion as one padded row each. `Paths` says which of them a learner takes: shared prompts need a cache,
+which gradient checkpointing cannot recompute, and packing needs a model in which a row's neighbours really have no effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from groupwise.core.types import Row
+from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, widest
+from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
+from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Per completion token, padded on the right; padding is 0, and so are tokens that nobody asked about."""
+
+    logprobs_BT: Tensor
+    entropies_BT: Tensor
+    right_BT: Tensor | None = None
+    """Whether the token is the likeliest one; None where nobody asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a forward pass tells beside log-probabilities and entropies, because it costs more, and of which tokens."""
+
+    entropy_gradient: bool = False
+    """Entropies with a gradient: another pass over the logits."""
+    accuracy: bool = False
+    """Whether tokens are the likeliest ones: a search through the logits."""
+    trained_only: bool = False
+    """Nothing of tokens that their row's mask leaves out: no loss looks at them, and logits cost a good part of a token."""
+
+
+PLAIN = Wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The ways of computing rows that a learner may take."""
+
+    packing: bool
+    """Rows of different prompts behind each other in one sequence."""
+    sharing: bool
+    """One computation of a prompt for all its completions."""
+    wanted: Wanted = PLAIN
+
+    def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
+        """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
+        return cut(rows, max_tokens, packing=self.packing, prompt_shared=self.sharing)
+
+    def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> Forward:
+        """Log-probabilities and entropies of a micro-batch."""
+        if isinstance(batch, PackedBatch):
+            return packed_rows(decoder, batch, self.wanted)
+        way = shared_prompt if self.sharing else whole_rows
+        return way(decoder, batch, self.wanted)
+
+
+def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
+    """The ways that this model may take; packing is left out, with a warning, where rows would disturb each other."""
+    exact = packing and packing_is_exact(decoder)
+    if packing and not exact:
+        logger.warning(
+            "%s computes rows behind each other differently than alone, so they are not packed (training.packing): "
+            "slower, the result is the same",
+            decoder.config.model_type,
+        )
+    return Paths(packing=exact, sharing=sharing)
+
+
+def shared_prompt(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -> Forward:
+    """The prompt once, then all its completions beside each other."""
+    device = decoder.device
+    prompt_1P = torch.tensor([batch.prompt_ids], device=device)
+    length = prompt_1P.shape[1]
+    cache = PromptCache()
+    positions_1P = torch.arange(length, device=device)[None]
+    prompt_hidden = decoder.hidden(prompt_1P, positions_1P, causal_mask(length, 0, device), cache)
+    ids_BT = _padded_ids(batch.rows, device)
+    rows, width = ids_BT.shape
+    hidden_BTH = prompt_hidden[:, -1:].expand(rows, -1, -1)
+    if width > 1:
+        positions_1T = torch.arange(length, length + width - 1, device=device)[None]
+        mask = causal_mask(width - 1, length, device)
+        later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
+        hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
+    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], wanted)
+
+
+def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -> Forward:
+    """Each row by itself, prompt included."""
+    device = decoder.device
+    ids_BT = _padded_ids(batch.rows, device)
+    rows, width = ids_BT.shape
+    prompt_BP = torch.tensor([batch.prompt_ids], device=device).expand(rows, -1)
+    length = prompt_BP.shape[1]
+    whole = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
+    positions = torch.arange(length + width - 1, device=device)[None]
+    hidden = decoder.hidden(whole, positions, causal_mask(length + width - 1, 0, device), None)
+    real = hidden[:, length - 1 :][_real(batch.rows, device)]
+    return _at_tokens(decoder, batch.rows, real, wanted)
+
+
+def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: Wanted = PLAIN) -> Forward:
+    """Rows behind each other: positions begin anew with each, and none sees another."""
+    device = decoder.device
+    ids_SL, positions_SL, owners_SL = _packed_tensors(batch, device)
+    hidden_SLH = decoder.hidden(ids_SL, positions_SL, blocks(owners_SL), None)
+    at_N = torch.cat(
+        [
+            torch.arange(len(row.completion_ids), device=device) + _first(batch, row, place)
+            for row, place in zip(batch.rows, batch.places, strict=True)
+        ]
+    )
+    return _at_tokens(decoder, batch.rows, hidden_SLH.flatten(0, 1)[at_N], wanted)
+
+
+def blocks(owners_SL: Tensor) -> Tensor:
+    """[S, L, L]: a token sees itself and the earlier ones of the same owner."""
+    length = owners_SL.shape[1]
+    same_SLL = owners_SL[:, :, None] == owners_SL[:, None, :]
+    return same_SLL & causal_mask(length, 0, owners_SL.device)
+
+
+def packing_is_exact(decoder: Decoder) -> bool:
+    """Whether rows in one sequence leave each other alone in this model, found out on two short ones.
+
+    They do wherever the layers heed positions and mask alone; a model may have others.
+    """
+    rows = (_toy_row((2, 1), (0, 1, 2)), _toy_row((1, 0), (2, 2)))
+    both = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
+    alone = [PackedBatch((row,), (0,), ((0, 0),), (1, 4 - n)) for n, row in enumerate(rows)]
+    with torch.no_grad():
+        together = packed_rows(decoder, both).logprobs_BT
+        apart = [packed_rows(decoder, each).logprobs_BT for each in alone]
+    close = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
+    return all(
+        torch.allclose(together[number, : each.shape[1]], each[0], rtol=close, atol=close)
+        for number, each in enumerate(apart)
+    )
+
+
+def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Row:
+    count = len(completion_ids)
+    return Row(prompt_ids, completion_ids, (1,) * count, (0.0,) * count, 0.0, 1.0)
+
+
+def _first(batch: PackedBatch, row: Row, place: tuple[int, int]) -> int:
+    """Where the hidden state stands, in the flattened batch, that predicts a row's first completion token."""
+    sequence, start = place
+    return sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
+
+
+def _packed_tensors(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and owners [S, L]; padding is owned by nobody (0)."""
+    ids = torch.zeros(batch.shape, dtype=torch.long)
+    positions = torch.zeros(batch.shape, dtype=torch.long)
+    owners = torch.zeros(batch.shape, dtype=torch.long)
+    for number, (row, place) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
+        tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
+        sequence, start = place
+        here = (sequence, slice(start, start + len(tokens)))
+        ids[here] = torch.tensor(tokens)
+        positions[here] = torch.arange(len(tokens))
+        owners[here] = number
+    return ids.to(device), positions.to(device), owners.to(device)
+
+
+def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
+    return _padded([row.completion_ids for row in rows], device)
+
+
+def _padded(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    width = max(map(len, values))
+    return torch.tensor([[*each, *[0] * (width - len(each))] for each in values], device=device)
+
+
+def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """[B, T]: where a completion has a token."""
+    lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
+    return torch.arange(widest(rows), device=device) < lengths_B[:, None]
+
+
+def _at_tokens(decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, wanted: Wanted) -> Forward:
+    """From the hidden states before each completion token, one row after another, to its numbers in the padded shape."""
+    asked = asked_of(rows, wanted, hidden_AH.device)
+    targets = asked.targets
+    found = token_logprobs(
+        decoder,
+        hidden_AH[asked.among_A],
+        targets.ids_N,
+        targets.temperatures_N,
+        entropy_gradient=wanted.entropy_gradient,
+        accuracy=wanted.accuracy,
+        withheld_X2=targets.withheld_X2,
+    )
+    return asked.spread(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Tokens whose numbers are computed, one row after another, and what is computed of them."""
+
+    ids_N: Tensor
+    temperatures_N: Tensor
+    withheld_X2: Tensor | None
+    """Pairs of a place in N and an id that could not be drawn there."""
+    wanted: Wanted = PLAIN
+
+    def part(self, start: int, end: int) -> Targets:
+        """Those from `start` to `end`, with places counted from there."""
+        return Targets(
+            self.ids_N[start:end],
+            self.temperatures_N[start:end],
+            withheld_between(self.withheld_X2, start, end),
+            self.wanted,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The completion tokens of rows that are asked about."""
+
+    targets: Targets
+    among_A: Tensor
+    """Which of all completion tokens they are, one row after another."""
+    places_BT: Tensor
+    """Where they stand in the padded shape."""
+
+    def spread(self, found: TokenNumbers) -> Forward:
+        """The numbers of the targets in the padded shape."""
+        places_BT = self.places_BT
+        empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
+        wrong_BT = torch.zeros_like(places_BT)
+        return Forward(
+            empty_BT.masked_scatter(places_BT, found.logprobs_N),
+            empty_BT.masked_scatter(places_BT, found.entropies_N),
+            None if found.right_N is None else wrong_BT.masked_scatter(places_BT, found.right_N),
+        )
+
+
+def asked_of(rows: Sequence[Row], wanted: Wanted, device: torch.device) -> Asked:
+    """Which tokens of the rows are asked about, and what."""
+    real_BT = _real(rows, device)
+    places_BT = _padded([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
+    if not places_BT.any():  # a gradient of 0 must come from somewhere
+        places_BT = real_BT
+    among_A = places_BT[real_BT]
+    temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
+    targets = Targets(
+        ids_N=_padded_ids(rows, device)[places_BT],
+        temperatures_N=temperatures_B[:, None].expand_as(places_BT)[places_BT],
+        withheld_X2=_withheld(rows, among_A),
+        wanted=wanted,
+    )
+    return Asked(targets, among_A, places_BT)
+
+
+def _withheld(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
+    """[X, 2]: pairs of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
+    if not any(row.withheld for row in rows):
+        return None
+    starts = accumulate((len(row.completion_ids) for row in rows), initial=0)
+    pairs = [
+        (start + place, token)
+        for row, start in zip(rows, starts, strict=False)
+        for stretch in row.withheld
+        for place in range(stretch.start, stretch.end)
+        for token in stretch.token_ids
+    ]
+    device = among_A.device
+    pairs_X2 = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2)
+    places_X, ids_X = pairs_X2[among_A[pairs_X2[:, 0]]].unbind(1)
+    return torch.stack((among_A.cumsum(0)[places_X] - 1, ids_X), dim=1)

@@ -1,0 +1,142 @@
+"""Weights divided among learners (FSDP2), for models that do not fit on one GPU.
+
+Each learner holds a part of every weight of the base. A layer's are gathered when it computes, forwards and again backwards, and given up
+afterwards; embedding and head are gathered for a whole pass. Where all weights are trained, gradients, moments and updates are divided
+likewise; an adapter is small, and whole in every learner.
+
+All learners gather at the same time, so all make as many passes: those who have fewer micro-batches make empty ones. What is computed
+between two passes is their own. Gradients are sums over all learners, never means (`groupwise.engine.learner.collective`). Files hold whole
+tensors: the first learner writes them, and the others lend it their parts.
+
+The model is computed by transformers' modules, a pass by a single call of each: the native engine lays weights out in an order of its
+own, and prompts that are computed once for several completions would be a call more in some learners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from groupwise.core.errors import ModelError
+from groupwise.core.types import PolicyRole, Row
+from groupwise.engine.learner.collective import Collective
+from groupwise.engine.learner.engine import Compute
+from groupwise.engine.learner.forward import Forward, Wanted
+from groupwise.engine.learner.layout import Batch, PackedBatch
+from groupwise.engine.learner.transformers_engine import TransformersEngine
+from groupwise.engine.learner.weights import TrainedWeights
+
+_PASS = "divided_pass"
+"""The method of a divided model that makes a pass."""
+_EMPTY = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
+"""What those compute who have nothing left."""
+
+Numbers = tuple[Tensor, Tensor, Tensor | None]
+"""The fields of a `Forward`: tensors, because hooks of FSDP look for them in what a pass returns."""
+
+
+class DividedEngine:
+    """A `groupwise.engine.learner.engine.Engine` over a model whose weights it divides among the learners that have met.
+
+    All of them make it at the same time, and from then on make the same calls of it in the same order.
+    """
+
+    def __init__(
+        self,
+        weights: TrainedWeights,
+        device: str,
+        *,
+        packing: bool,
+        gradient_checkpointing: bool,
+    ) -> None:
+        """`device`: where parts of the model are to be, which may still be elsewhere as a whole."""
+        self._engine = TransformersEngine(
+            weights,
+            packing=packing,
+            gradient_checkpointing=gradient_checkpointing,
+            sharing=False,
+        )
+        self._weights = weights
+        self._left = 0
+        """Passes that others make beyond this learner's last rows."""
+        mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+        policy, *others = weights.models()
+        if others:
+            self._engine.reference()  # looks at the model, while it is whole
+        for model in (policy, *others):
+            _divide(model, mesh, weights.undivided())
+
+    def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
+        """See `Engine.cut`. The passes that come are counted with those of the others; there may be no rows."""
+        batches = self._engine.cut(rows, max_tokens, gradient=gradient) if rows else []
+        most = torch.tensor(len(batches), device=self._weights.model.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        self._left = int(most) - len(batches)
+        return batches
+
+    @contextmanager
+    def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
+        """See `Engine.acting`."""
+        model = self._weights.model if role == "policy" else self._weights.reference_model
+        with self._engine.acting(role, gradient=gradient) as compute:
+
+            def gathered(batch: Any, wanted: Wanted) -> Forward:
+                return Forward(*getattr(model, _PASS)(compute, batch, wanted))
+
+            yield gathered
+
+    def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
+        """Make as many passes as those who have more rows, with no effect."""
+        for _ in range(self._left):
+            with self.acting(role, gradient=gradient) as compute:
+                found = compute(_EMPTY, Wanted())
+                if gradient:
+                    (found.logprobs_BT.sum() * 0.0).backward()
+        self._left = 0
+
+
+class Divided(Collective):
+    """As `Collective`, where gradients of divided weights have been added up on their way to their parts."""
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
+        whole = [each for each in parameters if not isinstance(each, DTensor)]
+        if whole:
+            super().sum_gradients(whole)
+
+
+def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Parameter]) -> None:
+    """Leave this learner its part of each weight but of those that stay `whole`, which go where it computes."""
+    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"scale.strategy is fsdp2, but nothing says which modules of a {model.config.model_type} model are its layers, so that its "
+            "weights cannot be gathered one layer after another. Set scale.strategy=ddp, for which the model must fit on one GPU."
+        )
+    for each in whole:
+        each.data = each.data.to(mesh.device_type)
+    ignored = set(whole)
+    for layer in reversed(layers):  # the inner ones before those around them
+        fully_shard(layer, mesh=mesh, ignored_params=ignored)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    setattr(cast("nn.Module", model), _PASS, _numbers)
+    register_fsdp_forward_method(model, _PASS)
+
+
+def _numbers(compute: Compute, batch: Any, wanted: Wanted) -> Numbers:
+    found = compute(batch, wanted)
+    return found.logprobs_BT, found.entropies_BT, found.right_BT

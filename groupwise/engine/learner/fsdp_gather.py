@@ -1,0 +1,58 @@
+"""Tensors that may be divided among learners, as whole ones: for files, for fingerprints, and for what is read from files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from groupwise.engine.models.lora import refuse_mismatch, shapes_of
+
+
+class Whole(Mapping[str, Tensor]):
+    """Tensors as they are when all parts are put together, one after another as they are asked for; in memory of the processor.
+
+    Where they are divided, all learners ask for the same ones in the same order.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].detach()
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def lend(self) -> None:
+        """Take part in it where another learner asks for all of them."""
+        for tensor in self._tensors.values():
+            if isinstance(tensor, DTensor):
+                tensor.full_tensor()
+
+
+def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
+    """As `groupwise.engine.models.lora.copy_exactly`; of what is divided each learner takes its part."""
+    refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
+    with torch.no_grad():
+        for name, tensor in owned.items():
+            tensor.copy_(_part(given[name], tensor))
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """Of all together, and of all parts of them."""
+    found = torch.nn.utils.get_total_norm(tensors)
+    return float(found.full_tensor() if isinstance(found, DTensor) else found)
+
+
+def _part(given: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, DTensor):
+        return given
+    there = given.to(like.device)
+    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)

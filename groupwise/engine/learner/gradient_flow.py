@@ -1,0 +1,146 @@
+"""How much of a small step reaches the outputs of an adapter's layers, in the very products that learner and sampler compute.
+
+Nothing is changed: the adapter of a module is put back as it was, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.learner.native.product import Product
+from groupwise.engine.learner.weights import TrainedAdapter, TrainedWeights
+from groupwise.engine.models.lora import ExactLoraLinear
+from groupwise.engine.models.native.linear import Factors, Linear, Part
+from groupwise.engine.models.native.weights import NativeModel
+
+TOKENS = 1024
+"""Random inputs of a layer. So many make the slope sure to about 1 %, but for small steps of layers with large outputs in bfloat16: there
+rounding adds noise of 30 %, which has to be told from a change that does not act."""
+
+Compute = Callable[[Tensor, Factors], Tensor]
+"""A layer's output [N, O], without the rest of its product, for inputs [N, I] and an adapter of these factors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """Of the realised on the exact change of a layer's output: 1 where the change acts in full."""
+
+    layer: str
+    value: float
+    error: float
+    """Of the value, by chance: one standard deviation."""
+
+
+def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]:
+    """After an AdamW step every entry of B has moved by the learning rate: how much of that reaches the outputs?
+
+    One layer of each kind (`q_proj`, `down_proj` …) is tried, in the number format of its base, with inputs of unit variance. Where
+    sampler and learner compute it in several ways, the least is told. None where all weights are trained.
+    """
+    if not isinstance(weights, TrainedAdapter):
+        return []
+    adapted = weights.adapted
+    native = adapted.native(weights.name)
+    kinds = {path.rpartition(".")[2]: path for path in reversed(adapted.layers_of(weights.name))}
+    with torch.no_grad(), adapted.using(weights.name):
+        return [
+            Slope(path, *_least(weights, native, path, learning_rate))
+            for path in sorted(kinds.values())
+        ]
+
+
+def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
+    """Of what `compute` makes of the change from one adapter of a layer to another, on the change itself (float64)."""
+    return slope_of(*_changes(compute, inputs_NI, before, after))
+
+
+def _changes(
+    compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors
+) -> tuple[Tensor, Tensor]:
+    """The realised one and the exact one, [N, O]."""
+    exact_NO = _added(inputs_NI, after) - _added(inputs_NI, before)
+    return compute(inputs_NI, after).double() - compute(inputs_NI, before), exact_NO
+
+
+def slope_of(realised: Tensor, exact: Tensor) -> float:
+    """Of one change on another, through 0: 1 where it acts in full. `exact` is float64."""
+    return float((realised * exact).sum() / (exact * exact).sum())
+
+
+def error_of(realised_NO: Tensor, exact_NO: Tensor) -> float:
+    """The standard error of `slope_of`, a ratio of sums over independent tokens, to first order (Cochran, Sampling Techniques, §6.5)."""
+    squares_N = (exact_NO * exact_NO).sum(-1)
+    left_N = (realised_NO * exact_NO).sum(-1) - slope_of(realised_NO, exact_NO) * squares_N
+    return float(left_N.square().sum().sqrt() / squares_N.sum())
+
+
+def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
+    """How the native sampler and learner compute a layer."""
+    linear, part = next(
+        (linear, part) for linear in native.products for part in linear.parts if part.path == path
+    )
+    return {
+        "sampler": partial(_by_sampler, linear, part),
+        "learner": partial(_by_learner, linear, part),
+    }
+
+
+def _least(
+    weights: TrainedAdapter, native: NativeModel | None, path: str, learning_rate: float
+) -> tuple[float, float]:
+    """With its error."""
+    before = weights.adapted.low_rank(weights.name)[path]
+    generator = torch.Generator().manual_seed(0)
+    up_OR = before.up_OR
+    inputs_NI = torch.randn(TOKENS, before.down_RI.shape[1], generator=generator)
+    signs_OR = torch.randn(up_OR.shape, generator=generator).sign()
+    after = replace(before, up_OR=up_OR + learning_rate * signs_OR.to(up_OR))
+    inputs_NI = inputs_NI.to(up_OR.device, weights.model.dtype)
+    changes = [_changes(way, inputs_NI, before, after) for way in _ways(weights, native, path)]
+    return min((slope_of(*change), error_of(*change)) for change in changes)
+
+
+def _ways(weights: TrainedAdapter, native: NativeModel | None, path: str) -> list[Compute]:
+    """Those in which the run computes a layer."""
+    by_module = partial(_by_module, weights.adapted.layers[path], weights.name)
+    if native is None:
+        return [by_module]
+    ways = native_ways(native, path)
+    return [ways["sampler"], by_module if weights.dropout else ways["learner"]]
+
+
+def _added(inputs_NI: Tensor, factors: Factors) -> Tensor:
+    low_NR = inputs_NI.double() @ factors.down_RI.double().t()
+    return factors.scaling * low_NR @ factors.up_OR.double().t()
+
+
+def _by_module(layer: ExactLoraLinear, name: str, inputs: Tensor, factors: Factors) -> Tensor:
+    """As a transformers model computes it, with its adapter acting."""
+    _, up = layer.factors(name)
+    kept = up.clone()
+    try:
+        up.copy_(factors.up_OR)
+        return layer(inputs)
+    finally:
+        up.copy_(kept)
+
+
+def _by_sampler(linear: Linear, part: Part, inputs: Tensor, factors: Factors) -> Tensor:
+    return _own(linear.few(inputs, linear.packed_low_rank({part.path: factors})), part)
+
+
+def _by_learner(linear: Linear, part: Part, inputs: Tensor, factors: Factors) -> Tensor:
+    return _own(Product(linear, {part.path: factors}).forward(inputs)[0], part)
+
+
+def _own(found_NX: Tensor, part: Part) -> Tensor:
+    """The columns of a part, in the order of the model's own layer."""
+    own_NO = found_NX[:, part.start : part.end]
+    if part.order is None:
+        return own_NO
+    return torch.empty_like(own_NO).index_copy_(1, part.order, own_NO)

@@ -1,0 +1,256 @@
+"""Starts the processes of one machine of several: `python -m groupwise.engine.learner.launch_node --processes N -- COMMAND…`.
+
+The command line is the same on each machine.
+torchrun starts COMMAND so many times here, and tells each process which of all it is. Where the machines meet is said by whoever placed
+the job, in the environment (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a fleet do.
+Slurm begins a job on its first machine alone: there this program has srun begin it on all of them, and they meet at the first one. On
+Ray, which keeps the machines (`jobs/hosts/ray_gang.py`), it writes down what the others are to begin, and says after them what they say.
+
+Exit code: that of the first process that failed; 75 where one was killed, since the same command begun again goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import NoReturn
+
+from groupwise.core.errors import EX_TEMPFAIL
+from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret, port_of
+
+MACHINES = "SLURM_JOB_NUM_NODES"
+CORES = "SLURM_CPUS_PER_TASK"
+BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
+"""The file in which tasks of srun are told to end."""
+TOLD = ".groupwise-told"
+"""That file, in the working folder, which all nodes share."""
+PATIENCE = 1800
+"""Seconds that the first machine waits for the others: their environments may have to be made."""
+SAVING = 50
+"""Seconds that processes have after TERM; whoever placed the job kills after 60."""
+OTHERS_PATIENCE = 60
+"""Seconds that srun leaves the machines after the first of them has ended."""
+NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
+"""As `jobs/hosts/ray_gang.py` has them."""
+LOOK_SECONDS = 1.0
+"""Between two looks at what other machines have said."""
+EX_USAGE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where this machine stands among all."""
+
+    rank: int
+    count: int
+    host: str
+    port: int
+    name: str
+    """Of this attempt of the job."""
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Be this machine's part; never returns."""
+    parser = argparse.ArgumentParser(prog="python -m groupwise.engine.learner.launch_node")
+    parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
+    parser.add_argument("command", nargs="+")
+    known = parser.parse_args(arguments)
+    meeting = found_in(os.environ)
+    if BEGUN_BY_SRUN in os.environ:
+        Thread(target=heed, args=[Path(os.environ[BEGUN_BY_SRUN])], daemon=True).start()
+    if meeting is None and ORDER in os.environ:
+        sys.exit(lead(os.environ, arguments, known.processes, known.command))
+    if meeting is None and int(os.environ.get(MACHINES, "1")) > 1:
+        sys.exit(begin_on_all(int(os.environ[MACHINES]), arguments))
+    if meeting is None:
+        sys.stderr.write(
+            "Nothing says where the machines of this job meet: NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT are expected in the "
+            "environment, or a job of Slurm with several nodes. `groupwise launch ssh|slurm|ray --nodes N` and gangs of a fleet set them.\n"
+        )
+        sys.exit(EX_USAGE)
+    sys.exit(run(meeting, known.processes, known.command))
+
+
+def begin_on_all(count: int, arguments: Sequence[str]) -> int:
+    """Have srun begin this program once on each node. Its exit code.
+
+    TERM, which srun answers by killing all tasks at once, is kept from it, and told them by a file instead.
+    """
+    own = [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments]
+    step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
+    if cores := os.environ.get(CORES):  # srun does not take it over from the job (since 22.05)
+        step.append(f"--cpus-per-task={cores}")
+    ends = (f"--wait={OTHERS_PATIENCE}", "--export=ALL")
+    told = Path(TOLD).absolute()
+    told.write_text("")
+    os.environ[BEGUN_BY_SRUN] = str(told)
+    os.environ[KEY_FILE] = give_secret()
+    with _told_instead(told):
+        code = subprocess.Popen(["srun", *step, *ends, *own], start_new_session=True).wait()
+    return code if code >= 0 else EX_TEMPFAIL
+
+
+@contextmanager
+def _told_instead(path: Path) -> Generator[None]:
+    """TERM is written down there, and so is Ctrl-C, where somebody types this command."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {each: signal.signal(each, lambda *_: path.write_text("TERM")) for each in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def heed(path: Path) -> None:
+    """Tell this process what is said there. The file is there from the beginning: on a network's disk, a new one may be seen late."""
+    while True:
+        with suppress(OSError):  # of a network's disk; it may answer the next time
+            if path.read_text():
+                break
+        time.sleep(LOOK_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def give_secret() -> str:
+    """To all machines of this job, which share the working folder. The path of the file."""
+    path = os.path.abspath(KEY)
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(new_secret())
+    return path
+
+
+def lead(
+    environment: Mapping[str, str], arguments: Sequence[str], processes: str, command: Sequence[str]
+) -> int:
+    """Be the first machine of those that Ray has. The exit code."""
+    count, path = int(environment[NODES]), Path(environment[ORDER])
+    told = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
+    os.environ[KEY_FILE] = told[KEY_FILE] = give_secret()
+    order = {
+        "arguments": [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments],
+        "environment": {**environment, **told},
+        "folder": str(Path.cwd()),
+    }
+    others = Repeated([Path(f"{path}.{rank}.log") for rank in range(1, count)])
+    try:
+        _write_private(path, json.dumps(order).encode())
+        meeting = found_in({**environment, **told})
+        assert meeting is not None, "it has been told"
+        return run(meeting, processes, command)
+    finally:
+        path.unlink(missing_ok=True)
+        others.end()
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """At once, for this user alone."""
+    new = path.with_name(f"{path.name}.new")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    new.rename(path)
+
+
+class Repeated:
+    """What other machines write to files that they share with this one, said here as it comes."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._said = dict.fromkeys(paths, 0)
+        self._over = Event()
+        self._thread = Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Once more, and never again."""
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while True:
+            over = self._over.wait(LOOK_SECONDS)
+            for path, size in self._said.items():
+                self._said[path] = size + _say_from(path, size)
+            if over:
+                return
+
+
+def _say_from(path: Path, offset: int) -> int:
+    """How many bytes there were."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except OSError:
+        return 0
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+    return len(data)
+
+
+def found_in(environment: Mapping[str, str]) -> Meeting | None:
+    """What the environment says; None: nothing."""
+    if BEGUN_BY_SRUN in environment:
+        name = environment.get("GROUPWISE_ATTEMPT") or f"slurm.{environment['SLURM_JOB_ID']}"
+        return Meeting(
+            int(environment["SLURM_NODEID"]),
+            int(environment["SLURM_NNODES"]),
+            environment["SLURM_LAUNCH_NODE_IPADDR"],
+            port_of(name),
+            name,
+        )
+    words = ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT")
+    if not all(environment.get(word) for word in words):
+        return None
+    rank, count, host, port = (environment[word] for word in words)
+    name = environment.get("GROUPWISE_RENDEZVOUS") or "job"
+    return Meeting(int(rank), int(count), host, int(port), name)
+
+
+def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
+    """Start the command by torchrun, and wait until it has ended here. Its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args
+    from torch.distributed.run import run as torchrun
+
+    words = [
+        f"--nnodes={meeting.count}",
+        f"--node-rank={meeting.rank}",
+        f"--nproc-per-node={processes}",
+        f"--master-addr={meeting.host}",
+        f"--master-port={meeting.port}",
+        f"--rdzv-id={meeting.name}",
+        f"--rdzv-conf=timeout={PATIENCE}",
+        f"--shutdown-timeout={SAVING}",
+        "--no-python",
+        *command,
+    ]
+    try:
+        torchrun(parse_args(words))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode > 0:
+            return failure.exitcode
+        sys.stderr.write(
+            f"Process {rank} of the job was ended by signal {-failure.exitcode}; the others cannot go on without it.\n"
+        )
+        return EX_TEMPFAIL
+    except SignalException as told:
+        return 128 + int(told.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,197 @@
+"""How rows are laid out for the learner: cut into micro-batches by a budget of tokens, in the layout that computes least.
+
+Two layouts. A `MicroBatch` is one prompt and some of its completions: the prompt's tokens are computed once for all of them, so a
+group of G completions of length R after a prompt of length P costs P + G · R tokens instead of G · (P + R). A `PackedBatch` is rows
+of any prompts, several behind each other in one sequence, each of which sees itself alone: there a row costs its own length and
+next to no padding. `cut` is the one place that chooses between them; whether packing may be chosen at all is for the caller to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from groupwise.core.types import Row
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Completions of one prompt that are computed together."""
+
+    prompt_ids: tuple[int, ...]
+    rows: tuple[Row, ...]
+    indices: tuple[int, ...]
+    """Where each row stands in the sequence that was cut up."""
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest completion."""
+        return widest(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return len(self.prompt_ids) + len(self.rows) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Whole rows, prompts included, that are computed together as sequences of one length."""
+
+    rows: tuple[Row, ...]
+    indices: tuple[int, ...]
+    """Where each row stands in the sequence that was cut up."""
+    places: tuple[tuple[int, int], ...]
+    """For each row the sequence that it is in, and where in it its first token is."""
+    shape: tuple[int, int]
+    """Sequences, and the length of each in tokens."""
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest completion."""
+        return widest(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed, padding included."""
+        return self.shape[0] * self.shape[1]
+
+
+class Batch(Protocol):
+    """Rows that are computed together, whatever their layout."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Where each row stands in the sequence that was cut up."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest completion."""
+        ...
+
+
+def widest(rows: Sequence[Row]) -> int:
+    """Tokens of the longest completion."""
+    return max(len(row.completion_ids) for row in rows)
+
+
+def cut(
+    rows: Sequence[Row], max_tokens: int, *, packing: bool, prompt_shared: bool = True
+) -> list[MicroBatch | PackedBatch]:
+    """Micro-batches of all rows. With `packing`, prompts whose rows cost less packed than shared are packed together.
+
+    Where the forward pass cannot share prompts, packing takes all rows.
+    """
+    if not packing:
+        return [*microbatches(rows, max_tokens, prompt_shared=prompt_shared)]
+    sharing = [
+        index
+        for members in by_prompt(rows).values()
+        if prompt_shared and _shared_cost(rows, members) < _packed_cost(rows, members)
+        for index in members
+    ]
+    shared = microbatches([rows[index] for index in sharing], max_tokens)
+    rest = sorted(set(range(len(rows))) - set(sharing))
+    packs = packed([rows[index] for index in rest], max_tokens)
+    return [
+        *(MicroBatch(each.prompt_ids, each.rows, _of(sharing, each.indices)) for each in shared),
+        *(PackedBatch(p.rows, _of(rest, p.indices), p.places, p.shape) for p in packs),
+    ]
+
+
+def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
+    """Which rows each prompt has, in the order of their first."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(row.prompt_ids, []).append(index)
+    return found
+
+
+def microbatches(
+    rows: Sequence[Row], max_tokens: int, *, prompt_shared: bool = True
+) -> list[MicroBatch]:
+    """Cut rows up so that each micro-batch has at most `max_tokens` tokens, or a single row that is longer.
+
+    Where the forward pass cannot share the prompt, each row costs its own. Prompts keep the order of their first row; within
+    one, longer completions come first, which wastes least padding.
+    """
+    batches: list[MicroBatch] = []
+    for prompt_ids, members in by_prompt(rows).items():
+        once, each = (len(prompt_ids), 0) if prompt_shared else (0, len(prompt_ids))
+        longest_first = sorted(members, key=lambda index: -len(rows[index].completion_ids))
+        while longest_first:
+            width = max(1, len(rows[longest_first[0]].completion_ids))
+            count = max(1, (max_tokens - once) // (width + each))
+            taken, longest_first = longest_first[:count], longest_first[count:]
+            batches.append(
+                MicroBatch(prompt_ids, tuple(rows[index] for index in taken), tuple(taken))
+            )
+    return batches
+
+
+def packed(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
+    """Pack rows into sequences as long as the longest of them, as many beside each other as the budget allows.
+
+    Longer rows come first, each into the first sequence with room (first fit, decreasing). Sequences grow no longer than a single row
+    needs, because attention costs the square of their length.
+    """
+    left = sorted(range(len(rows)), key=lambda index: -_length(rows[index]))
+    batches: list[PackedBatch] = []
+    while left:
+        length = _length(rows[left[0]])
+        most = max(1, max_tokens // length)
+        placed, left = _first_fit(rows, left, length, most)
+        sequences = 1 + max(sequence for sequence, _ in placed.values())
+        batches.append(
+            PackedBatch(
+                tuple(rows[index] for index in placed),
+                tuple(placed),
+                tuple(placed.values()),
+                (sequences, length),
+            )
+        )
+    return batches
+
+
+def _first_fit(
+    rows: Sequence[Row], order: Sequence[int], length: int, most: int
+) -> tuple[dict[int, tuple[int, int]], list[int]]:
+    """Places of the rows that fit into `most` sequences of this length, and the rows that are left."""
+    filled: list[int] = []
+    placed: dict[int, tuple[int, int]] = {}
+    left: list[int] = []
+    for index in order:
+        needed = _length(rows[index])
+        fits = (number for number, used in enumerate(filled) if used + needed <= length)
+        sequence = next(fits, len(filled))
+        if sequence == most:
+            left.append(index)
+            continue
+        if sequence == len(filled):
+            filled.append(0)
+        placed[index] = (sequence, filled[sequence])
+        filled[sequence] += needed
+    return placed, left
+
+
+def _length(row: Row) -> int:
+    """Tokens that the forward pass needs: nothing follows the last one."""
+    return max(1, len(row.prompt_ids) + len(row.completion_ids) - 1)
+
+
+def _shared_cost(rows: Sequence[Row], members: Sequence[int]) -> int:
+    width = max(len(rows[index].completion_ids) for index in members)
+    return len(rows[members[0]].prompt_ids) + len(members) * (width - 1)
+
+
+def _packed_cost(rows: Sequence[Row], members: Sequence[int]) -> int:
+    return sum(_length(rows[index]) for index in members)
+
+
+def _of(numbers: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(numbers[place] for place in places)

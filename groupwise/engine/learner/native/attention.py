@@ -1,0 +1,46 @@
+"""Attention of a micro-batch's texts, forward and backward, and which class computes it where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.learner.native import packed_attention
+from groupwise.engine.learner.native.fused_attention import fused_attention
+from groupwise.engine.learner.native.layout import Texts
+from groupwise.engine.learner.native.packed_attention import PackedAttention
+from groupwise.engine.learner.native.piece_attention import piece_attention
+from groupwise.engine.models.native.weights import Shape
+
+
+class Attention(Protocol):
+    """Attention of some texts of a micro-batch, whose N tokens stand on one axis."""
+
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied with before they are given: the inverse root of their size, or 1 where scores are divided here."""
+        ...
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Write what the texts' queries [N, heads, D], times `query_scale`, find into their rows of `out` [N, heads · D]."""
+        ...
+
+    def backward(
+        self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
+    ) -> None:
+        """Write the gradients of the texts' rows into `d_qkv` [N, heads + 2 kv_heads, D], and add those of their prompt's."""
+        ...
+
+
+def attention_of(
+    shape: Shape, texts: Sequence[Texts], dtype: torch.dtype, device: torch.device
+) -> Sequence[Attention]:
+    """What computes all texts, in the order in which it is to be asked."""
+    if device.type == "cpu":
+        return piece_attention(shape, texts, device)
+    if packed_attention.suits(shape, dtype, device):
+        return [PackedAttention(shape, texts, device)]
+    return fused_attention(shape, texts, device)

@@ -1,0 +1,204 @@
+"""All layers forward and backward, by hand: no graph, and of each layer only what cannot be made again quickly is kept.
+
+Of a layer these are kept: the residual stream before attention and before the MLP, queries, keys and values as they come, what attention
+found, gate and up, and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are made again. With
+recomputation, only the residual stream before each layer is kept.
+
+The residual stream and its gradient are float32, products are in the model's number format, as in the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.learner.native.attention import Attention, attention_of
+from groupwise.engine.learner.native.elementwise import (
+    add_norm_gradient,
+    norm_scale,
+    norm_with_gradient,
+    swiglu,
+    swiglu_with_gradient,
+    turn_back_,
+)
+from groupwise.engine.learner.native.layout import FlatBatch
+from groupwise.engine.learner.native.product import Product
+from groupwise.engine.models.native.linear import Factors
+from groupwise.engine.models.native.weights import Layer, NativeModel
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is computed: a micro-batch by a model with an adapter."""
+
+    model: NativeModel
+    batch: FlatBatch
+    rotations_N1C: Tensor
+    query_rotations_N1C: Tensor
+    """Times what attention wants queries to be multiplied with."""
+    attention: Sequence[Attention]
+    products: list[Product]
+    recompute: bool
+    """Keep next to nothing of a layer and compute it again in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Of a layer, for its backward pass."""
+
+    residual_NH: Tensor
+    qkv_NO: Tensor
+    found_NO: Tensor
+    """What attention found."""
+    middle_NH: Tensor
+    """The residual stream before the MLP."""
+    gate_up_N2F: Tensor
+    lows: tuple[Tensor | None, ...]
+    """Of the four products, x Aᵀ."""
+
+
+def residual_stream(
+    model: NativeModel, batch: FlatBatch, factors: Mapping[str, Factors], *, recompute: bool
+) -> Tensor:
+    """The residual stream [N, H] after all layers; its gradient reaches the factors."""
+    device = model.device
+    with torch.no_grad():
+        products = [Product(linear, factors) for linear in model.products[:-1]]
+    rotations_N1C = model.rotations(torch.tensor(batch.positions, device=device))
+    attention = attention_of(model.shape, batch.texts, model.dtype, device)
+    scaled_N1C = rotations_N1C * attention[0].query_scale
+    work = Work(model, batch, rotations_N1C, scaled_N1C, attention, products, recompute)
+    return _Body.apply(work, torch.is_grad_enabled(), *_factors(work.products, factors))  # pyright: ignore[reportReturnType]
+
+
+def _factors(products: Sequence[Product], factors: Mapping[str, Factors]) -> Iterator[Tensor]:
+    """Those of all products, in the order in which `_Body.backward` gives their gradients."""
+    for product in products:
+        for each in product.adapted:
+            yield factors[each.part.path].down_RI
+            yield factors[each.part.path].up_OR
+
+
+class _Body(torch.autograd.Function):
+    """The embeddings and all layers; the factors of the adapter are its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, gradient: bool, *_: Tensor) -> Tensor:
+        model = work.model
+        residual_NH = model.embedded(torch.tensor(work.batch.token_ids, device=model.device))
+        kept: list[Kept | Tensor] = []
+        for number in range(len(model.layers)):
+            before_NH = residual_NH
+            residual_NH, of_layer = _forward(work, number, before_NH)
+            if gradient:
+                kept.append(before_NH if work.recompute else of_layer)
+        ctx.work, ctx.kept = work, kept
+        return residual_NH
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        work: Work = ctx.work
+        kept: list[Kept | Tensor] = ctx.kept
+        d_NH = grad_outputs[0].clone()  # from here on it is changed in place
+        gradients: list[Tensor] = []
+        for number in reversed(range(len(work.model.layers))):
+            of_layer = kept.pop()
+            if isinstance(of_layer, Tensor):
+                _, of_layer = _forward(work, number, of_layer)
+            gradients = _backward_(work, number, of_layer, d_NH) + gradients
+        return None, None, *gradients
+
+
+def _forward(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Kept]:
+    """The residual stream after a layer, and what its backward pass needs."""
+    model, layer = work.model, work.model.layers[number]
+    qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
+    qkv_NO, qkv_low = qkv.forward(model.normed(residual_NH, layer.attention_norm_H))
+    queries, keys, values = _turned(work, layer, qkv_NO)
+    found_NO = qkv_NO.new_empty(len(qkv_NO), output.linear.weight_OI.shape[1])
+    for each in work.attention:
+        each.forward(queries, keys, values, found_NO)
+    y_NH, output_low = output.forward(found_NO)
+    middle_NH = residual_NH + y_NH
+    gate_up_N2F, gate_up_low = gate_up.forward(model.normed(middle_NH, layer.mlp_norm_H))
+    y_NH, down_low = down.forward(swiglu(gate_up_N2F))
+    lows = qkv_low, output_low, gate_up_low, down_low
+    return middle_NH + y_NH, Kept(residual_NH, qkv_NO, found_NO, middle_NH, gate_up_N2F, lows)
+
+
+def _turned(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys at their positions, queries as attention wants them, and values."""
+    model = work.model
+    queries, keys, values = model.split(qkv_NO)
+    return (
+        model.turned(queries, layer.query_norm_D, work.query_rotations_N1C),
+        model.turned(keys, layer.key_norm_D, work.rotations_N1C),
+        values,
+    )
+
+
+def _backward_(work: Work, number: int, kept: Kept, d_NH: Tensor) -> list[Tensor]:
+    """Turn the gradient of the residual stream after a layer into that before it; return those of the layer's factors."""
+    layer = work.model.layers[number]
+    qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
+    qkv_low, output_low, gate_up_low, down_low = kept.lows
+    epsilon = work.model.shape.epsilon
+
+    dy_NH = d_NH.to(work.model.dtype)
+    u_NR = down.low_gradient(dy_NH)
+    a_NF, d_gate_up = swiglu_with_gradient(kept.gate_up_N2F, down.input_gradient(dy_NH, u_NR))
+    of_down = down.factor_gradients(a_NF, dy_NH, down_low, u_NR)
+    of_gate_up = _through_norm_(
+        gate_up, gate_up_low, d_gate_up, kept.middle_NH, layer.mlp_norm_H, epsilon, d_NH
+    )
+    dy_NH = d_NH.to(work.model.dtype)
+    u_NR = output.low_gradient(dy_NH)
+    d_qkv = _attention_backward(work, layer, kept.qkv_NO, output.input_gradient(dy_NH, u_NR))
+    of_output = output.factor_gradients(kept.found_NO, dy_NH, output_low, u_NR)
+    before = d_NH if number else None  # the embeddings need no gradient
+    of_qkv = _through_norm_(
+        qkv, qkv_low, d_qkv, kept.residual_NH, layer.attention_norm_H, epsilon, before
+    )
+    return [*of_qkv, *of_output, *of_gate_up, *of_down]
+
+
+def _through_norm_(
+    product: Product,
+    low_NR: Tensor | None,
+    dy_NO: Tensor,
+    residual_NH: Tensor,
+    norm_H: Tensor,
+    epsilon: float,
+    d_NH: Tensor | None,
+) -> list[Tensor]:
+    """Add to `d_NH` what comes back through a product and the norm before it; return the gradients of the product's factors."""
+    u_NR = product.low_gradient(dy_NO)
+    dx_NH = None if d_NH is None else product.input_gradient(dy_NO, u_NR)
+    x_NH = norm_with_gradient(residual_NH, norm_H, epsilon, dy_NO.dtype, dx_NH, d_NH)
+    return product.factor_gradients(x_NH, dy_NO, low_NR, u_NR)
+
+
+def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_found: Tensor) -> Tensor:
+    """The gradient [N, O] of the layer's first product."""
+    model, shape = work.model, work.model.shape
+    queries, keys, values = _turned(work, layer, qkv_NO)
+    turned = shape.heads + shape.kv_heads
+    d_NJD = torch.empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size, device=qkv_NO.device)
+    for each in work.attention:
+        each.backward(d_found, queries, keys, values, d_NJD)
+    raw_queries, raw_keys, _ = model.split(qkv_NO)
+    for part, rotations, raw, norm_D in (
+        (slice(0, shape.heads), work.query_rotations_N1C, raw_queries, layer.query_norm_D),
+        (slice(shape.heads, turned), work.rotations_N1C, raw_keys, layer.key_norm_D),
+    ):
+        turn_back_(d_NJD[:, part], rotations)
+        if norm_D is not None:
+            x = raw.to(d_NJD.dtype)
+            d = torch.zeros_like(x)
+            add_norm_gradient(d, d_NJD[:, part], x, norm_scale(x, shape.epsilon), norm_D)
+            d_NJD[:, part] = d
+    return d_NJD.flatten(1).to(model.dtype)

@@ -1,0 +1,85 @@
+"""Attention by torch's fused kernels, for a GPU, where they keep scores on the chip.
+
+Queries are the last of the keys, so that their mask is the causal one of the lower right corner, which the kernels know without a
+matrix of it. Queries and keys are rounded to the number format of the values, as these kernels want them, and scores are divided by the
+root of the heads' size afterwards, as in the sampler: divided before, queries would be rounded otherwise, unless that root is a power
+of two. The gradient is torch's, for which the forward pass is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from groupwise.engine.learner.native.layout import Texts
+from groupwise.engine.learner.native.padded_attention import PaddedAttention, real_places
+from groupwise.engine.models.native.weights import Shape
+
+
+class FusedAttention(PaddedAttention):
+    """An `Attention` of all texts of a set at once."""
+
+    __slots__ = ()
+
+    @property
+    def query_scale(self) -> float:
+        """See `Attention.query_scale`: nothing, because the kernels do it."""
+        return 1.0
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """See `Attention.forward`."""
+        out_NHD = out.view(len(out), self.shape.heads, self.shape.head_size)
+        found_MLHD = self.room(out_NHD)
+        found_MHLD = _found(*self._inputs(queries, keys, values))
+        found_MLHD.copy_(found_MHLD.transpose(1, 2))
+        self.put(found_MLHD, out_NHD)
+
+    def gradients(
+        self,
+        d_out: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        d_queries_MLHD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """See `PaddedAttention.gradients`."""
+        inputs = self._inputs(queries, keys, values)
+        d_found_MLHD = self.beside(d_out.view(len(d_out), self.shape.heads, self.shape.head_size))
+        with torch.enable_grad():
+            found_MHLD = _found(*(each.requires_grad_() for each in inputs))
+        d_queries_MHLD, d_keys_MJCD, d_values_MJCD = torch.autograd.grad(
+            found_MHLD, inputs, d_found_MLHD.transpose(1, 2)
+        )
+        d_queries_MLHD.copy_(d_queries_MHLD.transpose(1, 2))
+        return d_keys_MJCD, d_values_MJCD
+
+    def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """Queries [M, heads, L, D], keys and values [M, J, C, D], in one number format; none shares memory with what was given."""
+        queries_MHLD = self.beside(queries).transpose(1, 2)
+        return (
+            queries_MHLD.to(values.dtype, copy=True),
+            self.with_prompt(keys).to(values.dtype),
+            self.with_prompt(values),
+        )
+
+
+def fused_attention(
+    shape: Shape, texts: Sequence[Texts], device: torch.device
+) -> list[FusedAttention]:
+    """For each set of texts."""
+    return [FusedAttention(shape, each, real_places(each, device)) for each in texts]
+
+
+def _found(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:
+    """What queries find, [M, heads, L, D]."""
+    return F.scaled_dot_product_attention(
+        queries_MHLD,
+        keys_MJCD,
+        values_MJCD,
+        attn_mask=causal_lower_right(queries_MHLD.shape[2], keys_MJCD.shape[2]),
+        enable_gqa=queries_MHLD.shape[1] != keys_MJCD.shape[1],
+    )

@@ -1,0 +1,134 @@
+"""Log-probabilities and entropies of given tokens after the last layer, with their gradients, without keeping logits.
+
+With logits z (divided by the temperature T), probabilities p, entropy H and the rows of the head's weight W, the gradients with respect
+to the head's input are `d log p(target) = (W[target] − p W) / T` and `dH = −(p (log p + H)) W / T`. They are made in the
+forward pass, while the logits are there, so that the backward pass only scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.learner.forward import Targets
+from groupwise.engine.learner.native.elementwise import add_norm_gradient, norm_scale
+from groupwise.engine.models.logprobs import NEVER, TokenNumbers
+from groupwise.engine.models.native.facts import CHUNK
+from groupwise.engine.models.native.weights import NativeModel
+
+ROWS_IN_CACHE = 16
+"""Rows of float32 logits that a processor handles at a time: 3 MB for a vocabulary of 49,152."""
+
+
+def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> TokenNumbers:
+    """The numbers of the targets, from the residual stream [N, H] after all layers.
+
+    They are those of `groupwise.engine.models.logprobs.token_logprobs`.
+    """
+    gradient = torch.is_grad_enabled() and residual_NH.requires_grad
+    logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
+    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.wanted.accuracy else None)
+
+
+class _Head(torch.autograd.Function):
+    """Final norm and head; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, residual_NH: Tensor, model: NativeModel, targets: Targets, gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = _Numbers(model, residual_NH, targets, gradient)
+        for start in range(0, len(residual_NH), CHUNK):
+            found.compute(start, min(start + CHUNK, len(residual_NH)))
+        ctx.model, ctx.slopes = model, (found.chosen_slopes_NH, found.entropy_slopes_NH)
+        ctx.save_for_backward(residual_NH)
+        ctx.mark_non_differentiable(found.right_N)
+        if not targets.wanted.entropy_gradient:
+            ctx.mark_non_differentiable(found.entropies_N)
+        return found.logprobs_N, found.entropies_N, found.right_N
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        d_logprobs_N, d_entropies_N, _ = grad_outputs
+        (residual_NH,) = ctx.saved_tensors
+        model: NativeModel = ctx.model
+        chosen_NH, entropy_NH = ctx.slopes
+        d_NH = chosen_NH * d_logprobs_N[:, None]
+        if entropy_NH is not None:
+            d_NH.addcmul_(entropy_NH, d_entropies_N[:, None])
+        d_residual_NH = torch.zeros_like(residual_NH)
+        scale_N1 = norm_scale(residual_NH, model.shape.epsilon)
+        add_norm_gradient(d_residual_NH, d_NH, residual_NH, scale_N1, model.norm_H)
+        return d_residual_NH, None, None, None
+
+
+class _Numbers:
+    """The results, filled chunk by chunk, and the memory in which a chunk is computed."""
+
+    def __init__(
+        self, model: NativeModel, residual_NH: Tensor, targets: Targets, gradient: bool
+    ) -> None:
+        self._model, self._residual_NH, self._targets = model, residual_NH, targets
+        count = len(residual_NH)
+        self.logprobs_N = residual_NH.new_empty(count)
+        self.entropies_N = residual_NH.new_empty(count)
+        self.right_N = residual_NH.new_zeros(count, dtype=torch.bool)
+        wanted = residual_NH if gradient else None
+        self.chosen_slopes_NH = None if wanted is None else torch.empty_like(wanted)
+        entropy = gradient and targets.wanted.entropy_gradient
+        self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
+        rows = min(count, ROWS_IN_CACHE if residual_NH.device.type == "cpu" else CHUNK)
+        self._scaled_RV = residual_NH.new_empty(rows, model.shape.vocabulary)
+        self._probabilities_RV = torch.empty_like(self._scaled_RV)
+
+    def compute(self, start: int, end: int) -> None:
+        """The numbers of the places from `start` to `end`."""
+        model, targets = self._model, self._targets
+        logits_CV = model.head.many(model.normed(self._residual_NH[start:end], model.norm_H))
+        entropy_CV = None if self.entropy_slopes_NH is None else torch.empty_like(logits_CV)
+        rows = len(self._scaled_RV)
+        for first in range(start, end, rows):
+            last = min(first + rows, end)
+            here = slice(first - start, last - start)
+            self._rows(
+                slice(first, last),
+                targets.part(first, last),
+                logits_CV[here],
+                None if entropy_CV is None else entropy_CV[here],
+            )
+        temperatures_C1 = targets.temperatures_N[start:end, None]
+        for slopes_NH, weights_CV in (
+            (self.chosen_slopes_NH, logits_CV),  # now p - 1 at the target, p elsewhere
+            (self.entropy_slopes_NH, entropy_CV),
+        ):
+            if slopes_NH is not None and weights_CV is not None:
+                slopes_CH = weights_CV @ model.head.weight_OI
+                torch.div(slopes_CH, temperatures_C1, out=slopes_NH[start:end]).neg_()
+
+    def _rows(
+        self, places: slice, targets: Targets, logits_RV: Tensor, entropy_RV: Tensor | None
+    ) -> None:
+        """The numbers of a few places; with gradients, the logits are overwritten by what the weight is to be multiplied with."""
+        count = len(logits_RV)
+        scaled_RV, probabilities_RV = self._scaled_RV[:count], self._probabilities_RV[:count]
+        scaled_RV.copy_(logits_RV).div_(targets.temperatures_N[:, None])
+        if targets.withheld_X2 is not None:
+            known_X2 = targets.withheld_X2[targets.withheld_X2[:, 1] < scaled_RV.shape[1]]
+            scaled_RV[known_X2[:, 0], known_X2[:, 1]] = NEVER
+        torch.softmax(scaled_RV, -1, out=probabilities_RV)
+        # From the largest, whose probability is no less than 1 / V; that of others may be 0 in float32.
+        normaliser_R = scaled_RV.amax(-1).sub_(probabilities_RV.amax(-1).log_())
+        ids_R1 = targets.ids_N[:, None]
+        entropies_R = normaliser_R - torch.linalg.vecdot(probabilities_RV, scaled_RV)
+        self.logprobs_N[places] = scaled_RV.gather(1, ids_R1)[:, 0] - normaliser_R
+        self.entropies_N[places] = entropies_R
+        if targets.wanted.accuracy:
+            self.right_N[places] = scaled_RV.argmax(-1) == targets.ids_N
+        if entropy_RV is not None:
+            scaled_RV.sub_((normaliser_R - entropies_R)[:, None])
+            torch.mul(scaled_RV, probabilities_RV, out=entropy_RV)
+        if self.chosen_slopes_NH is not None:
+            ones_R1 = torch.ones_like(ids_R1, dtype=probabilities_RV.dtype)
+            logits_RV.copy_(probabilities_RV.scatter_add_(1, ids_R1, -ones_R1))

@@ -1,0 +1,169 @@
+"""Rows on one axis without padding: what many have in common is computed once.
+
+A prompt with several completions stands there once, and its completions behind it; each of them sees the prompt and itself. A prompt
+with one completion is one text with it. Nothing follows the last token of a completion, so it is left out. A micro-batch is whole
+groups, as many as its budget allows; a group that is too large for it is cut by its members, and its prompt repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from groupwise.core.types import Row
+from groupwise.engine.learner.layout import by_prompt, widest
+
+SPREAD = 2
+"""Texts are computed beside each other, padded to the longest, where it is at most so many times as long as the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts behind each other, longest first, of which each sees itself and all of them the same prompt, or none."""
+
+    start: int
+    """Where the first of them begins."""
+    lengths: tuple[int, ...]
+    prompt: tuple[int, int] | None = None
+    """Where the prompt that they see begins, and its length."""
+
+    @property
+    def end(self) -> int:
+        """Behind the last of them."""
+        return self.start + sum(self.lengths)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens that all of them see."""
+        return 0 if self.prompt is None else self.prompt[1]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """Rows that are computed together."""
+
+    rows: tuple[Row, ...]
+    indices: tuple[int, ...]
+    """Where each row stands in the sequence that was cut up."""
+    token_ids: tuple[int, ...]
+    """Of all texts, N."""
+    positions: tuple[int, ...]
+    """Of each token in its own text, prompt included; N."""
+    texts: tuple[Texts, ...]
+    """Together they are all tokens, those that see no prompt first."""
+    before: tuple[int, ...]
+    """For each completion token, one row after another, the place of the token before it."""
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest completion."""
+        return widest(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed."""
+        return len(self.token_ids)
+
+
+def cut(rows: Sequence[Row], max_tokens: int, *, packing: bool = True) -> list[FlatBatch]:
+    """Micro-batches of all rows, each of at most `max_tokens` tokens, or a single row that is longer. Prompts keep their order.
+
+    Without `packing`, no two prompts share one.
+    """
+    batches: list[FlatBatch] = []
+    taken: list[list[int]] = []
+    used = 0
+    for members in by_prompt(rows).values():
+        for part in _fitting(rows, members, max_tokens):
+            tokens = _tokens(rows, part)
+            if taken and (not packing or used + tokens > max_tokens):
+                batches.append(flat(rows, taken))
+                taken, used = [], 0
+            taken.append(part)
+            used += tokens
+    return [*batches, flat(rows, taken)] if taken else batches
+
+
+def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """The members of a group, longest first, in parts that the budget allows; at least one each."""
+    part: list[int] = []
+    for index in sorted(members, key=lambda index: -len(rows[index].completion_ids)):
+        if part and _tokens(rows, [*part, index]) > max_tokens:
+            yield part
+            part = []
+        part.append(index)
+    yield part
+
+
+def _tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
+    """What rows of one prompt cost together."""
+    own = sum(len(rows[index].completion_ids) - 1 for index in members)
+    return len(rows[members[0]].prompt_ids) + own
+
+
+def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
+    """The micro-batch of these rows, which are grouped by their prompt and longest first within it."""
+    axis = _Axis()
+    trunks = [_trunk([rows[index] for index in members]) for members in groups]
+    order = sorted(range(len(groups)), key=lambda number: -len(trunks[number]))
+    starts = dict(zip(order, axis.add([trunks[number] for number in order]), strict=True))
+    before: list[int] = []
+    for number, members in enumerate(groups):
+        length = len(rows[members[0]].prompt_ids)
+        last = starts[number] + length - 1
+        completions = [rows[index].completion_ids for index in members]
+        if len(members) == 1:
+            before += range(last, last + len(completions[0]))
+            continue
+        begins = axis.add([ids[:-1] for ids in completions], (starts[number], length))
+        for ids, begin in zip(completions, begins, strict=True):
+            before += [last, *range(begin, begin + len(ids) - 1)]
+    indices = tuple(index for members in groups for index in members)
+    return FlatBatch(
+        rows=tuple(rows[index] for index in indices),
+        indices=indices,
+        token_ids=tuple(axis.token_ids),
+        positions=tuple(axis.positions),
+        texts=tuple(axis.texts),
+        before=tuple(before),
+    )
+
+
+class _Axis:
+    """The one axis, while texts are put on it."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.positions: list[int] = []
+        self.texts: list[Texts] = []
+
+    def add(
+        self, texts: Sequence[Sequence[int]], prompt: tuple[int, int] | None = None
+    ) -> list[int]:
+        """Put texts that see this prompt behind each other, longest first; return where each begins."""
+        begins: list[int] = []
+        first = 0 if prompt is None else prompt[1]
+        for ids in texts:
+            begins.append(len(self.token_ids))
+            self.token_ids += ids
+            self.positions += range(first, first + len(ids))
+        self.texts += _similar(begins[0], [len(ids) for ids in texts], prompt)
+        return begins
+
+
+def _trunk(rows: Sequence[Row]) -> tuple[int, ...]:
+    """The tokens of a group that see no prompt: the prompt itself, and a single completion with it."""
+    prompt_ids = rows[0].prompt_ids
+    return prompt_ids if len(rows) > 1 else (*prompt_ids, *rows[0].completion_ids[:-1])
+
+
+def _similar(start: int, lengths: Sequence[int], prompt: tuple[int, int] | None) -> list[Texts]:
+    """Texts of these lengths, longest first, in sets of similar length; empty ones are left out."""
+    found: list[Texts] = []
+    left = [length for length in lengths if length]
+    while left:
+        taken = [length for length in left if SPREAD * length >= left[0]]
+        found.append(Texts(start, tuple(taken), prompt))
+        start = found[-1].end
+        left = left[len(taken) :]
+    return found

@@ -1,0 +1,185 @@
+"""Attention by batched products over texts and heads, with its gradient, for a processor.
+
+With scores `S = Q Kᵀ`, masked, `P = softmax(S)` and `O = P V`, the gradients are `dV = Pᵀ dO`, `dP = dO Vᵀ`,
+`dS = P (dP − rowsum(dP P))`, `dQ = dS K` and `dK = dSᵀ Q`. P is made again in the backward pass. Work is done in pieces of some
+texts and queries, each with all the keys that it sees, so that memory grows with the length of texts and not with its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.learner.native.layout import Texts
+from groupwise.engine.learner.native.padded_attention import PaddedAttention, real_places
+from groupwise.engine.models.native.facts import multiple
+from groupwise.engine.models.native.linear import quick_float32
+from groupwise.engine.models.native.weights import Shape
+
+SCORES = 1 << 20
+"""Scores of a piece, at most, where a text can be cut so: 4 MB, which stay in the cache of a processor."""
+QUERIES = 128
+"""Queries of a piece, of a text that is cut."""
+ALIGNED = 16
+"""Keys are looked at in multiples of so many, because rows of other lengths take up to four times as long."""
+
+
+class Piece(NamedTuple):
+    """Some texts of a set, and some of their queries."""
+
+    texts: slice
+    queries: slice
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of texts beside each other, padded with 0 (M texts, J heads of keys, R queries of each)."""
+
+    queries_MJRLD: Tensor
+    keys_MJCD: Tensor
+    """C: those of the prompt, then the text's own, then some that no query sees."""
+    values_MJCD: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PieceAttention(PaddedAttention):
+    """An `Attention`, a piece at a time."""
+
+    later_QX: Tensor
+    """-inf where a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
+
+    @property
+    def query_scale(self) -> float:
+        """See `Attention.query_scale`: all of it, so that scores need no pass of their own."""
+        return self.shape.head_size**-0.5
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """See `Attention.forward`."""
+        heads = self._heads(queries, keys, values)
+        out_NJRD = out.view(len(out), *self._per_token)
+        found_MLJRD = self.room(out_NJRD)
+        for piece in self._pieces():
+            probabilities_BQC = self._probabilities(heads, piece).to(values.dtype)
+            found_BQD = torch.bmm(probabilities_BQC, self._seen(heads.values_MJCD, piece))
+            found_MLJRD[piece].copy_(self._apart(found_BQD, piece))
+        self.put(found_MLJRD, out_NJRD)
+
+    def gradients(
+        self,
+        d_out: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        d_queries_MLHD: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """See `PaddedAttention.gradients`."""
+        heads = self._heads(queries, keys, values)
+        d_out_MJRLD = self._by_head(d_out)
+        d_queries_MLJRD = d_queries_MLHD.unflatten(2, self._per_token[:2])
+        pieces = [*self._pieces()]
+        if len(pieces) == 1:
+            d_q_BQD, d_k_BCD, d_v_BCD = self._gradients(heads, d_out_MJRLD, pieces[0])
+            d_queries_MLJRD.copy_(self._apart(d_q_BQD, pieces[0]))
+            return d_k_BCD.view_as(heads.keys_MJCD), d_v_BCD.view_as(heads.keys_MJCD)
+        sums = [torch.zeros_like(heads.keys_MJCD, dtype=d_queries_MLJRD.dtype) for _ in range(2)]
+        for piece in pieces:
+            d_q_BQD, *found = self._gradients(heads, d_out_MJRLD, piece)
+            d_queries_MLJRD[piece].copy_(self._apart(d_q_BQD, piece))
+            for sum_MJCD, d_BCD in zip(sums, found, strict=True):
+                d_MJCD = d_BCD.unflatten(0, (-1, self.shape.kv_heads))
+                sum_MJCD[piece.texts, :, : d_BCD.shape[1]] += d_MJCD
+        return sums[0], sums[1]
+
+    def _gradients(
+        self, heads: Heads, d_out_MJRLD: Tensor, piece: Piece
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the queries, keys and values of a piece, in the number format of the values."""
+        dtype = heads.values_MJCD.dtype
+        d_out_BQD = self._asked(d_out_MJRLD, piece)
+        q_BQD, k_BCD, v_BCD = (
+            self._asked(heads.queries_MJRLD, piece).to(dtype),
+            self._seen(heads.keys_MJCD, piece).to(dtype),
+            self._seen(heads.values_MJCD, piece),
+        )
+        p_BQC = self._probabilities(heads, piece)
+        d_p_BQC = torch.bmm(d_out_BQD, v_BCD.transpose(1, 2)).to(p_BQC.dtype)
+        d_s_BQC = torch._softmax_backward_data(d_p_BQC, p_BQC, -1, p_BQC.dtype).to(dtype)
+        return (
+            torch.bmm(d_s_BQC, k_BCD),
+            torch.bmm(d_s_BQC.transpose(1, 2), q_BQD),
+            torch.bmm(p_BQC.to(dtype).transpose(1, 2), d_out_BQD),
+        )
+
+    @property
+    def _per_token(self) -> tuple[int, int, int]:
+        """Heads of keys, queries of each, and their size."""
+        shape = self.shape
+        return shape.kv_heads, shape.queries_per_key, shape.head_size
+
+    def _pieces(self) -> Iterator[Piece]:
+        queries = _queries(self.shape, self.texts)
+        scores = queries * self.shape.heads * (self.texts.prompt_length + self.length)
+        texts = max(1, SCORES // scores)
+        for text in range(0, self.count, texts):
+            for query in range(0, self.length, queries):
+                yield Piece(
+                    slice(text, min(text + texts, self.count)),
+                    slice(query, min(query + queries, self.length)),
+                )
+
+    def _heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> Heads:
+        end = self.texts.prompt_length + self.length
+        more = multiple(end, ALIGNED) - end
+        return Heads(
+            self._by_head(queries), self.with_prompt(keys, more), self.with_prompt(values, more)
+        )
+
+    def _by_head(self, x_NJD: Tensor) -> Tensor:
+        """What belongs to queries, [M, J, R, L, D]."""
+        x_NJRD = x_NJD.view(len(x_NJD), *self._per_token)
+        return self.beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
+
+    def _probabilities(self, heads: Heads, piece: Piece) -> Tensor:
+        """[B, Q, C], float32 or wider: texts and heads of keys, queries, and the keys up to the last of them."""
+        q_BQD, k_BCD = self._asked(heads.queries_MJRLD, piece), self._seen(heads.keys_MJCD, piece)
+        with quick_float32(heads.values_MJCD.dtype == torch.bfloat16):
+            scores_BQC = torch.bmm(q_BQD, k_BCD.transpose(1, 2))
+        count = piece.queries.stop - piece.queries.start
+        first = self.texts.prompt_length + piece.queries.start
+        own_BRQX = scores_BQC.view(len(scores_BQC), -1, count, k_BCD.shape[1])[..., first:]
+        own_BRQX += self.later_QX[:count, : own_BRQX.shape[-1]]
+        return torch.softmax(scores_BQC, -1)
+
+    def _asked(self, x_MJRLD: Tensor, piece: Piece) -> Tensor:
+        """The queries of a piece, those of one head of keys together, [B, Q, D]."""
+        return x_MJRLD[piece.texts, :, :, piece.queries].flatten(2, 3).flatten(0, 1)
+
+    def _apart(self, x_BQD: Tensor, piece: Piece) -> Tensor:
+        """The inverse of `_asked`, [M, L, J, R, D]."""
+        queries = piece.queries.stop - piece.queries.start
+        heads, repeat, size = self._per_token
+        return x_BQD.view(-1, heads, repeat, queries, size).permute(0, 3, 1, 2, 4)
+
+    def _seen(self, x_MJCD: Tensor, piece: Piece) -> Tensor:
+        """The keys or values that a piece sees, [B, C, D]."""
+        seen = multiple(self.texts.prompt_length + piece.queries.stop, ALIGNED)
+        return x_MJCD[piece.texts, :, :seen].flatten(0, 1)
+
+
+def piece_attention(
+    shape: Shape, texts: Sequence[Texts], device: torch.device
+) -> list[PieceAttention]:
+    """For each set of texts."""
+    most = max(_queries(shape, each) for each in texts)
+    later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
+    return [PieceAttention(shape, each, real_places(each, device), later_QX) for each in texts]
+
+
+def _queries(shape: Shape, texts: Texts) -> int:
+    """Queries of a piece."""
+    longest = texts.lengths[0]
+    scores = longest * shape.heads * (texts.prompt_length + longest)
+    return longest if scores <= SCORES else min(longest, QUERIES)

@@ -1,0 +1,24 @@
+"""The course of the learning rate: a function of the step alone, so that a resume needs no state for it."""
+
+from __future__ import annotations
+
+import math
+
+from groupwise.engine.learner.config import OptimisationConfig
+
+
+def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> float:
+    """The rate of step `step` (from 0): warm-up to the peak, then constant, or down towards 0 after the last step."""
+    warmup = config.warmup_steps or round(config.warmup_ratio * max_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, max_steps - warmup)
+    return config.learning_rate * _decay(config.lr_scheduler_type, progress)
+
+
+def _decay(kind: str, progress: float) -> float:
+    if kind == "linear":
+        return 1 - progress
+    if kind == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0

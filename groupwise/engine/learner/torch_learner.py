@@ -1,0 +1,398 @@
+"""The default learner: forward, backward and AdamW in this process.
+
+It is blind to algorithms. Rows come in with weights and denominators that were made for the whole step; they are cut into
+micro-batches, each adds its share of the gradient, and `update` applies the sum. Because losses are sums and the denominators
+are given, the gradient does not depend on the cuts. Factors or weights, gradients and optimiser state are float32.
+
+A learner holds one adapter over a base that others may share, or all weights of a model of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
+from groupwise.algorithms.registry import from_spec
+from groupwise.core import atomic_files
+from groupwise.core.types import (
+    LossSpec,
+    OptimiserParams,
+    OtherRows,
+    Policy,
+    PolicyRole,
+    Prediction,
+    Row,
+    UpdateResult,
+)
+from groupwise.engine.learner.engine import Engine
+from groupwise.engine.learner.forward import PLAIN, Forward, Wanted
+from groupwise.engine.learner.fsdp import DividedEngine
+from groupwise.engine.learner.fsdp_gather import Whole, copy_parts, norm
+from groupwise.engine.learner.layout import Batch
+from groupwise.engine.learner.native.engine import NativeEngine
+from groupwise.engine.learner.refusals import too_fast
+from groupwise.engine.learner.replicas import Summed
+from groupwise.engine.learner.transformers_engine import TransformersEngine
+from groupwise.engine.learner.weights import TrainedWeights
+from groupwise.engine.models.files import read_json, read_tensors, write_tensors
+from groupwise.engine.models.lora import fingerprint
+from groupwise.engine.models.memory import memory_explained
+from groupwise.runs import publications
+
+OPTIMISER = "optimiser.safetensors"
+STATE = "learner.json"
+
+
+class TorchLearner:
+    """A `groupwise.core.types.Learner` over any transformers causal language model."""
+
+    def __init__(
+        self,
+        weights: TrainedWeights,
+        *,
+        run: str,
+        publish_folder: Path,
+        max_tokens_per_microbatch: int,
+        seed: int,
+        gradient_checkpointing: bool = False,
+        packing: bool = True,
+        keep_publications: int = 2,
+        replicas: Summed | None = None,
+        native: bool = True,
+        divide_on: str | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        """`keep_publications`: so many of the last publications keep their files.
+
+        `replicas`: the learners in other processes that compute the gradient of other rows, for the same update.
+        Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
+        `engine`: what computes rows, where these weights have one of their own; the keys about how it does are not for it.
+        `divide_on`: weights are divided among the replicas, and this learner's part is on that device; see `groupwise.engine.learner.fsdp`.
+        """
+        self._weights = weights
+        self._run = run
+        self._publish_folder = publish_folder
+        self._max_tokens = max_tokens_per_microbatch
+        self._keep_publications = keep_publications
+        self._seed = seed
+        self._dropout = weights.dropout > 0
+        self._divided = divide_on is not None
+        self._engine = engine or _engine(
+            weights,
+            native=native,
+            packing=packing,
+            gradient_checkpointing=gradient_checkpointing,
+            divide_on=divide_on,
+        )
+        self._parameters = weights.parameters()
+        self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
+        self._updates = 0
+        self._replicas = replicas
+        self._trained: tuple[Sequence[Row], list[tuple[Batch, Tensor]]] = ((), [])
+        """What `forward_backward` was last given, and the log-probabilities that it found, by micro-batch."""
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.core.types.Learner.forward_backward`."""
+        found = from_spec(loss)
+        sums: dict[str, float] = {}
+        self._seed_dropout()
+        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy, trained_only=True)
+        seen: list[tuple[Batch, Tensor]] = []
+        self._trained = (rows, seen)
+        for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
+            result, logprobs_BT = self._backward(batch, wanted, found, denominators)
+            _add(sums, result)
+            seen.append((batch, logprobs_BT))
+            if not self._divided:  # else all do the same in the same order, and nothing between
+                with self._own_dropout():
+                    await asyncio.sleep(0)
+        self._engine.keep_step("policy", gradient=True)
+        return sums
+
+    async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
+        """See `groupwise.core.types.Learner.trained_logprobs`."""
+        return _by_row(*self._trained)
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.core.types.Learner.update`. A gradient that is not finite is left out.
+
+        Raises `NonFiniteError` if the step itself made weights that are not finite.
+        """
+        with memory_explained("updating the weights"):
+            if self._replicas is not None:
+                self._replicas.sum_gradients([*self._parameters.values()])
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            length = norm(gradients) if gradients else 0.0
+            applied = math.isfinite(length)
+            if applied:
+                self._clip(gradients, length, params.max_grad_norm)
+                self._step(params)
+        self.discard()
+        return UpdateResult(grad_norm=length, applied=applied)
+
+    def discard(self) -> None:
+        """See `groupwise.core.types.Learner.discard`."""
+        # Not to zeros: those would move weights by their momentum, and would not come back with a checkpoint.
+        self._optimiser.zero_grad(set_to_none=True)
+        self._trained = ((), [])
+
+    async def publish(self, version: int) -> Policy:
+        """See `groupwise.core.types.Learner.publish`. Old publications are removed.
+
+        Raises `StoreError` if the disk (or memory) that it is written to refuses.
+        """
+        folder = publications.version_folder(self._publish_folder, version)
+        fingerprint = self.fingerprint()
+        with atomic_files.explained(folder):
+            self._weights.save(folder)
+        publications.remove_old(self._publish_folder, version, self._keep_publications)
+        return Policy(
+            run=self._run,
+            version=version,
+            fingerprint=fingerprint,
+            kind=self._weights.kind,
+            path=str(folder),
+        )
+
+    def fingerprint(self) -> str:
+        """Of the weights as they are now; see `groupwise.core.types.Policy.fingerprint`."""
+        return fingerprint(Whole(self._parameters))
+
+    def attend_publication(self) -> str:
+        """What another learner does while the first one publishes; its fingerprint."""
+        found = self.fingerprint()
+        self._weights.lend()
+        return found
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        """See `groupwise.core.types.Learner.logprobs`."""
+        forwards = self._forwards(rows, role)
+        return _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.core.types.Learner.predictions`."""
+        forwards = self._forwards(rows, wanted=Wanted(accuracy=True))
+        logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
+        right = _by_row(rows, ((batch, _there(found.right_BT)) for batch, found in forwards))
+        return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
+
+    async def measure(
+        self, rows: Sequence[Row], loss: LossSpec
+    ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
+        """What `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
+        found = from_spec(loss)
+        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy)
+        forwards = self._forwards(rows, wanted=wanted)
+        sums: dict[str, float] = {}
+        for batch, forward in forwards:
+            _add(sums, found.loss(token_batch(batch, forward)))
+        return sums, _by_row(rows, ((batch, each.logprobs_BT) for batch, each in forwards))
+
+    @memory_explained("computing log-probabilities")
+    def _forwards(
+        self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: Wanted = PLAIN
+    ) -> list[tuple[Batch, Forward]]:
+        """Every micro-batch with its numbers, without gradient or dropout."""
+        with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
+            batches = self._engine.cut(rows, self._max_tokens, gradient=False)
+            found = [(batch, compute(batch, wanted)) for batch in batches]
+            self._engine.keep_step(role, gradient=False)
+            return found
+
+    def save(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.save`. OSError if the disk refuses."""
+        place = Path(folder)
+        moments = {**Whole(self._optimiser_tensors())}
+        self._weights.save(place)
+        write_tensors(moments, place / OPTIMISER)
+        (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
+
+    def attend_save(self) -> None:
+        """What another learner does while the first one saves."""
+        Whole(self._optimiser_tensors()).lend()
+        self._weights.lend()
+
+    def load(self, folder: str) -> None:
+        """See `groupwise.core.types.Learner.load`."""
+        place = Path(folder)
+        self._weights.read(place)
+        self._updates = int(read_json(place / STATE)["updates"])
+        self.discard()
+        stored = read_tensors(place / OPTIMISER)
+        self._make_optimiser_state({name.partition("|")[2] for name in stored})
+        copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))
+
+    def load_weights(self, folder: str) -> None:
+        """Take weights that were saved or published, with an optimiser that begins anew."""
+        self._weights.read(Path(folder))
+        self.discard()
+        self._optimiser.state.clear()
+        self._updates = 0
+
+    @memory_explained("learning")
+    def _backward(
+        self, batch: Batch, wanted: Wanted, loss: Loss, denominators: Mapping[str, float]
+    ) -> tuple[LossResult, Tensor]:
+        """The sums of a micro-batch, whose gradient is added, and the log-probabilities that they are made of."""
+        with self._engine.acting("policy", gradient=True) as compute:
+            forward = compute(batch, wanted)
+            result = loss.loss(token_batch(batch, forward))
+            total = sum(
+                value / denominators[name]
+                for name, value in result.components.items()
+                if denominators[name]
+            )
+            if isinstance(total, Tensor):
+                total.backward()
+        return result, forward.logprobs_BT.detach()
+
+    def _clip(self, gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
+        if max_norm is not None and norm > max_norm:
+            torch._foreach_mul_(gradients, max_norm / norm)
+
+    def _step(self, params: OptimiserParams) -> None:
+        for group in self._optimiser.param_groups:
+            group["lr"] = params.learning_rate
+            group["weight_decay"] = params.weight_decay
+            group["betas"] = (params.beta1, params.beta2)
+            group["eps"] = params.eps
+        try:
+            self._optimiser.step()
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            raise too_fast(params) from error
+        if not math.isfinite(norm([*self._parameters.values()])):
+            raise too_fast(params)
+        self._updates += 1
+
+    def _seed_dropout(self) -> None:
+        if self._dropout:
+            # Hashed, because torch's generator looks at the lower 32 bits alone.
+            rank = f" {self._replicas.rank}" if self._replicas is not None else ""
+            named = f"dropout {self._seed} {self._updates}{rank}"
+            digest = hashlib.sha256(named.encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:4], "big"))
+
+    def _own_dropout(self) -> contextlib.AbstractContextManager[None]:
+        """While this is open, others of this process may draw, and then dropout goes on where it was."""
+        if not self._dropout:
+            return contextlib.nullcontext()
+        device = self._weights.model.device
+        return torch.random.fork_rng([] if device.type == "cpu" else [device])
+
+    def _make_optimiser_state(self, names: AbstractSet[str]) -> None:
+        """Moments of these parameters alone: one that has never had a gradient has none."""
+        self._optimiser.state.clear()
+        for name in names & self._parameters.keys():
+            parameter = self._parameters[name]
+            self._optimiser.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def _optimiser_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{kind}|{name}": value
+            for name, parameter in self._parameters.items()
+            for kind, value in self._optimiser.state.get(parameter, {}).items()
+        }
+
+
+def _engine(
+    weights: TrainedWeights,
+    *,
+    native: bool,
+    packing: bool,
+    gradient_checkpointing: bool,
+    divide_on: str | None,
+) -> Engine:
+    if divide_on is not None:
+        return DividedEngine(
+            weights, divide_on, packing=packing, gradient_checkpointing=gradient_checkpointing
+        )
+    model = weights.native() if native else None
+    if model is not None:
+        return NativeEngine(
+            model, weights, packing=packing, gradient_checkpointing=gradient_checkpointing
+        )
+    return TransformersEngine(
+        weights, packing=packing, gradient_checkpointing=gradient_checkpointing
+    )
+
+
+def _by_row(
+    rows: Sequence[Row], values_by_batch: Iterable[tuple[Batch, Tensor]]
+) -> list[tuple[Any, ...]]:
+    """Values [B, T] of micro-batches as one tuple for each row, in the order of the rows and without padding."""
+    found: list[tuple[Any, ...]] = [()] * len(rows)
+    for batch, values_BT in values_by_batch:
+        for index, row, values in zip(batch.indices, batch.rows, values_BT.tolist(), strict=True):
+            found[index] = tuple(values[: len(row.completion_ids)])
+    return found
+
+
+def _add(sums: dict[str, float], result: LossResult) -> None:
+    losses = {f"loss/{name}": value for name, value in result.components.items()}
+    for name, value in {**losses, **result.stats}.items():
+        sums[name] = sums.get(name, 0.0) + float(value.detach())
+
+
+def _there(values: Tensor | None) -> Tensor:
+    assert values is not None
+    return values
+
+
+def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
+    """A micro-batch and its log-probabilities as the tensors that a loss takes."""
+    device = forward.logprobs_BT.device
+
+    def padded(values: list[tuple[float, ...]]) -> Tensor:
+        width = batch.width
+        return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in values], device=device)
+
+    def where_present(values: list[tuple[float, ...] | None]) -> Tensor | None:
+        present = [row for row in values if row is not None]
+        return padded(present) if present else None
+
+    return TokenBatch(
+        policy_logprobs_BT=forward.logprobs_BT,
+        sampling_logprobs_BT=padded([row.sampling_logprobs for row in batch.rows]),
+        mask_BT=padded([row.mask for row in batch.rows]),
+        advantages_B=torch.tensor([row.advantage for row in batch.rows], device=device),
+        scales_B=torch.tensor([row.scale for row in batch.rows], device=device),
+        entropies_BT=forward.entropies_BT,
+        right_BT=forward.right_BT,
+        reference_logprobs_BT=where_present([row.reference_logprobs for row in batch.rows]),
+        proximal_logprobs_BT=where_present([row.proximal_logprobs for row in batch.rows]),
+        others=_others(batch, device),
+        credits_BT=where_present([row.credits for row in batch.rows]),
+    )
+
+
+def _others(batch: Batch, device: torch.device) -> Others | None:
+    """What rows know of the other rows of their rollouts; None where each is a whole rollout."""
+    if all(row.others is None for row in batch.rows):
+        return None
+    sums = [row.others or OtherRows(0) for row in batch.rows]
+    return Others(
+        tokens_B=torch.tensor([each.tokens for each in sums], device=device),
+        log_weights_B=torch.tensor([each.log_weight for each in sums], device=device),
+        log_ratios_B=torch.tensor([each.log_ratio for each in sums], device=device),
+    )

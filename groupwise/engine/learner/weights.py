@@ -1,0 +1,219 @@
+"""The weights that a learner trains, how they are published, and the reference that they are held against."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.core.types import PolicyRole
+from groupwise.engine.learner.fsdp_gather import Whole, copy_parts
+from groupwise.engine.models.files import disk_errors, read_model_tensors
+from groupwise.engine.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
+from groupwise.engine.models.native.linear import Factors
+from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.models.tokenizer import quiet
+
+logger = logging.getLogger(__name__)
+
+
+class TrainedWeights(Protocol):
+    """What a learner needs of its weights."""
+
+    kind: Literal["adapter", "full"]
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def reference_model(self) -> PreTrainedModel:
+        """The model that `acting_reference` computes with; may be the same object."""
+        ...
+
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        """`model`, and `reference_model` where there is one that is another."""
+        ...
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names used in files, sorted."""
+        ...
+
+    def undivided(self) -> Sequence[nn.Parameter]:
+        """What of the models stays whole where their weights are divided among learners (`groupwise.engine.learner.fsdp`)."""
+        ...
+
+    @property
+    def dropout(self) -> float:
+        """Share of an adapter's inputs that is dropped where dropout acts."""
+        ...
+
+    def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]: ...
+
+    def acting_reference(self) -> contextlib.AbstractContextManager[object]:
+        """While this is open, `reference_model` computes as the policy that the run started from."""
+        ...
+
+    def native(self) -> NativeModel | None:
+        """The model as plain matrices; None where it is not to be computed so."""
+        ...
+
+    def factors(self, role: PolicyRole) -> dict[str, Factors]:
+        """What an adapter adds to the layers of `native`, by their names; those of the policy are what is trained."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the weights in the format of peft or transformers; OSError if the disk refuses."""
+        ...
+
+    def lend(self) -> None:
+        """Take part in `save` where another learner writes, and weights are divided."""
+        ...
+
+    def read(self, folder: Path) -> None:
+        """Restore what `save` wrote; raises `ModelError` unless all names and shapes match."""
+        ...
+
+
+class TrainedAdapter:
+    """An adapter over a frozen base. The reference is the plain base, or a frozen copy of the adapter it started from."""
+
+    kind: Literal["adapter", "full"] = "adapter"
+
+    def __init__(
+        self,
+        adapted: AdaptedModel,
+        seed: int,
+        start: dict[str, Tensor] | None = None,
+        name: str = "policy",
+        config: LoraConfig | None = None,
+    ) -> None:
+        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
+        self.adapted = adapted
+        self.name = name
+        self._reference: str | None = None
+        adapted.add(name, trainable=True, seed=seed, config=config)
+        if start is not None:
+            self._reference = f"{name}-start"
+            adapted.add(self._reference, trainable=False, seed=seed, config=config)
+            adapted.write(self._reference, start, "the starting adapter")
+            adapted.write(name, start, "the starting adapter")
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.adapted.base
+
+    @property
+    def reference_model(self) -> PreTrainedModel:
+        return self.adapted.base
+
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        return (self.adapted.base,)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.adapted.parameters(self.name)
+
+    def undivided(self) -> Sequence[nn.Parameter]:
+        names = [self.name, *([] if self._reference is None else [self._reference])]
+        return [each for name in names for each in self.adapted.parameters(name).values()]
+
+    @property
+    def dropout(self) -> float:
+        return self.adapted.configs[self.name].lora_dropout
+
+    @contextlib.contextmanager
+    def acting(self, *, dropout: bool) -> Iterator[None]:
+        with self.adapted.using(self.name, dropout=dropout):
+            yield
+
+    @contextlib.contextmanager
+    def acting_reference(self) -> Iterator[None]:
+        with self.adapted.using(self._reference):
+            yield
+
+    def native(self) -> NativeModel | None:
+        if self.dropout:
+            logger.warning(
+                "lora.dropout is %g, and with dropout the model is trained by transformers' modules, which is slower",
+                self.dropout,
+            )
+            return None
+        return self.adapted.native(self.name)
+
+    def factors(self, role: PolicyRole) -> dict[str, Factors]:
+        name = self.name if role == "policy" else self._reference
+        return {} if name is None else self.adapted.low_rank(name)
+
+    def save(self, folder: Path) -> None:
+        self.adapted.save(self.name, folder)
+
+    def lend(self) -> None:
+        """An adapter is whole in each learner."""
+
+    def read(self, folder: Path) -> None:
+        copy_exactly(self.parameters(), read_adapter(folder), str(folder / WEIGHTS))
+
+    def remove(self) -> None:
+        """Take the adapter off the base, with the one that it started from."""
+        for name in (self.name, self._reference):
+            if name is not None:
+                self.adapted.remove(name)
+
+
+class TrainedModel:
+    """All weights of a model in float32, with a frozen copy as reference where one is needed."""
+
+    kind: Literal["adapter", "full"] = "full"
+    dropout = 0.0
+
+    def __init__(self, model: PreTrainedModel, reference: PreTrainedModel | None = None) -> None:
+        self.model = model.requires_grad_(True)
+        self._frozen = reference
+
+    @property
+    def reference_model(self) -> PreTrainedModel:
+        assert self._frozen is not None, "built without a reference, because beta was 0"
+        return self._frozen
+
+    def models(self) -> tuple[PreTrainedModel, ...]:
+        return (self.model,) if self._frozen is None else (self.model, self._frozen)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(sorted(self.model.named_parameters()))
+
+    def undivided(self) -> Sequence[nn.Parameter]:
+        return ()
+
+    def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def acting_reference(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def native(self) -> None:
+        """Its gradient by hand is that of an adapter."""
+
+    def factors(self, role: PolicyRole) -> dict[str, Factors]:
+        return {}
+
+    def save(self, folder: Path) -> None:
+        whole = {**self._stored()}
+        with disk_errors(folder), quiet():
+            self.model.save_pretrained(folder, state_dict=whole, max_shard_size="1TB")
+
+    def lend(self) -> None:
+        self._stored().lend()
+
+    def read(self, folder: Path) -> None:
+        copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
+
+    def _stored(self) -> Whole:
+        """What is saved; weights that are the same ones under two names are there once."""
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
+        return Whole({**buffers, **self.parameters()})

@@ -1,0 +1,217 @@
+"""The adapter that a run starts from (`model.adapter`), checked before any weights are loaded.
+
+It decides its own shape: keys of `lora` that are given beside it must agree with it. Names and shapes of its tensors are held against
+the model's, which is built without storage for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.models import config as settings_of_models
+from groupwise.engine.models.bundled import BUNDLED
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.files import read_shapes
+from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
+from groupwise.engine.models.load import hollow_model, read_model_config
+from groupwise.engine.models.lora import (
+    WEIGHTS,
+    AdaptedModel,
+    new_lora_config,
+    read_lora_config,
+    refuse_mismatch,
+    shapes_of,
+)
+from groupwise.engine.models.tokenizer import resolve
+
+logger = logging.getLogger(__name__)
+
+
+def adapter_folder(model: ModelConfig) -> Path | None:
+    """The folder of `model.adapter`, which may come from the hub; None where there is none.
+
+    Raises `ModelError` if it cannot be had, or holds no plain LoRA adapter.
+    """
+    if model.adapter is None:
+        return None
+    folder = _from_hub(model) if _is_on_hub(model.adapter) else _on_this_machine(model)
+    read_lora_config(folder)
+    return folder
+
+
+def adapter_commit(model: ModelConfig) -> str | None:
+    """The commit of a `model.adapter` that comes from the hub; None for one on this machine, or without an adapter."""
+    if model.adapter is None or not _is_on_hub(model.adapter):
+        return None
+    return _from_hub(model).name  # …/snapshots/<commit>
+
+
+def _is_on_hub(adapter: str) -> bool:
+    return may_be_hub_id(adapter) and not Path(adapter).exists()
+
+
+def _on_this_machine(model: ModelConfig) -> Path:
+    if model.adapter_revision is not None:
+        raise ModelError(
+            f"model.adapter_revision is {model.adapter_revision!r}, but it has no effect: {model.adapter!r} is a path on "
+            "this machine, which has no revisions. Leave the key out, or give a hub id (OWNER/NAME) as model.adapter."
+        )
+    return Path(model.adapter or "").expanduser()
+
+
+def _from_hub(model: ModelConfig) -> Path:
+    name, at, revision = (model.adapter or "").partition("@")
+    if at:
+        raise ModelError(
+            f"model.adapter is {model.adapter!r}; a revision has a key of its own here. Write model.adapter={name} and "
+            f"model.adapter_revision={revision or 'main'}."
+        )
+    wanted = f"{name}@{model.adapter_revision}" if model.adapter_revision else name
+    try:
+        return _fetched_once(wanted)
+    except ModelError as error:
+        raise ModelError(
+            f"model.adapter: there is no folder {name!r} (looked in {Path.cwd()}).\nAs a hub id: {error}"
+        ) from error
+
+
+@cache
+def _fetched_once(reference: str) -> Path:
+    """One commit for the whole process, even if the branch moves meanwhile."""
+    return fetch_weights(reference)
+
+
+def check_adapter(
+    model: ModelConfig,
+    lora: settings_of_models.LoraConfig | None,
+    given_as: str = "model.adapter",
+) -> None:
+    """Raise `ModelError` unless a run of this config can start from `model.adapter`; nothing to check where that is null.
+
+    `given_as` is what messages call it.
+    """
+    if model.adapter is not None and lora is None:
+        raise ModelError(
+            f"{given_as} is an adapter, but lora is null: all weights are trained, and an adapter has no part in that. "
+            "Merge the adapter into the model first, or train it with lora: {}."
+        )
+    folder = adapter_folder(model)
+    if folder is None or lora is None:
+        return
+    adapted = hollow_adapter(model, starting_config(model, lora, given_as))
+    if "target_modules" in lora.model_fields_set:
+        fresh = new_lora_config(lora)
+        if adapted.config.exclude_modules:
+            leave_out_pictures(model, fresh)
+        asked = hollow_adapter(model, fresh)
+        _refuse_other_targets(f"{given_as} {folder}", set(asked.layers), set(adapted.layers))
+    owned = shapes_of(adapted.parameters("hollow"))
+    refuse_mismatch(owned, read_shapes(folder / WEIGHTS), str(folder / WEIGHTS))
+
+
+def starting_config(
+    model: ModelConfig, lora: settings_of_models.LoraConfig, given_as: str = "model.adapter"
+) -> LoraConfig:
+    """The peft config of what is trained: that of the adapter that is given, else a new one. It names the base."""
+    folder = adapter_folder(model)
+    if folder is None:
+        config = new_lora_config(lora)
+    else:
+        config = read_lora_config(folder)
+        _refuse_other_settings(f"{given_as} {folder}", lora, config)
+    config.base_model_name_or_path = base_name(model)
+    return config
+
+
+def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
+    """Of a model with several parts, have the adapter change the text alone, here and wherever peft loads it."""
+    described = read_model_config(model)
+    if described.get_text_config() is described:
+        return
+    base = hollow_model(model)
+    text = next(path for path, part in base.named_modules() if part is base.get_decoder())
+    config.exclude_modules = rf"(?!{re.escape(text)}\.).*"
+    if config.target_modules == "all-linear":  # peft would look for the names of all parts
+        config.target_modules = _linear_names(base.get_decoder())
+
+
+def _linear_names(part: nn.Module) -> list[str]:
+    linear = [path for path, module in part.named_modules() if isinstance(module, nn.Linear)]
+    return sorted({path.rpartition(".")[2] for path in linear})
+
+
+def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
+    """The model with one adapter, called `hollow`, both without storage."""
+    base = hollow_model(model)  # which may make a bundled model ready: that loads real weights
+    with torch.device("meta"):
+        adapted = AdaptedModel(base, config)
+        adapted.add("hollow", trainable=True, seed=0)
+    return adapted
+
+
+def base_name(model: ModelConfig) -> str:
+    """How files call the base: by its hub id if it has one, else as the config does. Never a cache of this machine."""
+    return BUNDLED[model.name].hub_id if model.name in BUNDLED else model.name
+
+
+def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
+    """Warn where an adapter says that it belongs to another model."""
+    named = config.base_model_name_or_path
+    known = {base_name(model), model.name, resolve(model).location}
+    if named and named not in known and _real(named) not in map(_real, known):
+        logger.warning(
+            "the adapter %s names %s as its base, but model.name is %s: on another base it means nothing",
+            folder,
+            named,
+            model.name,
+        )
+
+
+def _real(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
+def _refuse_other_settings(
+    adapter: str, lora: settings_of_models.LoraConfig, stored: LoraConfig
+) -> None:
+    pairs: dict[str, Any] = {
+        "r": stored.r,
+        "alpha": stored.lora_alpha,
+        "rslora": stored.use_rslora,
+        "dropout": stored.lora_dropout,
+    }
+    different = [
+        f"lora.{key} is {getattr(lora, key)}, but the adapter's is {value}"
+        for key, value in pairs.items()
+        if key in lora.model_fields_set and getattr(lora, key) != value
+    ]
+    _refuse(adapter, different)
+
+
+def _refuse_other_targets(adapter: str, asked: set[str], stored: set[str]) -> None:
+    different = [
+        f"lora.target_modules {verb} {len(layers)} layers that the adapter {fact} ({', '.join(sorted(layers)[:3])} …)"
+        for verb, fact, layers in (
+            ("names", "leaves alone", asked - stored),
+            ("leaves out", "has", stored - asked),
+        )
+        if layers
+    ]
+    _refuse(adapter, different)
+
+
+def _refuse(adapter: str, different: list[str]) -> None:
+    if different:
+        raise ModelError(
+            f"{adapter}: {'; '.join(different)}. Leave these keys out: the adapter decides, by its "
+            "adapter_config.json."
+        )

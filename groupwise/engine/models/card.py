@@ -1,0 +1,310 @@
+"""The model card: a README.md beside weights that says what they are, how they came about, how they did, and how to load them.
+
+It is made from the run's folder alone, by the run itself and by an export long after. Two equal runs have equal cards, so it names no
+times; and it may be published, so it names no path of this machine.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core.settings.credentials import holds_secret, is_secret
+from groupwise.core.terminal.text import one_line
+from groupwise.engine.models.artefact import is_adapter
+from groupwise.engine.models.bundled import BUNDLED, TINY
+from groupwise.engine.models.hub import may_be_hub_id
+from groupwise.runs.folder import RECORD, read_config
+from groupwise.runs.store import Store
+
+LEFT_OUT = ("callbacks", "run")
+"""Sections of the config that decide nothing about the weights, but where they are and who was told."""
+PACKAGES = ("groupwise", "torch", "transformers", "peft")
+"""Those whose versions a run notes (`packages_used`)."""
+WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
+"""The commands that train, in words."""
+DIGITS = 4
+_LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
+"""Looks like a path on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a reader of the card finds the files."""
+
+    name: str = "."
+    """A folder as seen from where one stands, or an id on the hub."""
+    revision: str | None = None
+    """Of the id, unless it is `main`."""
+    file: str | None = None
+    """The one file of a model for llama.cpp."""
+
+
+def model_card(
+    run: Path,
+    weights: Path,
+    steps: int,
+    *,
+    place: Place | None = None,
+    results: Mapping[str, Any] | None = None,
+    merged: bool = False,
+) -> str:
+    """The card of weights that a run had after so many steps.
+
+    `results` are those of the run's summary (`held_out`, losses). Without them the card has what was evaluated before that step, and in
+    it, where the run is finished: until then that may come later, and a card must not depend on when it is written.
+    `merged`: the adapter was added to its base.
+    """
+    config = read_config(run)
+    with Store.open(run / RECORD, readonly=True) as store:
+        facts = store.get_meta()
+        through = steps if facts["state"] == "finished" else steps - 1
+        earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]
+    base = _base(config, facts)
+    adapter = is_adapter(weights) and not merged
+    paragraphs = [
+        *_front(config, facts, base, adapter=adapter),
+        f"# {_words(run.name)}",
+        _what_it_is(config, facts, base, steps, adapter=adapter),
+        *_start(config, facts),
+        *_results(results or {}),
+        *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
+        "## How to load it",
+        _loading(config, base, place or Place(), adapter=adapter),
+        "## How it was trained",
+        _data(config, facts),
+        f"```json\n{json.dumps(_public(config, facts), indent=2, ensure_ascii=False)}\n```",
+        *_made_with(facts),
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What of a run's summary belongs into its card."""
+    losses = ("eval_loss_first", "eval_loss_last", "eval_loss_best")
+    return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
+
+
+def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
+    """The packages that train a run, with the versions that are here behind those that it had `before`, where they differ."""
+    found: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        try:
+            earlier, here = (before or {}).get(package, []), metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        found[package] = earlier if here in earlier else [*earlier, here]
+    return found
+
+
+def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """What the weights were made from: the policy whose whole weights the run started from, else the model."""
+    lineage = facts.get("lineage")
+    if lineage and not config["model"].get("adapter"):
+        return lineage[-1]["policy"]
+    return _named(config["model"]["name"])
+
+
+def _named(name: str) -> str:
+    """A model by its hub id, or by the last part of its path."""
+    if name in BUNDLED:
+        return BUNDLED[name].hub_id
+    return name if _on_hub(name) else Path(name).name
+
+
+def _on_hub(name: str) -> bool:
+    return may_be_hub_id(name) and not Path(name).exists()
+
+
+def _front(
+    config: Mapping[str, Any], facts: Mapping[str, Any], base: str, *, adapter: bool
+) -> Iterator[str]:
+    """What the hub reads."""
+    from ruamel.yaml import YAML
+
+    kind = facts.get("kind", "rl")
+    told: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["groupwise", kind, *([config["algorithm"]["type"]] if kind == "rl" else [])],
+    }
+    lineage = facts.get("lineage")
+    root = base if adapter or not lineage else _named(lineage[0].get("model") or base)
+    if may_be_hub_id(root):
+        told["base_model"] = root
+    if licence := config["run"].get("license"):
+        told["license"] = licence
+    text = io.StringIO()
+    YAML().dump(told, text)
+    yield f"---\n{text.getvalue()}---"
+
+
+def _what_it_is(
+    config: Mapping[str, Any], facts: Mapping[str, Any], base: str, steps: int, *, adapter: bool
+) -> str:
+    kind = facts.get("kind", "rl")
+    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
+    what = "A low-rank adapter for" if adapter else "A model made from"
+    return f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps."
+
+
+def _trained_on(facts: Mapping[str, Any]) -> str:
+    """The task, or the dataset where a run says that its task has no other name (`task_facts`)."""
+    dataset = facts.get("dataset")
+    return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
+
+
+def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
+    """What it started from where that is not the base alone, and what that had started from."""
+    adapter = config["model"].get("adapter")
+    lineage: list[dict[str, Any]] = facts.get("lineage") or (
+        [{"policy": _without_path(adapter)}] if adapter else []
+    )
+    if lineage:
+        yield f"It started from {', which started from '.join(_ancestor(each) for each in reversed(lineage))}."
+
+
+def _ancestor(earlier: Mapping[str, Any]) -> str:
+    trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if (kind := earlier.get("kind")) else ""
+    return f"{_code(earlier['policy'])}{trained}"
+
+
+def _results(results: Mapping[str, Any]) -> Iterator[str]:
+    held_out = results.get("held_out")
+    if held_out:
+        yield f"## Results on {int(held_out['prompts'])} held-out prompts"
+        named = {"base": "the base model", "before": "before", "after": "after"}
+        told = {title: held_out[key] for key, title in named.items() if key in held_out}
+        rows = [
+            [name, *(_interval(each[name]) for each in told.values())] for name in held_out["after"]
+        ]
+        yield _table(["", *told], rows)
+        yield (
+            f"Change of the reward, prompt by prompt: {_interval(held_out['change'])}. In brackets: 95 % intervals over the prompts."
+        )
+    losses = [
+        [name.removeprefix("eval_loss_"), _number(value)]
+        for name, value in results.items()
+        if name.startswith("eval_loss_")
+    ]
+    if losses:
+        yield "## Loss on held-out rows"
+        yield _table(["", "nats per token"], losses)
+
+
+def _evaluations(found: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
+    if found:
+        yield "## Evaluations on the way"
+        names = list(dict.fromkeys(name for _, metrics in found for name in metrics))
+        rows = [[name, *(_number(metrics.get(name)) for _, metrics in found)] for name in names]
+        yield _table(["", *(title for title, _ in found)], rows)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    shown = [[_words(cell) for cell in cells] for cells in (head, *rows)]
+    lines = [shown[0], ["---"] * len(head), *shown[1:]]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _words(text: str) -> str:
+    """A name as Markdown shows it, whatever it holds."""
+    return re.sub(r"[\\`*|<>!#\[\]]", r"\\\g<0>", one_line(text))
+
+
+def _code(text: Any) -> str:
+    return f"`{one_line(str(text)).replace('`', chr(39))}`"
+
+
+def _interval(value: Mapping[str, float]) -> str:
+    shown = _number(value["value"])
+    return (
+        f"{shown} [{_number(value['low'])}, {_number(value['high'])}]" if "low" in value else shown
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.{DIGITS}g}"
+
+
+def _loading(config: Mapping[str, Any], base: str, place: Place, *, adapter: bool) -> str:
+    """Code that runs as it stands, where the files and the base can be found under the names that it gives them."""
+    if place.file is not None:
+        return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."
+    here = f", revision={json.dumps(place.revision)}" if place.revision else ""
+    revision = config["model"].get("revision")
+    at = f", revision={json.dumps(revision)}" if revision else ""
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f"files = {json.dumps(place.name)}"]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained(files{here})"]
+    if adapter:
+        lines.insert(0, "from peft import PeftModel")
+        lines += [
+            f'base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{at}, dtype="float32")'
+        ]
+        lines += [f"model = PeftModel.from_pretrained(base, files{here})"]
+    else:
+        lines += [f"model = AutoModelForCausalLM.from_pretrained(files{here})"]
+    code = "```python\n" + "\n".join(lines) + "\n```"
+    if adapter and not may_be_hub_id(base):
+        whose = "made by Groupwise itself" if base == TINY else "on the machine that trained it"
+        code += f"\n\nThe base, {_code(base)}, is {whose}; give the path of its folder."
+    return code
+
+
+def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    count = facts.get("examples")
+    examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
+    sources = [config["data"].get("dataset_name")]
+    sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
+    named = ", ".join(_code(_without_path(source)) for source in sources if source)
+    return f"Data: {examples}{f', from {named}' if named else ''}{_rewarded(facts)}. The config:"
+
+
+def _rewarded(facts: Mapping[str, Any]) -> str:
+    """By which rewards, and how much each counts, where the run has noted that."""
+    weights: Mapping[str, float] = facts.get("rewards") or {}
+    named = [
+        f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
+    ]
+    return f", rewarded by {', '.join(named)}" if named else ""
+
+
+def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, which names the weights that the run started from by the policy that they are, not by their copy here."""
+    kept = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    if lineage := facts.get("lineage"):
+        copied = "adapter" if config["model"].get("adapter") else "name"
+        kept["model"] = {**config["model"], copied: lineage[-1]["policy"]}
+    return _cleaned(kept)
+
+
+def _cleaned(value: Any, key: str = "") -> Any:
+    """Without what only this machine, or nobody else, should know."""
+    if isinstance(value, Mapping):
+        return {k: _cleaned(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(item, key) for item in cast("list[Any]", value)]
+    if not isinstance(value, str):
+        return value
+    return "…" if is_secret(key) or holds_secret(value) else _without_path(value)
+
+
+def _without_path(value: str) -> str:
+    """The last part of a path on this machine; anything else as it is."""
+    return Path(value).name if _LOCAL.fullmatch(value) else value
+
+
+def _made_with(facts: Mapping[str, Any]) -> Iterator[str]:
+    """By what it was trained, which need not be what is here; runs of earlier versions have not noted it."""
+    used: Mapping[str, list[str]] = facts.get("packages") or {}
+    if used:
+        named = (
+            _words(f"{package} {' and '.join(versions)}") for package, versions in used.items()
+        )
+        yield f"Made with {', '.join(named)}."

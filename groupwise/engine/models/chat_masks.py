@@ -1,0 +1,253 @@
+"""Which tokens of a conversation the assistant wrote: masks from the lengths of renders, never from looking for token ids.
+
+For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and with the turn.
+The second begins with the first, and what it has more is the turn, its end token included. So a turn is trained after exactly the
+tokens that the model sees when it is asked for it. Where a template marks the assistant's words itself (`{% generation %}`), its marks
+are taken instead. Of a turn whose first words are the prompt's (a prefill), what follows these is trained, after what the model is asked
+with.
+
+Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then the tokens after which a later
+turn is written are not those that an earlier turn was written in, and the two cannot share a row: a new one starts. Where nothing is
+rewritten, all turns stand in one row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.engine.models.chat_template import (
+    PROBE,
+    Chat,
+    Refused,
+    apply,
+    header_of,
+    prompt_text,
+    render,
+    template_of,
+)
+from groupwise.engine.models.control_tokens import special_texts, spelled
+from groupwise.engine.models.tokens import prompt_ids, text_ids
+
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REASONING = {"reasoning_content", "reasoning", "thinking"}
+"""Keys of a message under which templates find what was thought."""
+SHOWN = 40
+"""Characters of a text that a message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """A sequence of tokens; the mask is 1 for those that teach."""
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    ends: int = 0
+    """Trained stretches that close with an end token: after them the model stops."""
+    stretches: int = 1
+    """Trained stretches: turns, or one completion."""
+
+
+def assistant_turns(chat: Chat) -> list[int]:
+    """The positions of the assistant's messages."""
+    return [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
+
+
+def mask_turns(
+    tokenizer: Any, chat: Chat, turns: Sequence[int], prefills: Mapping[int, str] | None = None
+) -> list[Masked]:
+    """The conversation up to the last of these turns, as few rows as its template allows, with the turns trained.
+
+    `prefills` has the words that a turn begins with and that its prompt ends with.
+
+    A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` where
+    that is all there is or the template refuses the messages, and `TaskError` where no mask could be right.
+    """
+    rows: list[Masked] = []
+    marked = MARKS.search(template_of(tokenizer, chat))
+    for turn in turns if marked else [turn for turn in turns if turn] or turns:
+        begun = (prefills or {}).get(turn)
+        row = (
+            _rest_of_turn(tokenizer, chat, turn, begun)
+            if begun
+            else _mask_turn(tokenizer, chat, turn)
+        )
+        if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
+            row = _joined(rows.pop(), row)
+        rows.append(row)
+    return rows
+
+
+def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
+    """The whole conversation, every token of it trained."""
+    ids = text_ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
+    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+
+
+def mask_text(tokenizer: Any, text: str) -> Masked:
+    """A text with its end token, every token trained."""
+    ids = prompt_ids(tokenizer, _closed(tokenizer, text))
+    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+
+
+def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
+    """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
+    before = prompt_ids(tokenizer, prompt)
+    after = _tail(
+        tokenizer, prompt, text_ids(tokenizer, prompt), _closed(tokenizer, prompt + completion)
+    )
+    mask = (int(whole),) * len(before) + (1,) * len(after)
+    return Masked(before + after, mask, ends=_ended(tokenizer, after))
+
+
+def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+    """The conversation up to one assistant turn, of which that turn alone is trained."""
+    if MARKS.search(template_of(tokenizer, chat)):
+        return _marked_turn(tokenizer, chat, turn)
+    if turn == 0:
+        raise Refused(
+            "the conversation begins with the assistant, so nothing asks for its first turn. Begin it with a user message, "
+            "or leave that turn out."
+        )
+    before = _render(tokenizer, chat, turn, ask=True)
+    whole = _render(tokenizer, chat, turn + 1, ask=False)
+    if not whole.startswith(before):
+        if chat.messages[turn - 1]["role"] == "assistant":
+            raise Refused(
+                "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
+                "Make them one turn, or leave one out."
+            )
+        raise TaskError(_rewritten(turn, before, whole))
+    if before == _render(tokenizer, chat, turn, ask=False):
+        header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
+        before += header if header.strip() and whole.startswith(before + header) else ""
+    opening = text_ids(tokenizer, before)
+    said = _tail(tokenizer, before, opening, whole)
+    stripped = _without_space_after_end(tokenizer, whole)
+    closed = said if stripped == whole else _tail(tokenizer, before, opening, stripped)
+    end = len(closed) if said[: len(closed)] == closed else len(said)
+    mask = (0,) * len(opening) + (1,) * end + (0,) * (len(said) - end)
+    return Masked(opening + said, mask, ends=_ended(tokenizer, said[:end]))
+
+
+def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
+    """The conversation up to one assistant turn, trained behind its first words, with the end that the template gives to a turn."""
+    asked = [*chat.messages[:turn], {"role": "assistant", "content": begun}]
+    before = prompt_text(tokenizer, replace(chat, messages=asked))
+    said = chat.messages[turn]
+    if said.keys() & REASONING:
+        raise Refused(
+            "the prompt begins a turn whose reasoning is given apart, so which words come first cannot be told. Write the reasoning into "
+            "the completion."
+        )
+    probe = [*chat.messages[:turn], {**said, "content": PROBE}]
+    _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
+    if not found:
+        raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
+    whole = before + spelled(tokenizer, said["content"].removeprefix(begun)) + end
+    opening = text_ids(tokenizer, before)
+    after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
+    return Masked(
+        opening + after, (0,) * len(opening) + (1,) * len(after), _ended(tokenizer, after)
+    )
+
+
+def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+    """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
+    messages = list(chat.messages[: turn + 1])
+    if spelled(tokenizer, messages) != messages:
+        raise Refused(
+            "a message holds a control token of the model, which would be read as one: the tokens of templates with {% generation %} marks "
+            "are made by transformers. Leave it out, or give a template without marks as model.chat_template."
+        )
+    marked = apply(
+        tokenizer,
+        replace(chat, messages=messages),
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
+    earlier = text_ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
+    start = _common(ids, earlier)
+    mask = tuple(mark if place >= start else 0 for place, mark in enumerate(marks))
+    if not any(mask):
+        raise TaskError(
+            f"the chat template has {{% generation %}} marks, but marks nothing of message {turn}. Mend the template, or give "
+            "one as model.chat_template."
+        )
+    last = max(place for place, mark in enumerate(mask) if mark)
+    return Masked(ids, mask, ends=_ended(tokenizer, ids[: last + 1]))
+
+
+def _joined(first: Masked, longer: Masked) -> Masked:
+    """Both masks over the longer of two sequences, of which the first is the beginning."""
+    rest = (0,) * (len(longer.ids) - len(first.ids))
+    mask = tuple(max(pair) for pair in zip(first.mask + rest, longer.mask, strict=True))
+    return Masked(longer.ids, mask, first.ends + longer.ends, first.stretches + longer.stretches)
+
+
+def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
+    """The first `count` messages as text; `ask` adds what makes the model answer."""
+    return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
+
+
+def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
+    """The tokens that `whole` has behind its beginning `before`, whose own tokens are `opening`.
+
+    Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
+    is asked with the tokens of `before`.
+    """
+    ids = text_ids(tokenizer, whole)
+    if ids[: len(opening)] == opening:
+        return ids[len(opening) :]
+    rest = text_ids(tokenizer, whole[len(before) :])
+    if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
+        raise TaskError(
+            f"the text {_shown(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
+            f"{_shown(before[-SHOWN:])}: the parts make another text. Let the completion begin with a space or a line break."
+        )
+    return rest
+
+
+def _without_space_after_end(tokenizer: Any, text: str) -> str:
+    """Without the line break that templates write after an end token: the model stops at the token and never writes it."""
+    stripped = text.rstrip()
+    return stripped if stripped.endswith(special_texts(tokenizer)) else text
+
+
+def _closed(tokenizer: Any, text: str) -> str:
+    """The text with the model's end token, once."""
+    end = tokenizer.eos_token
+    return text if end is None or text.endswith(end) else text + end
+
+
+def _ended(tokenizer: Any, ids: Sequence[int]) -> int:
+    """1 if the last of these tokens is one that can end a text, else 0."""
+    ends = tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer)))
+    return int(bool(ids) and ids[-1] in ends)
+
+
+def _rewritten(turn: int, before: str, whole: str) -> str:
+    same = _common(before, whole)
+    return (
+        f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
+        f"the prompt goes on with {_shown(before[same:])}, it writes {_shown(whole[same:])}, so the model would be trained "
+        "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
+        "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
+        "does not do so, or that marks the assistant's words with {% generation %}."
+    )
+
+
+def _common(first: Sequence[object], second: Sequence[object]) -> int:
+    """How far two sequences are the same from their beginnings."""
+    pairs = zip(first, second, strict=False)
+    differ = (place for place, (one, other) in enumerate(pairs) if one != other)
+    return next(differ, min(len(first), len(second)))
+
+
+def _shown(text: str) -> str:
+    return repr(text[:SHOWN] + ("…" if len(text) > SHOWN else ""))

@@ -1,0 +1,216 @@
+"""A conversation through the model's chat template: the one place where it is rendered.
+
+`prompt_text` is what a model is asked with. It ends where the assistant's answer begins, or, where the assistant has begun it in the last
+message (a prefill such as `<think>`), with the words of that message, which the model goes on with. `render` is what a template makes of
+messages, for those who need it without that.
+
+A template also receives the schemas of tools, and arguments of its own such as `enable_thinking`: those of `model.chat_template_kwargs`,
+which `load_tokenizer` leaves at the tokenizer, and before them those of the row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Message, Prompt
+from groupwise.engine.models.control_tokens import spelled, spelled_messages
+from groupwise.engine.models.tool_calls import written_calls
+
+PROBE = "⟦words⟧"
+"""Stands for the assistant's words where a render is to show what comes before them."""
+
+OF_THE_MODEL = "chat_template_kwargs"
+"""The attribute of a tokenizer with the arguments of all its conversations."""
+
+GIVEN = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "conversation",
+        "chat_template",
+        "tokenize",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+    }
+)
+"""What no argument of a row may be called."""
+
+_THOUGHTS = re.compile(
+    r"(?P<opens>[<[◁](?P<name>[^<>[\]◁▷/\s|]+)[>\]▷]|<\|begin_of_thought\|>|<\|channel\|>analysis(?:<\|message\|>)?)"
+    r"\s*(?:[<[◁]/(?P=name)[>\]▷]\s*)?$"
+)
+"""Reasoning that a template opens, or opens and closes, before the assistant's words: `<think>`, `[THINK]`, `◁think▷`, a channel."""
+
+
+class Refused(TaskError):
+    """The template, or what is done with it, does not take this conversation; it may take others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation and what else its template receives."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] = ()
+    """Schemas."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def prompt_text(tokenizer: Any, chat: Chat) -> str:
+    """A conversation up to where the model goes on with it. Raises TaskError where the template refuses it."""
+    if not chat.messages or chat.messages[-1].get("role") != "assistant":
+        return render(tokenizer, chat, ask=True)
+    *before, begun = chat.messages
+    if not before:
+        raise Refused(
+            "The prompt is one message of the assistant: nothing is asked before the assistant speaks. Put a message of the user before it."
+        )
+    words = begun.get("content")
+    if not isinstance(words, str) or not words or begun.get("tool_calls"):
+        raise TaskError(
+            "The prompt ends with a message of the assistant that has no text or calls tools, so that nobody could go on with it. Let it "
+            "end with the text that the answer begins with, or leave that message out."
+        )
+    asked = Chat(before, chat.tools, chat.template_kwargs)
+    opening = render(tokenizer, asked, ask=True)
+    if opening == render(tokenizer, asked, ask=False):
+        header = header_of(tokenizer, asked)
+        if header is None:
+            raise TaskError(
+                "The prompt ends with a message of the assistant, but the model's chat template does not show where the assistant's words "
+                "begin: it writes the conversation anew once they are there. Leave that message out, or give as model.chat_template one "
+                "that knows add_generation_prompt."
+            )
+        opening += header
+    thoughts = _THOUGHTS.search(opening)
+    if thoughts is not None and thoughts["opens"] in words:
+        opening = opening[: thoughts.start()]  # the words open them themselves
+    return opening + spelled(tokenizer, words)
+
+
+def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
+    """What the template makes of all messages; `ask` adds what makes the model answer. Raises Refused where it does not take them."""
+    return apply(tokenizer, chat, add_generation_prompt=ask, tokenize=False)
+
+
+def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
+    """What `apply_chat_template` makes of all messages. Raises Refused where the template does not take them."""
+    arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
+    template, messages = template_of(tokenizer, chat), list(chat.messages)
+    if "developer" not in template:  # a younger name for who gives a model its instructions
+        messages = [
+            {**each, "role": "system"} if each.get("role") == "developer" else each
+            for each in messages
+        ]
+    try:
+        if not how.get("tokenize"):
+            messages = spelled_messages(tokenizer, messages)
+            arguments = spelled(tokenizer, arguments)
+        if any(message.get("tool_calls") for message in messages):
+            messages, arguments["chat_template"] = written_calls(
+                tokenizer, messages, template, arguments
+            )
+        return tokenizer.apply_chat_template(messages, **arguments, **how)
+    except (
+        Exception
+    ) as error:  # a template is a program of the model's makers and raises what it likes
+        told = refusal(error, messages)
+        raise Refused(told[0].upper() + told[1:]) from error
+
+
+def template_of(tokenizer: Any, chat: Chat) -> str:
+    """The text of the template. Raises TaskError for a tokenizer that has none."""
+    if not tokenizer.chat_template:
+        raise TaskError(
+            "A row is a list of chat messages, but the model's tokenizer has no chat template. Give text (`prompt`, and for sft also "
+            "`completion` or `text`), or a template file as model.chat_template."
+        )
+    return tokenizer.get_chat_template(tools=list(chat.tools) or None)
+
+
+def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
+    """What the template receives beside messages and tools. Raises TaskError for what it does not know, and which would have no effect."""
+    template = template_of(tokenizer, chat)
+    arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
+    if own := sorted(GIVEN & arguments.keys()):
+        raise TaskError(
+            f"chat_template_kwargs has {', '.join(own)}, which are for `apply_chat_template` itself. Leave it out."
+        )
+    for name in arguments:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
+            raise TaskError(
+                f"chat_template_kwargs has {name!r}, which the model's chat template does not mention, so that it would have no effect. "
+                "Leave it out, or give a template that knows it as model.chat_template."
+            )
+    return arguments
+
+
+def header_of(tokenizer: Any, chat: Chat) -> str | None:
+    """What the template writes between a conversation and the assistant's next words; None where that cannot be told."""
+    with suppress(TaskError):
+        said = [*chat.messages, {"role": "assistant", "content": PROBE}]
+        bare = render(tokenizer, chat, ask=False)
+        told = render(tokenizer, Chat(said, chat.tools, chat.template_kwargs), ask=False)
+        header, found, _ = told.removeprefix(bare).partition(PROBE)
+        return header if found and told.startswith(bare) else None
+    return None
+
+
+def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
+    """What to warn of where the chat template does not tell the model that it is its turn; None where it does."""
+    if isinstance(prompt, str) or prompt[-1].get("role") == "assistant":
+        return None
+    header, chat = None, Chat(prompt)
+    with suppress(TaskError):
+        if render(tokenizer, chat, ask=True) == render(tokenizer, chat, ask=False):
+            header = header_of(tokenizer, chat)
+    if header is None or not header.strip():
+        return None
+    return (
+        f"the chat template writes {header!r} before an answer, but not at the end of a prompt, so the model is not told "
+        "that it is its turn. Let the template honour add_generation_prompt, or give another one as model.chat_template"
+    )
+
+
+def refusal(error: Exception, messages: Sequence[Message]) -> str:
+    """Why a chat template made no text of messages: no valid Unicode, a broken template, or not what it takes."""
+    if (odd := _no_unicode(messages)) is not None:
+        return (
+            f"a message has the character {odd!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
+            "text anew where it comes from."
+        )
+    reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)
+    if line is not None:  # only errors of its syntax carry one
+        return (
+            f"the chat template of the model does not parse: {reason} (line {line} of the template). Mend it, or give "
+            "another one as model.chat_template."
+        )
+    if not messages:
+        return (
+            "the conversation has no message, so nothing is asked. Give it a message of the user."
+        )
+    roles = ", ".join(str(message.get("role")) for message in messages)
+    return (
+        f"the chat template of the model refuses messages with the roles {roles}: {reason}. Give messages that it takes "
+        "(many know no system role, or want user and assistant in turns), or another template as model.chat_template."
+    )
+
+
+def _no_unicode(messages: Sequence[Message]) -> str | None:
+    """The first character that no encoding can write; None where there is none."""
+    texts = (str(value) for message in messages for value in message.values())
+    return next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)

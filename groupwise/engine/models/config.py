@@ -1,0 +1,135 @@
+"""The `model` and `lora` sections: which model is trained, and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from groupwise.core.errors import ModelError
+from groupwise.core.settings.schema import Conflict, Strict, setting
+
+Dtype = Literal["float32", "bfloat16"]
+"""How the numbers of a model are stored."""
+
+
+class ModelConfig(Strict):
+    """The model that the run starts from."""
+
+    backend: Literal["transformers", "unsloth", "tunix"] = setting(
+        "transformers",
+        "Which library makes the model from its files, and with what it computes: transformers with torch; unsloth with kernels of its own "
+        "for GPUs (pip install 'groupwise[train,unsloth]'); tunix (google-tunix) with JAX, for TPUs, in an environment of its own that "
+        "groupwise fetch-tunix makes.",
+    )
+    load_in_4bit: bool = setting(
+        False,
+        "Hold the frozen weights in 4 bits (bitsandbytes NF4): a quarter of the memory of bfloat16. With the backend unsloth.",
+    )
+    load_in_8bit: bool = setting(
+        False,
+        "Hold the frozen weights in 8 bits (bitsandbytes LLM.int8): half the memory of bfloat16. With the backend unsloth.",
+    )
+    mesh: tuple[int, int] | None = setting(
+        None,
+        "Devices of the backend tunix as [fsdp, tp]: over how many weights and rows are divided, and how many share each product. "
+        "null: all that there are, as [all, 1].",
+        on_resume="warn",
+    )
+
+    name: str = setting(
+        ...,
+        "A hub id, a local folder, a .gguf file, or an alias (`smollm2-135m-instruct`, `tiny`).",
+        min_length=1,
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a hub id; null is the hub's main branch."
+    )
+    adapter: str | None = setting(
+        None,
+        "A PEFT adapter to start from: a folder, or a hub id; null starts from the model as it is.",
+    )
+    adapter_revision: str | None = setting(
+        None, "Branch, tag or commit of an adapter on the hub; null is its main branch."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Number format of the frozen weights; auto takes what suits the model and machine."
+    )
+    chat_template: str | None = setting(
+        None, "File with a Jinja chat template; null uses the one that comes with the tokenizer."
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {},
+        "What the chat template receives in every conversation, such as {enable_thinking: false}; a row's own column "
+        "`chat_template_kwargs` goes before it.",
+    )
+    trust_remote_code: bool = setting(
+        False, "Run Python code from the model's repository. Off, because it can do anything."
+    )
+    max_seq_length: int | None = setting(
+        None, "Most tokens of prompt and completion together; null is the model's own limit.", ge=2
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A revision of no adapter, devices of no mesh, and weights in fewer bits than the backend has."""
+        for key in ("load_in_4bit", "load_in_8bit"):
+            if getattr(self, key) and self.backend != "unsloth":
+                yield Conflict(
+                    f"{key} is true, which the backend {self.backend} does not do. Set backend to unsloth, or leave {key} out.",
+                    (key, "backend"),
+                )
+        if self.load_in_4bit and self.load_in_8bit:
+            yield Conflict(
+                "load_in_4bit and load_in_8bit are both true; weights are held in one of the two. Leave one out.",
+                ("load_in_4bit", "load_in_8bit"),
+            )
+        if self.mesh is not None and self.backend != "tunix":
+            yield Conflict(
+                f"mesh is {list(self.mesh)}, which has no effect with the backend {self.backend}. Set backend to tunix, or leave mesh out.",
+                ("mesh", "backend"),
+            )
+        if self.mesh is not None and min(self.mesh) < 1:
+            yield Conflict(f"mesh is {list(self.mesh)}; both numbers are 1 or more.", ("mesh",))
+        if self.adapter_revision is not None and self.adapter is None:
+            yield Conflict(
+                f"adapter_revision is {self.adapter_revision!r}, but there is no adapter that it could be of. Set adapter to "
+                "a hub id, or leave adapter_revision out; that of the model is revision.",
+                ("adapter_revision", "adapter"),
+            )
+
+
+class LoraConfig(Strict):
+    """The low-rank adapter. `lora: null` trains all weights of the model instead."""
+
+    r: int = setting(16, "Rank of the adapter; RL needs little capacity, so 16 is ample.", ge=1)
+    alpha: int = setting(
+        32, "The adapter's output is scaled by alpha / r; twice the rank is the usual choice.", ge=1
+    )
+    rslora: bool = setting(
+        False,
+        "Scale by alpha / √r instead (rank-stabilised LoRA, arXiv:2312.03732), so that a high rank does not learn more slowly.",
+    )
+    dropout: float = setting(
+        0.0,
+        "Share of the adapter's inputs dropped in training. 0, so that sampler and learner see the "
+        "same policy.",
+        ge=0,
+        lt=1,
+    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = setting(
+        "all-linear",
+        "Names of the layers that get an adapter; all-linear is every linear layer but the output "
+        "head.",
+    )
+
+
+def recorded_base(recorded: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelConfig:
+    """The model that a run's record says it was trained on, without its adapter.
+
+    Raises ModelError where it would run code and nobody here has said that it may: whoever wrote the folder wrote the record.
+    """
+    if recorded.get("trust_remote_code") and not trust_remote_code:
+        raise ModelError(
+            f"the run's config has model.trust_remote_code, so that {recorded.get('name')} would run code of its author. If you trust both "
+            "that and where the folder comes from, say --trust-remote-code to `groupwise runs export`; elsewhere, give the merged model."
+        )
+    return ModelConfig.model_validate({**recorded, "adapter": None, "adapter_revision": None})

@@ -1,0 +1,71 @@
+"""Control tokens that stand in messages are text: who writes `<|im_end|>` ends no turn, be it a user, a tool or a policy.
+
+A chat template writes control tokens as text, too, and a tokenizer reads both alike. So before a template sees a message, each control
+token in it is broken by a character that no text has (`spelled`), and the tokenizer gets what was rendered in the pieces between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from groupwise.core.types import Message
+
+BREAK = "\ufdd0"
+"""A code point that Unicode has set apart for use within programs; it never stands in a text."""
+LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+"""Of added tokens that are not called special: `<｜User｜>` is one, `<think>` none."""
+OF_TOOLS = ("tool", "function", "ipython")
+"""Roles in which tools speak."""
+_PATTERNS = "_groupwise_control_tokens"
+"""The attribute of a tokenizer that keeps what was found in its tables, for its template."""
+
+
+def special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of all special tokens, end tokens among them."""
+    added = tokenizer.added_tokens_decoder.values()
+    return (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
+
+
+def spelled(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
+    """The same, with all control tokens in its texts broken; lists and mappings through and through.
+
+    `of_tool`: what a tool brought has no use for any token that the template writes, such as `</tool_response>`; others may name `<think>`.
+    """
+    patterns = getattr(tokenizer, _PATTERNS, None)
+    if patterns is None or patterns[0] != tokenizer.chat_template:
+        added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+        control = {*special_texts(tokenizer), *filter(LOOKS_LIKE_CONTROL.fullmatch, added)}
+        written = {each for each in added if each.strip() and each in str(tokenizer.chat_template)}
+        patterns = (tokenizer.chat_template, _any_of(control), _any_of(control | written))
+        setattr(tokenizer, _PATTERNS, patterns)
+    return _spelled(patterns[2 if of_tool else 1], value)
+
+
+def spelled_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """Likewise of messages, each by who speaks."""
+    return [spelled(tokenizer, each, of_tool=each.get("role") in OF_TOOLS) for each in messages]
+
+
+def _any_of(texts: set[str]) -> re.Pattern[str]:
+    longest_first = sorted((text for text in texts if len(text) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _spelled(pattern: re.Pattern[str], value: Any) -> Any:
+    if isinstance(value, str):
+        return pattern.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+    if isinstance(value, Mapping):
+        return {
+            _spelled(pattern, key): _spelled(pattern, each)
+            for key, each in cast("Mapping[Any, Any]", value).items()
+        }
+    if isinstance(value, list | tuple):
+        return [_spelled(pattern, each) for each in cast("Sequence[Any]", value)]
+    return value
+
+
+def pieces(text: str) -> list[str]:
+    """What is tokenised one after the other, so that nothing broken becomes a control token again."""
+    return text.split(BREAK)

@@ -1,0 +1,191 @@
+"""A transformers model behind three operations that sampler and learner share: hidden states, logits, caches.
+
+Both sides call the same forward with explicit positions and an explicit mask, so that what is sampled and what is trained is
+the same arithmetic. In every cache here a key's index is its position: prompts begin at 0 and nothing is padded on the left.
+Only where there is no cache may several texts stand in one sequence, each with positions from 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.core.errors import ModelError
+
+
+class PromptCache:
+    """Collects the keys and values of a prompt pass, gradients included; per layer [1, heads, P, head size]."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys.append(key)
+        self.values.append(value)
+        return key, value
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+
+class SharedPrefixCache:
+    """Lets every row of a batch see one prompt's keys and values before its own."""
+
+    def __init__(self, prompt: PromptCache) -> None:
+        self.prompt = prompt
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows = key.shape[0]
+        shared_key = self.prompt.keys[layer_idx].expand(rows, -1, -1, -1)
+        shared_value = self.prompt.values[layer_idx].expand(rows, -1, -1, -1)
+        return torch.cat((shared_key, key), dim=2), torch.cat((shared_value, value), dim=2)
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.prompt.keys[0].shape[2]
+
+
+class SlotCache:
+    """Preallocated keys and values of a fixed number of slots, each at its own position."""
+
+    def __init__(self, slots: int, key_length: int) -> None:
+        self.slots = slots
+        self.key_length = key_length
+        self.positions = torch.zeros(slots, dtype=torch.long)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def place(self, slot: int, prompt: PromptCache) -> None:
+        """Copy a prompt's keys and values to the beginning of a slot."""
+        if not self.keys:
+            self.keys = [self._empty(key) for key in prompt.keys]
+            self.values = [self._empty(value) for value in prompt.values]
+        length = prompt.keys[0].shape[2]
+        for layer in range(len(self.keys)):
+            self.keys[layer][slot, :, :length] = prompt.keys[layer][0]
+            self.values[layer][slot, :, :length] = prompt.values[layer][0]
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows = torch.arange(self.slots, device=key.device)
+        self.keys[layer_idx][rows, :, self.positions] = key[:, :, 0]
+        self.values[layer_idx][rows, :, self.positions] = value[:, :, 0]
+        return self.keys[layer_idx], self.values[layer_idx]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.key_length
+
+    def _empty(self, like: Tensor) -> Tensor:
+        _, heads, _, size = like.shape
+        return like.new_zeros(self.slots, heads, self.key_length, size)
+
+
+Cache = PromptCache | SharedPrefixCache | SlotCache
+
+
+class Decoder:
+    """Hidden states and logits of one model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.body = model.get_decoder()
+        self.head = cast("nn.Module", model.get_output_embeddings())
+        self.config = model.config.get_text_config()
+        kinds = getattr(self.config, "layer_types", None)
+        self.layer_types = set(kinds) if kinds else None
+        self.window = self._sliding_window()
+        if self.device.type == "cuda" and getattr(self.config, "num_key_value_heads", 0) == 1:
+            # Transformers repeats the one head's keys without a copy, and of those torch's memory-efficient kernel with a mask finds
+            # something else for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
+            torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
+        self._check_head()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def hidden(
+        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
+    ) -> Tensor:
+        """Last hidden states [B, T, H]. `mask_BTK` is True where a query may look at a key; B may be 1 (shared).
+
+        Without a cache the keys are the tokens given, whatever their positions: several texts may stand behind each other.
+        """
+        places_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
+        output = self.body(
+            input_ids=ids_BT,
+            position_ids=positions_BT,
+            attention_mask=self._mask(
+                mask_BTK[:, None], places_BT if cache is None else positions_BT
+            ),
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return output.last_hidden_state
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Logits [N, V] in float32, with the scaling and capping that the model's own head applies."""
+        logits_NV = self.head(hidden_NH).float()
+        scale = getattr(self.config, "logit_scale", None)
+        if scale is not None:
+            logits_NV = logits_NV * scale
+        divisor = getattr(self.config, "logits_scaling", None)
+        if divisor is not None:
+            logits_NV = logits_NV / divisor
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return torch.tanh(logits_NV / cap) * cap if cap is not None else logits_NV
+
+    def _mask(self, mask_B1TK: Tensor, places_BT: Tensor) -> Tensor | dict[str, Tensor]:
+        """The mask in each of the forms that the layers take; `places_BT` are the indices of the queries among the keys."""
+        if self.window is None:
+            return self._usable(mask_B1TK)
+        keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
+        near_B1TK = (places_BT[:, None, :, None] - keys_K) < self.window
+        sliding = self._usable(mask_B1TK & near_B1TK)
+        if self.layer_types is None:
+            return sliding
+        return {"full_attention": self._usable(mask_B1TK), "sliding_attention": sliding}
+
+    def _usable(self, mask_B1TK: Tensor) -> Tensor:
+        """As the model's attention takes it: torch's own takes truth values, the plain one adds numbers to its scores."""
+        if self.config._attn_implementation == "sdpa":
+            return mask_B1TK
+        lowest = torch.finfo(self.model.dtype).min
+        return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
+
+    def _sliding_window(self) -> int | None:
+        """Most tokens that a layer with a window sees. Models that do not say which layers have it have it in all."""
+        if self.layer_types is None:
+            return getattr(self.config, "sliding_window", None)
+        if self.layer_types - {"full_attention", "sliding_attention"}:
+            raise ModelError(
+                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(self.layer_types))}; "
+                "full and sliding attention are what this version can sample and train."
+            )
+        return self.config.sliding_window if "sliding_attention" in self.layer_types else None
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        ids = torch.tensor([[0, 1, 2]], device=self.device)
+        whole = self.model(input_ids=ids).logits.float()
+        positions = torch.arange(3, device=self.device)[None]
+        ours = self.logits(self.hidden(ids, positions, causal_mask(3, 0, self.device), None)[0])
+        if not torch.allclose(ours, whole[0], rtol=2e-2, atol=2e-2 * float(whole.abs().max())):
+            raise ModelError(
+                f"The output head of {self.config.model_type!r} does more than this version knows: our logits differ "
+                f"from the model's own by {float((ours - whole[0]).abs().max()):.3g}."
+            )
+
+
+def causal_mask(queries: int, before: int, device: torch.device) -> Tensor:
+    """[1, queries, before + queries]: everything before, and oneself and earlier ones among the queries."""
+    keys = torch.arange(before + queries, device=device)
+    return (keys[None] <= torch.arange(before, before + queries, device=device)[:, None])[None]

@@ -1,0 +1,206 @@
+"""Shapes of a Llama, Mistral, Qwen2 or Qwen3 by arithmetic, from its config.json and nothing else.
+
+A dry run and `groupwise check` want only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
+`read_decoder` is None wherever transformers might make another model of the file than is counted here: another family, a missing key,
+anything unusual. Whoever asks then builds the model without storage (`groupwise.engine.models.load.hollow_model`), which also says what is
+wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.footprint import Counts, Sizes
+from groupwise.engine.models.native.facts import FAMILIES
+from groupwise.engine.models.tokenizer import located, quiet
+
+WHOLE_NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+ROTATIONS: Mapping[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "high_freq_factor",
+        "low_freq_factor",
+        "original_max_position_embeddings",
+    },
+}
+"""Kinds of rotary positions, with the numbers that each needs beside its base."""
+UNUSUAL = ("auto_map", "partial_rotary_factor", "quantization_config", "text_config")
+"""Keys that make another model of it."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShapes:
+    """A decoder that has a native form."""
+
+    sizes: Sizes
+    longest: int
+    """Most tokens that it was made for."""
+    linear: Mapping[str, tuple[int, int]]
+    """Inputs and outputs of all linear layers but the output head, by their paths in transformers' model."""
+    others: int
+    """Numbers that are no weights of these: of embeddings, of a head of its own, of norms and biases."""
+    in_bfloat16: bool
+
+    def counts(self, config: ModelConfig, lora: LoraConfig | None) -> Counts | None:
+        """With this adapter; None for a given one, and for targets that are no linear layers of it."""
+        weights = sum(inputs * outputs for inputs, outputs in self.linear.values())
+        trained = parameters = weights + self.others
+        if lora is not None:
+            paths = self._targets(lora)
+            if config.adapter is not None or paths is None:
+                return None
+            trained = sum(lora.r * sum(self.linear[path]) for path in paths)
+        return Counts(
+            sizes=self.sizes,
+            parameters=parameters,
+            trained=trained,
+            linear=weights,
+            native=True,
+            in_bfloat16=self.in_bfloat16,
+            dropout=0.0 if lora is None else lora.dropout,
+        )
+
+    def _targets(self, lora: LoraConfig) -> set[str] | None:
+        """The layers that the adapter changes, chosen as peft does; None where one of its names is no linear layer."""
+        if lora.target_modules == "all-linear":
+            return set(self.linear)
+        found: set[str] = set()
+        for name in lora.target_modules:
+            meant = {path for path in self.linear if f".{path}".endswith(f".{name}")}
+            if not meant:
+                return None
+            found |= meant
+        return found or None
+
+
+def read_decoder(config: ModelConfig) -> DecoderShapes | None:
+    """Those of the model, or None. Raises `ModelError` as whatever looks for its files."""
+    if config.trust_remote_code:
+        return None
+    path = _config_file(config)
+    try:
+        said = json.loads(path.read_bytes()) if path else None
+    except (OSError, ValueError):
+        return None
+    return _shapes(said) if isinstance(said, dict) and not _is_unusual(said) else None
+
+
+def _config_file(config: ModelConfig) -> Path | None:
+    """None where the hub does not give it."""
+    resolved = located(config)
+    if resolved.local:
+        return Path(resolved.location, "config.json")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with quiet():
+            return Path(hf_hub_download(resolved.location, "config.json", **resolved.arguments()))
+    except (OSError, ValueError):
+        return None
+
+
+def _is_unusual(said: Mapping[str, Any]) -> bool:
+    """Whether transformers might make another model of it than `_shapes` counts."""
+    family = said.get("model_type")
+    if family not in FAMILIES or any(not _is_count(said.get(key)) for key in WHOLE_NUMBERS):
+        return True
+    heads, padding = said["num_attention_heads"], said.get("pad_token_id")
+    types, size = said.get("layer_types"), said.get("head_dim")
+    if size is None and family != "qwen3":
+        size = said["hidden_size"] // heads
+    if family == "mistral":
+        sees_all = "sliding_window" in said and said["sliding_window"] is None and types is None
+    else:
+        full = ["full_attention"] * said["num_hidden_layers"]
+        sees_all = types in (None, full) and said.get("use_sliding_window", False) is False
+    return not (
+        sees_all
+        and said.get("hidden_act") == "silu"
+        and isinstance(said.get("tie_word_embeddings"), bool)
+        and all(isinstance(said.get(key, False), bool) for key in ("attention_bias", "mlp_bias"))
+        and said["hidden_size"] % heads == heads % said["num_key_value_heads"] == 0
+        and (_is_count(size) and size % 2 == 0)
+        and (padding is None or (type(padding) is int and 0 <= padding < said["vocab_size"]))
+        and said.get("torch_dtype", "float32") in ("float32", "bfloat16", "float16")
+        and said.get("dtype", "float32") in ("float32", "bfloat16", "float16")
+        and not {"dtype", "torch_dtype"} <= said.keys()
+        and all(said.get(key) is None for key in UNUSUAL)
+        and _turns_plainly(said)
+    )
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value > 0
+
+
+def _turns_plainly(said: Mapping[str, Any]) -> bool:
+    """Whether rotary positions are of one of `ROTATIONS`, under the key that older or newer files have."""
+    given = [said[key] for key in ("rope_scaling", "rope_parameters") if said.get(key) is not None]
+    if not given:
+        return True
+    if len(given) > 1 or not isinstance(given[0], dict):
+        return False
+    kind = given[0].get("rope_type", given[0].get("type"))
+    numbers = given[0].keys() - {"rope_type", "type", "rope_theta"}
+    return isinstance(kind, str) and numbers == ROTATIONS.get(kind)
+
+
+def _shapes(said: Mapping[str, Any]) -> DecoderShapes:
+    family, hidden, inner = said["model_type"], said["hidden_size"], said["intermediate_size"]
+    layers, heads = said["num_hidden_layers"], said["num_attention_heads"]
+    sizes = Sizes(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=said["num_key_value_heads"],
+        head_size=said.get("head_dim") or hidden // heads,
+        inner=inner,
+        vocabulary=said["vocab_size"],
+    )
+    of_a_layer = {
+        "self_attn.q_proj": (hidden, sizes.queries),
+        "self_attn.k_proj": (hidden, sizes.keys),
+        "self_attn.v_proj": (hidden, sizes.keys),
+        "self_attn.o_proj": (sizes.queries, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    biased: tuple[str, ...] = ATTENTION[:3] if family == "qwen2" else ()
+    if family in ("llama", "qwen3") and said.get("attention_bias"):
+        biased += ATTENTION
+    if family == "llama" and said.get("mlp_bias"):
+        biased += MLP
+    biases = sum(
+        outputs for path, (_, outputs) in of_a_layer.items() if path.partition(".")[2] in biased
+    )
+    norms = 2 * hidden + (2 * sizes.head_size if family == "qwen3" else 0)
+    tables = 1 if said["tie_word_embeddings"] else 2
+    return DecoderShapes(
+        sizes=sizes,
+        longest=said["max_position_embeddings"],
+        linear={
+            f"model.layers.{index}.{path}": shape
+            for index in range(layers)
+            for path, shape in of_a_layer.items()
+        },
+        others=tables * sizes.vocabulary * hidden + hidden + layers * (norms + biases),
+        in_bfloat16=said.get("dtype", said.get("torch_dtype")) == "bfloat16",
+    )

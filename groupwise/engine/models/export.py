@@ -1,0 +1,131 @@
+"""An adapter merged into its base: one model that needs neither peft nor the base.
+
+The base is loaded in float32, the low-rank product is added there, and the sum is rounded once, to the number format of the result. A
+layer whose weights stand for another one as well, such as an output head tied to the embeddings, gets weights of its own,
+because the adapter changed that layer alone.
+
+What training at a small learning rate has changed may be less than bfloat16 can tell from no change at all. How much of it has survived the
+rounding is measured: the slope of the realised on the exact change, over all layers together.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.models.adapters import check_adapter
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.files import disk_errors
+from groupwise.engine.models.load import load_model, read_model_config
+from groupwise.engine.models.lora import PREFIX, read_adapter, read_lora_config, scaling_of
+from groupwise.engine.models.tokenizer import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""`auto`: that of the base's files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A model that was written."""
+
+    dtype: str
+    """Its number format."""
+    kept: float = 1.0
+    """Share of the adapter's change that survived the rounding."""
+
+
+def write_merged(
+    model: ModelConfig,
+    adapter: Path,
+    into: Path,
+    dtype: ExportDtype = "auto",
+    *,
+    keeping: float = 0.0,
+) -> Written:
+    """Write the merged model into a folder; in float32, where its number format would keep less than a share of the adapter's change.
+
+    Raises `ModelError` if the adapter is none of this base, or of a kind that is not plain LoRA; OSError if the disk refuses.
+    """
+    merged = model.model_copy(update={"adapter": str(adapter), "adapter_revision": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*a tied layer is part", category=UserWarning)
+        check_adapter(merged, LoraConfig(), "the adapter")  # peft warns of what `_untie` sees to
+    base = load_model(model, "float32")
+    format = _format(read_model_config(model), dtype)
+    kept = _add(base, adapter, format)
+    if kept < keeping:
+        format, kept = torch.float32, 1.0
+    return replace(_write(base, format, into), kept=kept)
+
+
+def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:
+    """Write a model whose weights were all trained, in another number format where that is asked for; see `write_merged`."""
+    given = ModelConfig(name=str(weights))
+    return _write(load_model(given, "float32"), _format(read_model_config(given), dtype), into)
+
+
+def stored_tokenizer(folder: Path) -> Any:
+    """The tokenizer that stands beside weights."""
+    with quiet():
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
+    """W + scaling · B A, for each layer that has an adapter. Returns the share of the change that `format` keeps."""
+    config, tensors = read_lora_config(adapter), read_adapter(adapter)
+    scaling = scaling_of(config)
+    ends = ".lora_A.weight"
+    realised = exact = 0.0
+    with torch.no_grad():
+        for name in [name for name in tensors if name.endswith(ends)]:
+            path = name.removeprefix(PREFIX).removesuffix(ends)
+            down, up = tensors[name].float(), tensors[f"{PREFIX}{path}.lora_B.weight"].float()
+            layer = base.get_submodule(path)
+            assert isinstance(layer, nn.Linear), "the adapter was checked against the model"
+            _untie(base, layer)
+            change = scaling * (up @ down)
+            after = layer.weight + change
+            realised += float(((after.to(format).float() - layer.weight) * change).sum())
+            exact += float((change * change).sum())
+            layer.weight.copy_(after)
+    return realised / exact if exact else 1.0
+
+
+def _untie(base: PreTrainedModel, layer: nn.Linear) -> None:
+    """Give a layer weights of its own where other modules use the same ones."""
+    modules = cast("nn.Module", base).modules()
+    if sum(getattr(module, "weight", None) is layer.weight for module in modules) == 1:
+        return
+    layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+    config: Any = base.config
+    if not config.tie_word_embeddings:
+        raise ModelError(
+            f"{type(base).__name__} uses the weights of a layer twice in a way that its config does not speak of; an adapter on that layer "
+            "cannot be merged. Export the adapter."
+        )
+    config.tie_word_embeddings = False
+
+
+def _format(stored: Any, dtype: ExportDtype) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    return getattr(stored, "dtype", None) or torch.float32
+
+
+def _write(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> Written:
+    cast("nn.Module", model).to(dtype)
+    cast("Any", model.config).dtype = dtype
+    model.config._name_or_path = ""  # what the base was called on this machine
+    with disk_errors(into), quiet():
+        model.save_pretrained(into)
+    return Written(str(dtype).removeprefix("torch."))

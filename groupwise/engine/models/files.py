@@ -1,0 +1,197 @@
+"""Reading and writing tensors: the one place where safetensors' own errors become ours.
+
+safetensors reports a full or unwritable disk as an error of its own kind, which is no OSError; and a damaged file likewise. Whoever
+writes here gets an OSError, whoever reads a `ModelError`, so that nobody above needs to know the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from safetensors import SafetensorError, safe_open
+
+from groupwise.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FULL_WEIGHTS = "model.safetensors"
+"""The one file that holds a whole model, published or saved."""
+INDEX = "model.safetensors.index.json"
+"""Lists the files of a model that is stored in several."""
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write one safetensors file; OSError if the disk refuses."""
+    from safetensors.torch import save_file
+
+    with disk_errors(path):
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise the OSError that stands behind a failed write of safetensors."""
+    try:
+        yield
+    except SafetensorError as error:
+        told = re.search(r"os error (\d+)", str(error))
+        number = int(told[1]) if told else errno.EIO
+        raise OSError(number, os.strerror(number) if told else str(error), str(path)) from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file; `ModelError` if it is not there or damaged."""
+    from safetensors.torch import load_file
+
+    with _explained(path):
+        return load_file(path)
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in one safetensors file, from its header alone."""
+    with _explained(path), safe_open(path, "pt") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+def read_model_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a whole model, in one file or in several with an index."""
+    tensors: dict[str, Tensor] = {}
+    for path in model_files(folder):
+        tensors.update(read_tensors(path))
+    return tensors
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The safetensors files of a whole model; `ModelError` if there is none."""
+    if (folder / FULL_WEIGHTS).is_file():
+        return [folder / FULL_WEIGHTS]
+    if (folder / INDEX).is_file():
+        return [folder / name for name in indexed(folder / INDEX)]
+    raise ModelError(
+        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_content(folder)}."
+    )
+
+
+def indexed(index: Path) -> list[str]:
+    """The names of the files that an index of weights lists; `ModelError` where one of them leads out of its folder."""
+    weights = read_json(index).get("weight_map")
+    names: list[Any] = list(weights.values()) if isinstance(weights, dict) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+            raise ModelError(
+                f"{index} lists {name!r:.80}; expected names of files that stand beside it, without a folder."
+            )
+    return sorted(set(names))
+
+
+LOADS_CODE = frozenset(
+    {"auto_map", "custom_code", "custom_pipelines", "kernel_config", "kernel_mapping"}
+)
+"""Keys of a model's JSON files whose values name code to load."""
+READS_FILES = frozenset(
+    {"vocab_file", "merges_file", "tokenizer_file", "spm_file", "added_tokens_file"}
+)
+"""Keys of a tokenizer's JSON files whose values are paths."""
+OF_HUB = frozenset({"backbone", "use_timm_backbone", "use_pretrained_backbone"})
+"""Keys of a model's description that have transformers ask the hub for a repository."""
+IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
+"""Keys whose value names a kernel, which transformers takes from the hub for most values."""
+
+
+def check_sent(folder: Path) -> None:
+    """Look through a folder that a stranger has sent, before any library reads it.
+
+    Raises ModelError where it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
+    attention or experts implementation other than `eager` and `sdpa`, a `backbone`; or a model of a kind that is no language model.
+    """
+    for path in sorted(folder.rglob("*.json")):
+        if path.name.endswith(".index.json"):
+            indexed(path)
+        content = _parsed(path)
+        if path.name == "config.json" and isinstance(content, dict):
+            _check_kind(cast("dict[str, Any]", content))
+        for key, value in _entries(content):
+            of_hub = key in OF_HUB and isinstance(value, str | int | float) and bool(value)
+            of_hub |= bool(IMPLEMENTATION.search(key)) and not _is_plain(value)
+            outside = key in READS_FILES and re.search(r"[/\\]", str(value))
+            if (key in LOADS_CODE and value) or of_hub or outside:
+                raise ModelError(
+                    f"{path.name} of what was sent has {key!r}: {value!r:.80}. A model that is sent may name no code and no file outside "
+                    "of its folder; remove the key, or have whoever runs the server put the model there."
+                )
+
+
+def _check_kind(content: dict[str, Any]) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = content.get("model_type")
+    if kind is not None and kind not in list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        raise ModelError(
+            f"config.json of what was sent has 'model_type': {kind!r:.80}, which is no language model that transformers knows."
+        )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no kernel is named, also not for a part of the model."""
+    if isinstance(value, dict):
+        return all(_is_plain(inner) for inner in cast("dict[str, Any]", value).values())
+    return value in (None, "eager", "sdpa")
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # which whoever needs it says
+
+
+def _entries(content: Any) -> Iterator[tuple[str, Any]]:
+    """The keys of a JSON value with what they hold, at any depth."""
+    left = [content]
+    while left:
+        match left.pop():
+            case dict() as found:
+                yield from cast("dict[str, Any]", found).items()
+                left += cast("dict[str, Any]", found).values()
+            case list() as found:
+                left += cast("list[Any]", found)
+            case _:
+                pass
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that stands beside weights; `ModelError` if it is not there or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is damaged: it holds no JSON object.")
+    return cast("dict[str, Any]", content)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    if not path.is_file():
+        raise ModelError(
+            f"There is no {path.name} in {path.parent}; it holds: {_content(path.parent)}."
+        )
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is damaged or cannot be read: {error}. Restore it from a copy."
+        ) from error
+
+
+def _content(folder: Path) -> str:
+    found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
+    return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") or "nothing"

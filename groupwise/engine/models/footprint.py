@@ -1,0 +1,301 @@
+"""What sampler and learner hold of a model, in bytes, told from its config alone; `groupwise.engine.models.plan` adds it up.
+
+The engines are above this room, and each says for itself what it keeps and why: weights in `groupwise.engine.models.native.weights` and
+`groupwise.engine.models.native.packed`; keys and values in `groupwise.engine.sampler.native.cache`,
+`groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.slot_engine`; activations in
+`groupwise.engine.learner.native.body`. Here it is counted, and tests hold the engines' own tensors against these numbers.
+
+A `Footprint` is that of one process whose engines are known. The functions below count what one kind of engine holds. None of this
+needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.native.facts import (
+    CHUNK,
+    LANES,
+    ROWS,
+    STRETCH,
+    head_size,
+    multiple,
+    without_numba,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from groupwise.engine.models.plan import Decoding
+
+FLOAT = 4
+"""Bytes of a float32 number."""
+GROWTH = 64
+"""The cache of own keys grows by multiples of so many tokens."""
+IN_PRODUCTS = 1.5
+"""Numbers of an adapter in the order of the native products, for each of its own: where one product is several layers, there are zeros."""
+
+
+BYTES_IN_4BIT = 4.127 / 8
+"""Of a weight in NF4: 4 bits, and 0.127 for the doubly quantised scales of its block of 64 (Dettmers et al. 2023, QLoRA, §3)."""
+BYTES_IN_8BIT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of a decoder."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    """Between the products of the MLP."""
+    vocabulary: int
+
+    @property
+    def queries(self) -> int:
+        """Of a token in a layer."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Of a token in a layer; there are as many values."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def turned(self) -> int:
+        """Weights of all queries and keys."""
+        return self.layers * self.hidden * (self.queries + self.keys)
+
+    @property
+    def fused(self) -> int:
+        """Weights of the products that are several of the model's layers."""
+        return self.turned + self.layers * self.hidden * (self.keys + 2 * self.inner)
+
+    @property
+    def products(self) -> int:
+        """Weights of all products, the head's too."""
+        others = self.layers * (self.queries + self.inner) + self.vocabulary
+        return self.fused + others * self.hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """A model as it is trained, without its weights: how many numbers it has, and which engines can compute it."""
+
+    sizes: Sizes
+    parameters: int
+    trained: int
+    linear: int
+    """Weights of all linear layers but the output head."""
+    native: bool
+    """Whether it has a native form; on a processor that needs numba, too."""
+    in_bfloat16: bool
+    """Whether it was published in that format."""
+    dropout: float
+
+
+def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
+    """Bytes by which the weights are smaller where those of `linear` layers are held in 4 or 8 bits."""
+    if not (config.load_in_4bit or config.load_in_8bit):
+        return 0.0
+    each = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
+    return linear * (bytes_of(dtype) - each)
+
+
+def sizes_of(config: PreTrainedConfig) -> Sizes:
+    """As the config of a model's text part says."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    return Sizes(
+        layers=config.num_hidden_layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_size=head_size(config),
+        inner=getattr(config, "intermediate_size", None) or 4 * hidden,
+        vocabulary=config.vocab_size,
+    )
+
+
+def bytes_of(dtype: str) -> int:
+    """Of a number in this format."""
+    return 2 if dtype == "bfloat16" else FLOAT
+
+
+# --- a process -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What a process holds of a model, by the engines that compute it."""
+
+    sizes: Sizes
+    size: int
+    """Bytes of a number."""
+    full: bool
+    """Whether all weights are trained."""
+    on_cpu: bool
+    samples: bool
+    native_sampler: bool
+    native_learner: bool
+    packed: int
+    """Bytes of a number in the order of decoding; 0 where there is no such order."""
+
+    def plain(self, parameters: int) -> int:
+        """Of a model without anything beside it."""
+        return parameters * self.size
+
+    def served(self, parameters: int) -> int:
+        """Of the model that is sampled from, and an adapter's base; nothing of one whose weights are all trained."""
+        if self.full and not self.samples:
+            return 0
+        native = self.native_sampler or self.native_learner
+        copies = native_copies(self.sizes, self.size, self.packed) if native else 0
+        return self.plain(parameters) + copies
+
+    def trained(self, parameters: int, processes: int) -> int:
+        """Of what is trained, in all processes: weights, gradient and two moments; where there are several processes, a place in which
+        they add up their gradients, and of all weights those that they were forked from."""
+        each = FLOAT * (4 + (processes > 1)) + self._copies_of_an_adapter()
+        forked = FLOAT if self.full and processes > 1 else 0
+        return int(parameters * (processes * each + forked))
+
+    def _copies_of_an_adapter(self) -> float:
+        """Of each of its numbers: the sampler's, and those that native engines compute with, in learning, of prompts and in decoding."""
+        if self.full:
+            return 0.0
+        computed = (self.native_learner + self.native_sampler) * self.size
+        decoding = FLOAT if self.packed else 0
+        return self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
+
+    def cache(self, decoding: Decoding) -> int:
+        """Of keys and values; on a GPU also of the logits, which have a place of their own."""
+        if self.native_sampler and self.on_cpu:
+            return native_cache(self.sizes, self.size, decoding)
+        tokens = decoding.slots * decoding.key_length + decoding.prompts * decoding.prompt
+        logits = decoding.slots * self.sizes.vocabulary * self.size if self.native_sampler else 0
+        return slot_cache(self.sizes, self.size, tokens) + logits
+
+    def activations(self, tokens: int, *, recompute: bool) -> int:
+        """Of a micro-batch."""
+        sizes, size = self.sizes, self.size
+        if self.native_learner:
+            logits = native_logits(sizes, size, on_cpu=self.on_cpu)
+            return tokens * native_activations(sizes, size, recompute=recompute) + logits
+        return tokens * module_activations(sizes, size, recompute=recompute) + module_logits(sizes)
+
+    def update(self, parameters: int) -> int:
+        """Of AdamW, a number beside each of the trained ones; or of a native model beside the one that it replaces."""
+        renewed = 0
+        if self.full and self.native_sampler:
+            renewed = native_anew(self.sizes, self.size, self.packed)
+        return max(FLOAT * parameters, renewed)
+
+
+def footprint_of(
+    counts: Counts, *, dtype: str, device: str, full: bool, by_modules: bool, samples: bool
+) -> Footprint:
+    """What the engines hold that `groupwise.engine.models.native.weights.native_model` would choose for these weights.
+
+    With `by_modules`, or if an adapter has dropout, transformers' modules learn.
+    """
+    size, on_cpu = bytes_of(dtype), device == "cpu"
+    native = counts.native and (not on_cpu or without_numba() is None)
+    # Frozen weights that were published in bfloat16 are packed as that, whatever they are computed in.
+    packed = 2 if counts.in_bfloat16 and not full else size
+    return Footprint(
+        sizes=counts.sizes,
+        size=size,
+        full=full,
+        on_cpu=on_cpu,
+        samples=samples,
+        native_sampler=native and samples,
+        native_learner=native and not full and not by_modules and counts.dropout == 0,
+        packed=packed if native and samples and on_cpu else 0,
+    )
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+def native_copies(sizes: Sizes, size: int, packed: int) -> int:
+    """What a native model has beside the model's own weights: queries and keys with their rows in another order, and all products in
+    the order of decoding, `packed` bytes for each number; 0 where they are not ordered."""
+    return sizes.turned * size + sizes.products * packed
+
+
+def native_anew(sizes: Sizes, size: int, packed: int) -> int:
+    """What is made where all weights are published, while the sampler still has what it had before."""
+    return sizes.fused * size + sizes.products * packed
+
+
+# --- keys and values -----------------------------------------------------------------------------
+
+
+def grown(room: int, needed: int) -> int:
+    """Tokens that the cache of own keys has room for after it grew: by half, because growing copies everything."""
+    return multiple(max(needed, room * 3 // 2), GROWTH)
+
+
+def rooms(tokens: int) -> tuple[int, int]:
+    """Those before and after it grew for the last time, where its rows come to so many tokens one by one."""
+    before = after = 0
+    while after < tokens:
+        before, after = after, grown(after, after + 1)
+    return before, after
+
+
+def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
+    """On a processor: keys in float32, values in rows of whole vectors. Those of own tokens are there twice while the cache grows."""
+    per_token = sizes.kv_heads * (sizes.head_size * FLOAT + multiple(sizes.head_size, LANES) * size)
+    written = decoding.completion - 1  # nothing follows the last one
+    own = multiple(decoding.slots, ROWS) * sum(rooms(written))
+    prompts = decoding.prompts * multiple(decoding.prompt, STRETCH)
+    return sizes.layers * per_token * (own + prompts)
+
+
+def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:
+    """Elsewhere: keys and values of so many tokens in the model's number format."""
+    return cached_numbers(sizes) * size * tokens
+
+
+def cached_numbers(sizes: Sizes) -> int:
+    """Keys and values of a token in all layers."""
+    return 2 * sizes.layers * sizes.keys
+
+
+# --- activations ---------------------------------------------------------------------------------
+
+
+def native_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
+    """Of a token, kept for the backward pass: two residual streams in float32 and the results of three products and of attention in each
+    layer, beside what the backward pass of one layer computes with. With `recompute` one residual stream of each layer, and all of a
+    single one."""
+    residual = sizes.hidden * FLOAT
+    kept = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
+    at_once = 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
+    if recompute:
+        return sizes.layers * residual + kept + at_once
+    return sizes.layers * kept + at_once
+
+
+def module_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
+    """The same of transformers' modules with torch's graph: about twelve hidden states and four feed-forward states in a layer."""
+    of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
+    if recompute:
+        return sizes.layers * sizes.hidden * size + of_a_layer
+    return sizes.layers * of_a_layer
+
+
+def native_logits(sizes: Sizes, size: int, *, on_cpu: bool) -> int:
+    """Of as many tokens as the head computes at once; a processor has the float32 numbers beside them for a few of these only."""
+    return CHUNK * sizes.vocabulary * (size if on_cpu else size + 2 * FLOAT)
+
+
+def module_logits(sizes: Sizes) -> int:
+    """The same of torch's graph: logits, at their temperature, probabilities, and a gradient."""
+    return 4 * CHUNK * sizes.vocabulary * FLOAT

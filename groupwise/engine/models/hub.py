@@ -1,0 +1,44 @@
+"""Adapters and models that live on the hub, as folders on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from groupwise.core import hub_errors
+from groupwise.core.errors import ModelError
+
+
+def may_be_hub_id(reference: str) -> bool:
+    """Whether `OWNER/NAME` or `OWNER/NAME@REVISION` could stand there, rather than a path."""
+    name = reference.partition("@")[0]
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def fetch_weights(reference: str) -> Path:
+    """The folder of `HUB_ID` or `HUB_ID@REVISION`, downloaded unless it is cached; raises `ModelError` if it cannot be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, _, revision = reference.partition("@")
+    patterns = ["*.json", "*.safetensors"]
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision or None,
+                allow_patterns=patterns,
+                local_files_only=not hub_errors.answers(),
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        where = (
+            "the hub"
+            if hub_errors.answers()
+            else "its cache on this machine (it cannot be reached)"
+        )
+        raise ModelError(
+            f"{reference!r} could not be had from {where}: {reason[0] if reason else error!r} "
+            "Offline, give a folder that holds an adapter or a model.",
+            temporary=hub_errors.will_pass(error),
+        ) from error

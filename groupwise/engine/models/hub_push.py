@@ -1,0 +1,307 @@
+"""Uploading a folder to a branch of the hub, so that it can be done again until it has been done.
+
+One upload is one commit: a branch has all of a folder, or nothing of it yet. So `push` asks first what the branch holds. Equal content
+is done, an empty branch goes on, and other files are refused without leave to overwrite. What a run itself has uploaded it may replace,
+as long as nobody has changed the branch since: `hub.json` in its folder has the commit of each branch. `check_access` asks the same
+before a run begins. huggingface_hub is imported when it is needed, and finds the token itself (HF_TOKEN, or its login); HF_ENDPOINT
+names another hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.hub_errors import TOKEN_ELSEWHERE
+from groupwise.runs.folder import FINAL
+
+MADE_BY_THE_HUB = frozenset({".gitattributes"})
+"""What an empty branch holds."""
+COMMITS = "hub.json"
+"""File of a run: the commit that it made last of each branch, by `OWNER/NAME@REVISION`."""
+_NO_REF = re.compile(
+    r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|^[-/]|[/.]$|^@?$", re.ASCII
+)
+"""What stands in no name of a branch, by git's own rules."""
+_ONE_AT_A_TIME = threading.Lock()
+_TOKEN = "The token comes from HF_TOKEN or `hf auth login`."
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a folder goes."""
+
+    repo_id: str
+    revision: str = "main"
+    private: bool = True
+    """Of a repository that is made; one that is there and public is refused."""
+    overwrite: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}@{self.revision}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What an upload has made."""
+
+    url: str
+    """Of the branch, for people."""
+    commit: str
+    """What the branch was at then: by it the same files are found again, whatever comes later."""
+
+
+def check_access(target: Target, run: Path | None = None) -> str | None:
+    """Before a run: UsageError where one may not write there, or may not overwrite what is there. Nothing is made.
+
+    `run`: the folder of one that goes on. Returns what to warn of where the hub does not answer: an upload may succeed later all the
+    same.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    _check_revision(target.revision)
+    if TOKEN_ELSEWHERE in os.environ:
+        return (
+            f"{target} is not looked at, since the token that may write there is where the job runs"
+        )
+    try:
+        api = _api()
+        if _may_write(api, target.repo_id):
+            _check_content(api, target, run)
+    except _Refused as refused:
+        raise UsageError(str(refused)) from refused
+    except OfflineModeIsEnabled as error:
+        raise UsageError(
+            f"{target} cannot be written while HF_HUB_OFFLINE is set. Unset it, or leave the upload out."
+        ) from error
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
+            return _no_answer(target, error)
+        raise UsageError(
+            f"{target} on the hub cannot be written: {_told(error)} {_TOKEN}"
+        ) from error
+    except (HTTPError, OSError) as error:
+        return _no_answer(target, error)
+    return None
+
+
+def push(folder: Path, target: Target, message: str, run: Path | None = None) -> Pushed:
+    """Make a branch hold exactly what the folder holds, as one commit; returns where it is.
+
+    `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError where the branch holds
+    something else and may not be overwritten, EndpointError where the hub fails.
+    """
+    _check_revision(target.revision)
+    with _failures(target):
+        api = _api()
+        api.create_repo(target.repo_id, private=target.private, exist_ok=True)
+        _refuse_public(api, target)
+        there = _files(api, target)
+        if there is None:
+            _make_branch(api, target, run)
+            there = {}
+        if not there or not _equal(folder, there):
+            parent = _replaceable(api, target, there, run)
+            made = api.upload_folder(
+                folder_path=folder,
+                repo_id=target.repo_id,
+                revision=target.revision,
+                commit_message=message,
+                delete_patterns="*",
+                parent_commit=parent,
+            )
+            commit = made.oid
+        else:
+            commit = _head(api, target)  # a process may have died before it could note it
+        if run is not None:
+            _note_commit(run, target, commit)
+        return Pushed(f"{api.endpoint}/{target.repo_id}/tree/{target.revision}", commit)
+
+
+class _Refused(Exception):
+    """Not a failure of the hub."""
+
+
+def _check_revision(revision: str) -> None:
+    """UsageError for what the hub, which keeps branches as git does, would refuse as the name of one."""
+    if _NO_REF.search(revision):
+        raise UsageError(
+            f"{revision!r} cannot name a branch: git allows no spaces, none of ~ ^ : ? * [ \\ and @{{, no two dots or slashes after each "
+            "other, no dash or slash at the beginning, no part that begins with a dot or ends in .lock, and no slash or dot at the end. "
+            "Give something like main, or my-run/v2."
+        )
+
+
+def _check_content(api: Any, target: Target, run: Path | None) -> None:
+    """Of a repository that is there."""
+    _refuse_public(api, target)
+    there = _files(api, target)
+    if there and not (run is not None and (run / FINAL).is_dir() and _equal(run / FINAL, there)):
+        _replaceable(api, target, there, run)
+
+
+def _refuse_public(api: Any, target: Target) -> None:
+    if target.private and not api.repo_info(target.repo_id).private:
+        raise _Refused(
+            f"{target.repo_id} on the hub is there and public, but what is uploaded is to be private. Set private: false if everybody may "
+            "see it, or name another repository (or make that one private on the hub)."
+        )
+
+
+def _replaceable(api: Any, target: Target, there: dict[str, Any], run: Path | None) -> str | None:
+    """_Refused where the branch holds what is somebody else's; the commit that is to be replaced where it must be that one."""
+    if not there or target.overwrite:
+        return None
+    own = None if run is None else _own_commit(run, target)
+    if own is None or _head(api, target) != own:
+        raise _Refused(_holds_others(target, there))
+    return own
+
+
+def _head(api: Any, target: Target) -> str:
+    return api.repo_info(target.repo_id, revision=target.revision).sha
+
+
+def _own_commit(run: Path, target: Target) -> str | None:
+    return _own_commits(run).get(str(target))
+
+
+def _own_commits(run: Path) -> dict[str, str]:
+    file = run / COMMITS
+    return json.loads(file.read_bytes()) if file.is_file() else {}
+
+
+def _note_commit(run: Path, target: Target, commit: str) -> None:
+    """Checkpoints and the final weights may be uploaded by two threads of a run."""
+    with _ONE_AT_A_TIME:
+        atomic_files.write_json(run / COMMITS, {**_own_commits(run), str(target): commit})
+
+
+def _api() -> Any:
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+    except ImportError as error:
+        raise UsageError(
+            "The hub needs the package huggingface_hub: pip install 'groupwise[train]'."
+        ) from error
+    disable_progress_bars()
+    return HfApi()
+
+
+def _may_write(api: Any, repo_id: str) -> bool:
+    """Whether the repository is there, which one may write to; raises where it could not be made either."""
+    from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    validate_repo_id(repo_id)
+    owner = repo_id.rpartition("/")[0]
+    who = api.whoami()
+    if who.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise LocalTokenNotFoundError(f"the token of {who['name']} may only read.")
+    own = [who["name"], *(each["name"] for each in who.get("orgs", ()))]
+    try:
+        if owner:
+            api.auth_check(repo_id, write=True)
+            return True
+    except RepositoryNotFoundError:
+        if owner in own:
+            return False
+    raise LocalTokenNotFoundError(
+        f"there is no such repository, and {who['name']} cannot make it: give OWNER/NAME with one of {', '.join(own)} as OWNER."
+    )
+
+
+def _files(api: Any, target: Target) -> dict[str, Any] | None:
+    """What the branch holds beside what the hub made, by path; None where there is no such branch."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        listed = list(api.list_repo_tree(target.repo_id, recursive=True, revision=target.revision))
+    except RevisionNotFoundError:
+        return None
+    return {
+        each.path: each
+        for each in listed
+        if hasattr(each, "blob_id") and each.path not in MADE_BY_THE_HUB
+    }
+
+
+def _holds_others(target: Target, there: dict[str, Any]) -> str:
+    names = sorted(there)
+    more = f" and {len(names) - 4} more" if names[4:] else ""
+    return (
+        f"{target} on the hub holds other files ({', '.join(names[:4])}{more}), and may not be overwritten. Name another revision, "
+        "or set overwrite: true: the branch's history keeps what is there."
+    )
+
+
+def _make_branch(api: Any, target: Target, run: Path | None) -> None:
+    """From the first commit of the repository, which mostly holds nothing. What it holds otherwise, the upload may replace."""
+    first = api.list_repo_commits(target.repo_id)[-1].commit_id
+    if run is not None:
+        _note_commit(run, target, first)
+    api.create_branch(target.repo_id, branch=target.revision, revision=first, exist_ok=True)
+
+
+def _equal(folder: Path, there: dict[str, Any]) -> bool:
+    own = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return own.keys() == there.keys() and all(_same(own[name], there[name]) for name in own)
+
+
+def _same(file: Path, entry: Any) -> bool:
+    """Whether a file is the one on the hub, which knows large ones by SHA-256 and small ones as git does."""
+    size = file.stat().st_size
+    if size != entry.size:
+        return False
+    if entry.lfs is not None:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest() == entry.lfs.sha256
+    blob = b"blob %d\0" % size + file.read_bytes()
+    return hashlib.sha1(blob, usedforsecurity=False).hexdigest() == entry.blob_id
+
+
+@contextmanager
+def _failures(target: Target) -> Generator[None]:
+    """What the hub, or the way there, does wrong, as one error."""
+    try:
+        yield
+    except _Refused as refused:
+        raise UsageError(str(refused)) from refused
+    except UsageError:
+        raise
+    except Exception as error:
+        raise EndpointError(
+            f"{target} on the hub could not be written: {_told(error)} {_TOKEN}"
+        ) from error
+
+
+def _no_answer(target: Target, error: Exception) -> str:
+    return (
+        f"the hub does not answer, so nobody knows whether {target} may be written: {_told(error)}"
+    )
+
+
+def _told(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines) or type(error).__name__

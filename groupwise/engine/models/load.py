@@ -1,0 +1,139 @@
+"""From a config to a model in memory, on the right device and in the right number format."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.models.config import Dtype, ModelConfig
+from groupwise.engine.models.hub import fetch_weights
+from groupwise.engine.models.tokenizer import explained, located, quiet, resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
+    """The model's weights, in evaluation mode, no parameter trainable."""
+    resolved = located(config)
+    with quiet(), explained(config, resolved, "model"):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            resolved.location,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **resolved.arguments(),
+        )
+        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+        _refuse_gaps(report)
+    model.requires_grad_(False)
+    cast("nn.Module", model).to(device)  # in place, as modules do
+    return model.eval()
+
+
+def read_model_config(config: ModelConfig) -> PreTrainedConfig:
+    """What the model says of itself; no weights are read."""
+    resolved = located(config)
+    with quiet(), explained(config, resolved, "model"):
+        return AutoConfig.from_pretrained(
+            resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
+        )
+
+
+def described_text(config: ModelConfig) -> dict[str, Any]:
+    """What transformers knows of the model's text, expressible as JSON: its config with the defaults of its kind."""
+    described = read_model_config(config)
+    text = json.loads(described.get_text_config().to_json_string(use_diff=False))
+    # Whether the head is the embedding is said by the whole model, not by its part.
+    return {**text, "tie_word_embeddings": getattr(described, "tie_word_embeddings", False)}
+
+
+def hollow_model(config: ModelConfig) -> PreTrainedModel:
+    """The model without storage for its weights: for names, shapes and counts."""
+    described = read_model_config(config)
+    with torch.device("meta"), quiet(), explained(config, resolve(config), "model"):
+        return AutoModelForCausalLM.from_config(
+            described, trust_remote_code=config.trust_remote_code
+        )
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """The folder with the model's files, which are fetched from the hub if need be; see `groupwise.engine.models.hub.fetch_weights`."""
+    resolved = located(config)
+    if resolved.local:
+        return Path(resolved.location)
+    return fetch_weights("@".join(filter(None, [resolved.location, resolved.revision])))
+
+
+def _refuse_gaps(report: Mapping[str, Any]) -> None:
+    """transformers fills with random numbers what the files lack or hold in another shape."""
+    gaps = [*sorted(report["missing_keys"])]
+    gaps += [
+        f"{key} (stored as {tuple(stored)}, the config says {tuple(wanted)})"
+        for key, stored, wanted in sorted(report["mismatched_keys"])
+    ]
+    if gaps:
+        shown = ", ".join(gaps[:4]) + (", …" if len(gaps) > 4 else "")
+        raise ValueError(f"{len(gaps)} of its tensors are missing or of another shape: {shown}")
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: of the model's config, its generation config and the tokenizer."""
+    return _stops_of(model.config, model.generation_config, tokenizer)
+
+
+def described_stop_token_ids(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
+    """The same of a model that is not loaded."""
+    resolved = located(config)
+    try:
+        generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())
+    except OSError:  # a model need not have one
+        generation = None
+    return _stops_of(read_model_config(config), generation, tokenizer)
+
+
+def _stops_of(*owners: object) -> tuple[int, ...]:
+    found: set[int] = set()
+    for owner in owners:
+        value = getattr(owner, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(found))
+
+
+def write_dequantised(gguf: Path, folder: Path) -> None:
+    """Dequantise a GGUF file into a folder of safetensors, config and tokenizer."""
+    if not gguf.is_file():
+        raise ModelError(f"There is no file {str(gguf)!r}.")
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+            )
+            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        except (ValueError, OSError, KeyError, ImportError) as error:
+            raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
+        _without_quantisation(model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _without_quantisation(model: PreTrainedModel) -> PreTrainedModel:
+    # The loaded model remembers that it was GGUF, and would refuse to be saved.
+    config = {**model.config.to_dict(), "_name_or_path": ""}
+    config.pop("quantization_config", None)
+    clean = type(model)(type(model.config)(**config))
+    clean.load_state_dict(model.state_dict())
+    clean.tie_weights()
+    clean.generation_config = model.generation_config or GenerationConfig()
+    return clean

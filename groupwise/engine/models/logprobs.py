@@ -1,0 +1,99 @@
+"""Log-probabilities and entropies of given tokens, and whether they are the likeliest, without ever holding the logits of a whole batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.native.facts import CHUNK
+
+NEVER = -1e30
+"""A logit of probability 0. Unlike -inf it may stand in a sum of probabilities times logits, as the entropy is, and in its gradient."""
+
+
+class TokenNumbers(NamedTuple):
+    """Of each target, in their order."""
+
+    logprobs_N: Tensor
+    """Nats; carries the gradient."""
+    entropies_N: Tensor
+    """Nats, of the distribution that the target stands in."""
+    right_N: Tensor | None
+    """Whether the target is the likeliest token, the first of several that are equally so; None where nobody asked."""
+
+
+def token_logprobs(
+    decoder: Decoder,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    *,
+    entropy_gradient: bool = False,
+    accuracy: bool = False,
+    withheld_X2: Tensor | None = None,
+) -> TokenNumbers:
+    """The numbers of the targets at the temperatures; whether they are the likeliest with `accuracy`, because it costs a search.
+
+    `withheld_X2` has pairs of a place in N and a token whose probability there is 0. Entropies have a gradient where one is asked for,
+    because it costs another pass over the logits. Chunks of logits are recomputed in the backward pass instead of being kept.
+    """
+    parts: list[TokenNumbers] = []
+    for start in range(0, len(targets_N), CHUNK):
+        part = slice(start, start + CHUNK)
+        arguments = (
+            decoder,
+            hidden_NH[part],
+            targets_N[part],
+            temperatures_N[part],
+            entropy_gradient,
+            accuracy,
+            withheld_between(withheld_X2, start, start + CHUNK),
+        )
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
+        else:
+            parts.append(_chunk(*arguments))
+    logprobs, entropies, right = zip(*parts, strict=True)
+    return TokenNumbers(
+        torch.cat(logprobs), torch.cat(entropies), torch.cat(right) if accuracy else None
+    )
+
+
+def withheld_between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:
+    """The pairs of a chunk, their places counted from its beginning; None where it has none."""
+    if withheld_X2 is None:
+        return None
+    places_X = withheld_X2[:, 0]
+    inside_X2 = withheld_X2[(places_X >= start) & (places_X < end)]
+    return inside_X2 - torch.tensor([start, 0], device=inside_X2.device) if len(inside_X2) else None
+
+
+def _chunk(
+    decoder: Decoder,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    temperatures_N: Tensor,
+    entropy_gradient: bool,
+    accuracy: bool,
+    withheld_X2: Tensor | None,
+) -> TokenNumbers:
+    scaled_NV = decoder.logits(hidden_NH) / temperatures_N[:, None]
+    if withheld_X2 is not None:
+        known_X2 = withheld_X2[withheld_X2[:, 1] < scaled_NV.shape[1]]
+        scaled_NV[known_X2[:, 0], known_X2[:, 1]] = NEVER
+    normaliser_N = scaled_NV.logsumexp(-1)
+    chosen_N = scaled_NV.gather(1, targets_N[:, None])[:, 0] - normaliser_N
+    # Nothing from here on is kept for the backward pass, which therefore does not repeat it (but for an entropy with gradient).
+    right_N = scaled_NV.argmax(-1) == targets_N if accuracy else None
+    if entropy_gradient:
+        probabilities_NV = (scaled_NV - normaliser_N[:, None]).exp()
+        entropy_N = normaliser_N - (probabilities_NV * scaled_NV).sum(-1)
+        return TokenNumbers(chosen_N, entropy_N, right_N)
+    with torch.no_grad():
+        probabilities_NV = (scaled_NV - normaliser_N[:, None]).exp_()
+        entropy_N = normaliser_N - probabilities_NV.mul_(scaled_NV).sum(-1)
+    return TokenNumbers(chosen_N, entropy_N, right_N)

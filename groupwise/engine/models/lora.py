@@ -1,0 +1,410 @@
+"""Low-rank adapters over one frozen base, in the file format of peft.
+
+Several adapters live side by side on the same base: the one that is trained, the one that the sampler serves (a copy that came
+through a published file), and the one that a run started from (the reference for KL); and those of other models over that base, each of
+a rank and with layers of its own. They come and go one by one and never touch each other. `AdaptedModel.using` says which one acts.
+
+The arithmetic is our own: the low-rank product is added *before* the base output is rounded. With a base in bfloat16, adding
+it afterwards, as peft's layer does, loses most of a change made at the learning rates of RL. The factors are kept in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.models import config as settings_of_models
+from groupwise.engine.models.files import read_json, read_tensors, write_tensors
+from groupwise.engine.models.native.linear import Factors, at_once, in_float32, rounds_before_adding
+from groupwise.engine.models.native.weights import NativeModel, native_model
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "base_model.model."
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
+               "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
+
+
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
+"""Ways to begin an adapter that leave its base as it was."""
+
+
+class AdapterSwitch:
+    """Shared by all adapted layers of a model: which adapter acts, and whether dropout does."""
+
+    def __init__(self) -> None:
+        self.active: str | None = None
+        self.dropout = False
+
+
+class ExactLoraLinear(PeftLinear):
+    """`y = round(x Wᵀ + scaling · (x Aᵀ) Bᵀ)`: one rounding, after the sum."""
+
+    switch: AdapterSwitch
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A [rank, in] and B [out, rank] of an adapter."""
+        down, up = self.lora_A[name], self.lora_B[name]
+        return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
+
+    def dropout_of(self, name: str) -> float:
+        """Share of the adapter's inputs that is dropped when dropout acts."""
+        return getattr(self.lora_dropout[name], "p", 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = cast("nn.Linear", self.get_base_layer())
+        name = self.switch.active
+        if name is None or name not in self.lora_A:  # that one leaves this layer alone
+            return base(x)
+        down, up = self.factors(name)
+        up = up * self.scaling[name]
+        inputs = F.dropout(x, self.dropout_of(name)) if self.switch.dropout else x
+        low, up = F.linear(inputs, down.to(x.dtype)).flatten(0, -2), up.to(x.dtype)
+        flat, weight = x.flatten(0, -2), base.weight
+        if not rounds_before_adding(x):
+            flat = torch.addmm(low @ up.t(), flat, weight.t())
+        elif torch.is_grad_enabled():
+            flat = cast("Tensor", _AtOnce.apply(flat, weight, low, up))
+        else:
+            flat = in_float32(flat, weight, low, up).to(x.dtype)
+        if base.bias is not None:  # not added to `low`, which would be rounded to the bias
+            flat = flat + base.bias
+        return flat.view(*x.shape[:-1], -1)
+
+
+class _AtOnce(torch.autograd.Function):
+    """`at_once`, without a gradient of the weight, which torch would compute to leave it out."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_OI, low_NR, up_OR)
+        return at_once(x_NI, weight_OI, low_NR, up_OR)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        weight_OI, low_NR, up_OR = ctx.saved_tensors
+        (dy_NO,) = grad_outputs
+        return dy_NO @ weight_OI, None, dy_NO @ up_OR, dy_NO.t() @ low_NR
+
+
+class AdaptedModel:
+    """A frozen base with named adapters, each of a shape of its own."""
+
+    def __init__(self, base: PreTrainedModel, config: LoraConfig) -> None:
+        self.base = base
+        self.config = config
+        """The shape of adapters that are added without one."""
+        self.configs: dict[str, LoraConfig] = {}
+        """That of each adapter there is, by its name."""
+        self.switch = AdapterSwitch()
+        self._told: set[tuple[str, ...]] = set()
+        """Layers of adapters of which the log knows that they are computed by modules."""
+        self.layers: dict[str, ExactLoraLinear] = {}
+        """Those that some adapter changes, in the order of the base."""
+
+    def add(
+        self, name: str, *, trainable: bool, seed: int, config: LoraConfig | None = None
+    ) -> None:
+        """Add an adapter that changes nothing yet: A random from `seed`, B zero (Hu et al. 2021, §4.1).
+
+        Raises `ModelError` for targets that cannot be; then all is as before.
+        """
+        assert name not in self.configs, f"there is an adapter {name} already"
+        with self._others_as_they_are():
+            self._inject(name, self.config if config is None else config)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for key, parameter in self.parameters(name).items():
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(trainable)
+                if ".lora_A." in key:
+                    bound = 1 / math.sqrt(parameter.shape[1])
+                    drawn = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                    parameter.copy_(drawn * bound)
+                else:
+                    parameter.zero_()
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter. A layer that no other one changes is the base's own again."""
+        self.configs.pop(name, None)
+        with self._others_as_they_are():
+            for path, layer in self._adapted_modules():
+                layer._active_adapter = []  # peft would make another one act, and warn of it
+                layer.delete_adapter(name)
+                if not layer._all_available_adapter_names():
+                    self.base.set_submodule(path, layer.get_base_layer())
+        self._take_stock()
+
+    def layers_of(self, name: str) -> dict[str, ExactLoraLinear]:
+        """The layers that an adapter changes, in the order of the base."""
+        assert name in self.configs, f"there is no adapter {name}"
+        return {path: layer for path, layer in self.layers.items() if name in layer.lora_A}
+
+    def native(self, name: str) -> NativeModel | None:
+        """The base as plain matrices; None, with the reason in the log, where it cannot be, or not with this adapter."""
+        model = native_model(self.base)
+        if model is None:
+            return None
+        known = {part.path for linear in model.products for part in linear.parts}
+        others = [path for path in self.layers_of(name) if path not in known]
+        if others and tuple(others) not in self._told:
+            self._told.add(tuple(others))
+            logger.warning(
+                "a model is sampled and trained by transformers' modules, which is slower, because its adapter changes %s",
+                ", ".join(others[:4]),
+            )
+        return None if others else model
+
+    def parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """The adapter's factors under the names that peft gives them in files, sorted."""
+        found: dict[str, nn.Parameter] = {}
+        for path, layer in self.layers_of(name).items():
+            down, up = layer.factors(name)
+            found[f"{PREFIX}{path}.lora_A.weight"] = down
+            found[f"{PREFIX}{path}.lora_B.weight"] = up
+        return dict(sorted(found.items()))
+
+    def low_rank(self, name: str) -> dict[str, Factors]:
+        """What the adapter adds to each layer, by the layer's name in the base; the factors themselves, not copies."""
+        return {
+            path: Factors(*layer.factors(name), layer.scaling[name])
+            for path, layer in self.layers_of(name).items()
+        }
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], origin: str) -> None:
+        """Overwrite the adapter. Raises `ModelError` unless names and shapes match exactly."""
+        copy_exactly(self.parameters(name), tensors, origin)
+
+    @contextlib.contextmanager
+    def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
+        """The base with this adapter acting (None: the plain base)."""
+        assert name is None or name in self.configs, f"there is no adapter {name}"
+        before = self.switch.active, self.switch.dropout
+        self.switch.active, self.switch.dropout = name, dropout
+        try:
+            yield self.base
+        finally:
+            self.switch.active, self.switch.dropout = before
+
+    def save(self, name: str, folder: Path) -> None:
+        """Write the adapter as peft does, so that peft, transformers and vLLM load it; OSError if the disk refuses."""
+        tensors = {
+            key: value.detach().cpu().clone() for key, value in self.parameters(name).items()
+        }
+        write_tensors(tensors, folder / WEIGHTS)
+        config = self.configs[name]
+        called = config.base_model_name_or_path or self.base.config._name_or_path
+        described = {**described_adapter(config), "base_model_name_or_path": called}
+        (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
+
+    def _inject(self, name: str, config: LoraConfig) -> None:
+        config._register_custom_module({nn.Linear: ExactLoraLinear})
+        try:
+            inject_adapter_in_model(config, self.base, adapter_name=name)
+            self._check_targets(name, config)
+        except ValueError as error:
+            self.remove(name)
+            raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
+        self.configs[name] = config
+        self._take_stock()
+        for layer in self.layers.values():
+            layer.switch = self.switch
+
+    def _check_targets(self, name: str, config: LoraConfig) -> None:
+        """Raise ValueError for targets that peft passed over in silence, or that are no plain linear layers."""
+        changed = [(path, each) for path, each in self._adapted_modules() if _has(each, name)]
+        others = [path for path, each in changed if not isinstance(each, ExactLoraLinear)]
+        targets = config.target_modules
+        named = [] if targets is None or isinstance(targets, str) else sorted(targets)
+        paths = [f".{path}" for path, _ in changed if path not in others]
+        idle = [name for name in named if not any(path.endswith(f".{name}") for path in paths)]
+        if others or idle or not paths:
+            wrong = ", ".join(others[:4] or idle) or "none was found"
+            raise ValueError(f"an adapter needs linear layers ({wrong})")
+
+    def _take_stock(self) -> None:
+        """Look which layers have adapters now. What peft notes at the base would be the last one's alone."""
+        vars(self.base).pop("peft_config", None)
+        found = self._adapted_modules()
+        self.layers = {path: each for path, each in found if isinstance(each, ExactLoraLinear)}
+
+    def _adapted_modules(self) -> list[tuple[str, BaseTunerLayer]]:
+        return [
+            (path, module)
+            for path, module in self.base.named_modules()
+            if isinstance(module, BaseTunerLayer)
+        ]
+
+    @contextlib.contextmanager
+    def _others_as_they_are(self) -> Generator[None]:
+        """Which adapters are trained is up to their owners: peft would have it be one. The base is frozen."""
+        owned = [each for name in self.configs for each in self.parameters(name).values()]
+        trained = [parameter for parameter in owned if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            self.base.requires_grad_(False)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+
+def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """The linear layers of a base, by their full names: those of `attention`, of the `mlp`, and the output head, `unembed`."""
+    head = base.get_output_embeddings()
+    kinds: dict[str, list[str]] = {"attention": [], "mlp": [], "unembed": []}
+    for path, module in base.named_modules():
+        if ".lora_" in path or path.endswith(".base_layer"):
+            continue
+        if isinstance(module, (nn.Linear, ExactLoraLinear)):
+            kind = "unembed" if module is head else "attention" if "att" in path else "mlp"
+            kinds[kind].append(path)
+    return {kind: tuple(paths) for kind, paths in kinds.items()}
+
+
+def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
+    """The peft config of a fresh adapter."""
+    targets = settings.target_modules
+    return LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        use_rslora=settings.rslora,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+def scaling_of(config: LoraConfig) -> float:
+    """What an adapter's output is multiplied by."""
+    return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
+
+
+def described_adapter(config: LoraConfig) -> dict[str, Any]:
+    """The content of adapter_config.json, as it can be written in JSON."""
+    described = {**config.to_dict(), "inference_mode": True}
+    return json.loads(json.dumps(described, default=_plain))
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """The config of a stored adapter. Raises `ModelError` for kinds of adapter that are not plain LoRA."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.adapter: there is no folder {folder} (looked in {Path.cwd()}). Give one that holds {CONFIG} and "
+            f"{WEIGHTS}."
+        )
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"model.adapter: {folder} has no {CONFIG}, so it holds no adapter.")
+    stored = read_json(folder / CONFIG)
+    if stored.get("peft_type") != "LORA":
+        raise ModelError(
+            f"model.adapter: {folder} is of type {stored.get('peft_type')!r}; LORA is expected."
+        )
+    extra = [key for key in UNSUPPORTED if stored.get(key)] + (
+        ["bias"] if stored.get("bias", "none") != "none" else []
+    )
+    start = stored.get("init_lora_weights", True)
+    if start not in PLAIN_STARTS:  # the others change the base too, which the file does not hold
+        extra.append(f"init_lora_weights={start}")
+    if extra:
+        raise ModelError(
+            f"model.adapter: {folder} uses {', '.join(extra)}, which this version does not train. "
+            "Merge it into its base and give the merged model as model.name."
+        )
+    config = cast("LoraConfig", LoraConfig.from_pretrained(str(folder)))
+    config.inference_mode = False
+    return config
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a stored adapter (safetensors only)."""
+    return read_tensors(folder / WEIGHTS)
+
+
+def copy_exactly(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
+    """Copy `given` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
+    refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
+    with torch.no_grad():
+        for key, tensor in owned.items():
+            tensor.copy_(given[key])
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor."""
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+
+def refuse_mismatch(
+    owned: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]], origin: str
+) -> None:
+    """Raise `ModelError` that lists every name or shape in which `given` differs from `owned`."""
+    missing = sorted(set(owned) - set(given))
+    unexpected = sorted(set(given) - set(owned))
+    shapes = [
+        f"{key}: {given[key]} instead of {owned[key]}"
+        for key in sorted(set(owned) & set(given))
+        if owned[key] != given[key]
+    ]
+    if missing or unexpected or shapes:
+        raise ModelError(
+            f"The tensors of {origin} do not match the model, so none was loaded."
+            + _listed("missing", missing)
+            + _listed("not expected", unexpected)
+            + _listed("of another shape", shapes)
+        )
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes, in the order of the names; 16 hex digits."""
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        tensor = tensors[key].detach().cpu().contiguous()
+        digest.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _has(layer: BaseTunerLayer, name: str) -> bool:
+    return name in layer._all_available_adapter_names()
+
+
+def no_target(base: PreTrainedModel, problem: str) -> str:
+    """What is wrong with `lora.target_modules`, and which layers there are."""
+    kinds = sorted(
+        {
+            path.removesuffix(".base_layer").rsplit(".", 1)[-1]
+            for path, module in base.named_modules()
+            if isinstance(module, nn.Linear) and ".lora_" not in path
+        }
+    )
+    return (
+        f"lora.target_modules: {problem}. Linear layers of this {base.config.model_type} model: "
+        f"{', '.join(kinds) or 'none'}; all-linear takes all but the output head."
+    )
+
+
+def _listed(title: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
+    return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + more
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)

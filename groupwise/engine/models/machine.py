@@ -1,0 +1,166 @@
+"""What this machine can do, and how a process is set up for it.
+
+Before a run only files are read for that, where they tell it, because torch takes a second to import: which device, which instructions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import sys
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.models.config import Dtype, ModelConfig
+
+CPUINFO = Path("/proc/cpuinfo")
+DEVICES = Path("/dev")
+DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
+"""What Linux has there for the GPUs that torch can use: NVIDIA's, those of its small boards and of WSL, AMD's."""
+INSTRUCTIONS = {"AVX512": {"avx512vl", "avx512bw", "avx512dq", "fma"}, "AVX2": {"avx2", "fma"}}
+"""What torch computes with, by what the processor must have: the first that it has."""
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's mallopt(3)."""
+
+
+def choose_device() -> str:
+    """`cuda` where torch can use one, else `cpu`."""
+    if not _may_have_gpu():
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _may_have_gpu() -> bool:
+    """False where torch would find none: it was built without, or Linux has no driver."""
+    build = _build()
+    if build.cuda is None and build.hip is None:
+        return False
+    return sys.platform != "linux" or any(any(DEVICES.glob(name)) for name in DRIVERS)
+
+
+@cache
+def _build() -> ModuleType:
+    """What torch says of how it was built, in a file that can be read without importing torch."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise ModuleNotFoundError("torch is missing: pip install groupwise[train]", name="torch")
+    path = Path(torch.origin).with_name("version.py")
+    spec = importlib.util.spec_from_file_location("torch_version", path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def gpu_count() -> int:
+    """GPUs that torch sees on this machine."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
+    """`model.dtype`, or for `auto` what suits: float32 to train all weights, else bfloat16 where the processor has it."""
+    if full and config.dtype == "bfloat16":
+        raise ModelError(
+            "model.dtype: bfloat16 cannot train all weights (lora: null): small updates vanish in its rounding. "
+            "Set model.dtype to float32 or auto, or train an adapter (lora: {r: 16})."
+        )
+    if config.dtype != "auto":
+        return config.dtype
+    if full:
+        return "float32"
+    return "bfloat16" if has_bfloat16(device) else "float32"
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether the processor multiplies bfloat16 itself. Others emulate it, slower than float32."""
+    if device == "cpu" and (flags := _flags()):
+        return not flags.isdisjoint({"avx512_bf16", "amx_bf16"})
+    import torch
+
+    if device != "cpu":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities()
+    if found.get("architecture") == "x86_64":  # there oneDNN's own answer is yes for emulation, too
+        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def describe_processor(device: str) -> str:
+    """The processor by its name, for a CPU with the instruction set that torch uses on it."""
+    if device == "cpu":
+        return f"{_cpu_line('model name') or platform.processor() or platform.machine()} ({_instructions()})"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def _instructions() -> str:
+    """In torch's words."""
+    if "ATEN_CPU_CAPABILITY" not in os.environ:
+        flags = _flags()
+        for name, needed in INSTRUCTIONS.items():
+            if needed <= flags:
+                return name
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _flags() -> set[str]:
+    """What an x86 processor has, as Linux tells it; empty elsewhere."""
+    return set(_cpu_line("flags").split())
+
+
+def _cpu_line(key: str) -> str:
+    """Of the first processor; empty where there is none."""
+    with contextlib.suppress(OSError):
+        for line in CPUINFO.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return ""
+
+
+def torch_version() -> str:
+    """Of torch, with the variant that is installed."""
+    return str(_build().__version__)
+
+
+def set_threads(threads: int) -> None:
+    """Of torch, for one operation."""
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def prepare_process(threads: int) -> None:
+    """Set torch's threads, let a GPU add products up in float32, and let the allocator keep what is freed.
+
+    On virtual machines the first touch of fresh memory can cost more than the arithmetic done in it.
+    """
+    import torch
+
+    set_threads(threads)
+    # Else a GPU may round partial sums to bfloat16, in which small changes of an adapter are lost.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(TRIM_THRESHOLD, -1)  # give nothing back, however much is free
+        libc.mallopt(TOP_PAD, 64 << 20)
+
+
+def give_back_memory() -> None:
+    """Return to the system what was freed, before processes that would share it are forked."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,0 +1,73 @@
+"""Memory that could not be had: told from other errors, and what needs less of it.
+
+A GPU's memory and numpy's have errors of their own, a processor's is a RuntimeError of torch that only its words tell; what the system
+refuses is an OSError. None of this needs torch, so that whoever reports a failure can ask here without importing it.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from groupwise.core.errors import OutOfMemoryError
+
+SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In the words of torch: of a GPU, of a processor, of a library on a GPU."""
+NEEDS_LESS = (
+    "lower training.max_tokens_per_microbatch, sampler.slots or run.processes, set training.gradient_checkpointing, "
+    "set model.dtype to bfloat16, or take a smaller model"
+)
+REMEDY = f"To need less, {NEEDS_LESS}; `groupwise doctor` says how much a run needs and how much there is."
+
+_ASKED = re.compile(
+    r"(?:tried to allocate|Unable to allocate) ([\d.]+) ?(bytes|[KMGTPE]i?B)", re.IGNORECASE
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether this is an error for want of memory that nobody has explained yet."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemoryError:
+    """The error in words for people; `doing` is what needed the memory, as in `while learning`."""
+    during = f" while {doing}" if doing else ""
+    return OutOfMemoryError(
+        f"There was no memory left{during} ({_whose(error)}{_asked(error)}). {REMEDY}"
+    )
+
+
+@contextmanager
+def memory_explained(doing: str) -> Generator[None]:
+    """Turn errors for want of memory into an `OutOfMemoryError`."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        raise out_of_memory(error, doing) from error
+
+
+def _whose(error: BaseException) -> str:
+    """In the words by which programs that read logs know it: that of a GPU, or the machine's own."""
+    text = str(error)
+    if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
+        return "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
+    return "Cannot allocate memory"
+
+
+def _asked(error: BaseException) -> str:
+    """How much was wanted at once, if the error says it."""
+    found = _ASKED.search(str(error))
+    if found is None:
+        return ""
+    amount, unit = found.groups()
+    if unit.lower() == "bytes":
+        amount, unit = f"{float(amount) / 2**20:,.1f}", "MiB"
+    return f": {amount} {unit} at once could not be had"

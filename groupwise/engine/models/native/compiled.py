@@ -1,0 +1,88 @@
+"""Tensors of a processor handed to the kernels of `groupwise.engine.models.native.kernels`, and where these can be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.engine.models.native.facts import without_numba
+
+FORMATS = (torch.bfloat16, torch.float32)
+
+FEW = 64
+"""So many rows are computed faster by one thread than torch can wake others."""
+
+
+def refusal(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot compute a model of this format on a processor; None where they can."""
+    if dtype not in FORMATS:
+        return f"{dtype} is computed on a GPU only".replace("torch.", "")
+    return without_numba()
+
+
+def suits(tensor: Tensor) -> bool:
+    """Whether a kernel, which has one thread, is the best for these rows of numbers."""
+    few = len(tensor) <= FEW or torch.get_num_threads() == 1
+    return tensor.device.type == "cpu" and tensor.dtype in FORMATS and few
+
+
+def array(tensor: Tensor) -> Any:
+    """The tensor's memory for numpy; bfloat16 as uint16."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()
+
+
+def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """The root-mean-square norm of float32 rows, rounded once."""
+    from groupwise.engine.models.native import kernels
+
+    into_NH = torch.empty(x_NH.shape, dtype=dtype)
+    kernels.norm(array(x_NH), array(weight_H), np.float32(epsilon), array(into_NH))
+    return into_NH
+
+
+def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
+    """`silu(gate) · up`, [N, F], rounded once."""
+    from groupwise.engine.models.native import kernels
+
+    rows, both = gate_up_N2F.shape
+    into_NF = torch.empty(rows, both // 2, dtype=dtype)
+    kernels.swiglu(array(gate_up_N2F), array(into_NF))
+    return into_NF
+
+
+def norm_with_gradient(
+    x_NH: Tensor,
+    weight_H: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+    dy_NH: Tensor | None,
+    into_NH: Tensor | None,
+) -> Tensor:
+    """The norm once more; its gradient is added to `into_NH`, if there is one."""
+    from groupwise.engine.models.native import kernels
+
+    y_NH = torch.empty(x_NH.shape, dtype=dtype)
+    none = x_NH.new_empty(0, x_NH.shape[1])
+    kernels.norm_gradient(
+        array(x_NH),
+        array(weight_H),
+        np.float32(epsilon),
+        array(none if dy_NH is None else dy_NH),
+        array(none if into_NH is None else into_NH),
+        array(y_NH),
+    )
+    return y_NH
+
+
+def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
+    """`silu(gate) · up` once more, and the gradient [N, 2F] with respect to both halves."""
+    from groupwise.engine.models.native import kernels
+
+    y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
+    kernels.swiglu_gradient(*map(array, (gate_up_N2F, dy_NF, y_NF, d_N2F)))
+    return y_NF, d_N2F

@@ -1,0 +1,51 @@
+"""Whether a GPU's kernels of `groupwise.engine.models.native.triton_kernels` can be used here.
+
+Triton comes with torch's CUDA build, and compiles with the machine's C compiler. Where either is missing, or gives something else than
+torch does, torch's own operations compute the same by more and slower steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FORMATS = (torch.bfloat16, torch.float16, torch.float32)
+CLOSE = 1e-4
+"""How far a kernel's result on some rows of numbers up to 4 may be from torch's."""
+
+
+def kernels_for(tensor: Tensor) -> ModuleType | None:
+    """The kernels that compute a tensor like this one; None where torch does."""
+    if tensor.device.type != "cuda" or tensor.dtype not in FORMATS:
+        return None
+    return _tried(tensor.device)
+
+
+@cache
+def _tried(device: torch.device) -> ModuleType | None:
+    """The kernels, if one that was compiled and asked on this device gave what torch does."""
+    try:
+        from groupwise.engine.models.native import triton_kernels
+
+        rows, weight = (torch.linspace(-2, 2, size, device=device) for size in (288, 72))
+        rows = rows.view(4, 72)
+        found = triton_kernels.normed(rows, weight, 1e-5, torch.float32)
+        error = float((found - F.rms_norm(rows, (72,), weight, 1e-5)).abs().max())
+    except Exception as reason:  # noqa: BLE001 — whatever a compiler says, torch can do without it
+        logger.warning(
+            "Triton's kernels cannot be used here, so steps take longer: %s: %s",
+            type(reason).__name__,
+            reason,
+        )
+        return None
+    if not error <= CLOSE:
+        logger.warning("Triton's kernels give other results than torch here, so they are not used.")
+        return None
+    return triton_kernels

@@ -1,0 +1,29 @@
+"""How the kernels beside it are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any, TypeVar, cast
+
+import numba
+
+from groupwise.engine.models.native.kernel_cache import cache_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Function], Function]:
+    """Compile a function when it is first called with arguments of some kind.
+
+    `order` are LLVM's names for what it may do to the order of sums and to special numbers. What is `kept` is there for later runs, too
+    (`groupwise.engine.models.native.kernel_cache`); this is for functions that others call, which contain the rest.
+    """
+    options: dict[str, Any] = {"fastmath": set(order), "error_model": "numpy", "nogil": True}
+
+    def decorate(function: Function) -> Function:
+        compiled: Any = numba.njit(**options)(function)
+        if kept:
+            compiled._cache = cache_of(function)  # as numba itself does for cache=True
+        return cast("Function", compiled)
+
+    return decorate

@@ -1,0 +1,135 @@
+"""Compiled kernels kept on the disk for later runs: beside their source, or in the user's cache where that cannot be written.
+
+numba has a cache, whose places and contents are used here, but not its files. Those know only the one source file in which a kernel
+stands, though code of others goes into it; they begin with a list that two first runs at once can spoil for each other; and a disk that
+refuses one ends the run. Here each kernel has a file of its own for every kind of arguments and processor, whose name tells of which
+sources it was made: all of this folder. Code of other sources is deleted when something is kept. A file begins with a digest of the
+rest, so one that a crash has damaged is like none. Where nothing can be kept, kernels are compiled by every run.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import FunctionCache, NullCache
+from numba.core.serialize import dumps
+
+from groupwise.core.atomic_files import building_path
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "groupwise.engine.models.native"
+"""All code that kernels are made of stands in its folder."""
+DIGEST_BYTES = 32
+
+
+def cache_of(function: Callable[..., Any]) -> Any:
+    """What numba asks for a compiled function before it compiles it, and gives it to afterwards."""
+    try:
+        return KernelCache(function)
+    except RuntimeError:  # numba found no folder to write to
+        _tell_not_kept("no folder for them can be written to")
+        return NullCache()
+
+
+class KernelCache(FunctionCache):
+    """numba's cache of one function, with files of our own, which a disk may refuse."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._cache_file = KernelFiles(Path(self._cache_path), self._impl.filename_base)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled function for arguments of these types; None where it is not kept."""
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            _tell_of_compiling(self._cache_path)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep it, if the disk takes it."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _tell_not_kept(f"{self._cache_path}: {error.strerror or error}")
+
+
+class KernelFiles:
+    """The files of one kernel."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name, self._sources = folder, name, sources()
+
+    def load(self, key: Any) -> Any:
+        """What was saved under this key; None where nothing was, or it is damaged."""
+        try:
+            stored = self._path(key).read_bytes()
+        except OSError:
+            return None
+        digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
+        return pickle.loads(content) if digest == sha256(content).digest() else None
+
+    def save(self, key: Any, value: Any) -> None:
+        """Keep a value; OSError if the disk refuses."""
+        self._remove_others()
+        content = dumps(value)
+        path = self._path(key)
+        building = building_path(path)
+        try:
+            building.write_bytes(sha256(content).digest() + content)
+            building.replace(path)
+        finally:
+            building.unlink(missing_ok=True)
+
+    def _path(self, key: Any) -> Path:
+        versions = numba.__version__, llvmlite.__version__
+        kind = sha256(repr((versions, key)).encode()).hexdigest()[:16]
+        return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"
+
+    def _remove_others(self) -> None:
+        """Delete what was made of other sources, by whatever wrote it."""
+        for path in self._folder.glob("*.nb[ci]*"):
+            if self._sources not in path.name:
+                path.unlink(missing_ok=True)
+
+
+@cache
+def sources() -> str:
+    """A digest of the code that kernels are made of."""
+    return digest_of(files(PACKAGE))
+
+
+def digest_of(folder: Traversable) -> str:
+    """Of all Python files in a folder."""
+    found = sha256()
+    for file in sorted(folder.iterdir(), key=lambda each: each.name):
+        if file.name.endswith(".py"):
+            content = file.read_bytes()
+            found.update(f"{file.name} {len(content)} ".encode() + content)
+    return found.hexdigest()[:16]
+
+
+@cache
+def _tell_of_compiling(folder: str) -> None:
+    """Once in a process."""
+    logger.info("Compiling kernels for this processor; kept in %s", folder)
+
+
+@cache
+def _tell_not_kept(reason: str) -> None:
+    """Once in a process for each reason."""
+    logger.warning(
+        "kernels compiled for this processor cannot be kept (%s), so that every run compiles them, for some seconds: "
+        "set NUMBA_CACHE_DIR to a folder with room that can be written to",
+        reason,
+    )

@@ -1,0 +1,489 @@
+"""What stands between the matrix products of a decoder, compiled for the processor by numba: norm, SwiGLU, attention to the keys of
+a row.
+
+One call does what takes torch five to forty operations, whose fixed costs are most of a token's time beside the products. Every row is
+computed by itself, so its bits depend on no other row. Sums are float32; what is stored is rounded once.
+
+bfloat16 is handed over as uint16, the upper half of a float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+
+from groupwise.engine.models.native.facts import LANES, STRETCH
+from groupwise.engine.models.native.jit import kernel
+from groupwise.engine.models.native.vector_code import FLOATS, VectorCode
+
+Array = NDArray[Any]
+
+CACHE_LINE = 64
+"""Bytes that a processor fetches at once."""
+
+ROUNDING_KEPT = {"contract", "nsz", "arcp"}
+"""Sums are computed in the order in which they are written."""
+ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
+"""Sums along a row, in as many parts as the processor likes: always the same for rows of the same length."""
+
+
+# Numbers
+
+
+def _number(stored: Any) -> Any:
+    """What is stored, as float32."""
+    raise NotImplementedError  # numba takes one of the two below
+
+
+@overload(_number)
+def _number_of(stored: Any) -> Callable[[Any], Any]:
+    def upper_half(stored: Any) -> Any:
+        return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+
+    def as_it_is(stored: Any) -> Any:
+        return stored
+
+    return upper_half if stored == types.uint16 else as_it_is
+
+
+def _store(into: Any, place: Any, number: Any) -> None:
+    """Round a float32 to the format of an array, half to even, and put it there."""
+    raise NotImplementedError
+
+
+@overload(_store)
+def _store_into(into: Any, place: Any, number: Any) -> Callable[[Any, Any, Any], None]:
+    def upper_half(into: Any, place: Any, number: Any) -> None:
+        bits = np.float32(number).view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        into[place] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+
+    def as_it_is(into: Any, place: Any, number: Any) -> None:
+        into[place] = number
+
+    return upper_half if into.dtype == types.uint16 else as_it_is
+
+
+def _typed_pointer(_: Any, address: Any, like: Any) -> Any:
+    def inttoptr(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(address, like), inttoptr
+
+
+_pointer: Any = intrinsic(_typed_pointer)
+"""Called with an address and an array: a pointer to numbers like those of the array."""
+
+
+def _typed_prefetch(_: Any, address: Any) -> Any:
+    def prefetch(context: Any, builder: Any, __: Any, given: Any) -> Any:
+        code = VectorCode(builder)
+        code.prefetch(given[0], code.number(0))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), prefetch
+
+
+_prefetch: Any = intrinsic(_typed_prefetch)
+"""Called with an address: begin to fetch what stands there."""
+
+
+@kernel(ROUNDING_KEPT)
+def _fetch(address: Any, size: Any) -> None:
+    """Begin to fetch so many bytes."""
+    for place in range(address, address + size, CACHE_LINE):
+        _prefetch(place)
+
+
+LOWEST, HIGHEST = np.float32(-87.0), np.float32(89.0)
+"""Below, exp is no normal float32; above, infinite."""
+BITS_PER_NAT = np.float32(1.44269504)
+LOG_2_HIGH = np.float32(0.693359375)
+LOG_2_LOW = np.float32(-2.12194440e-4)
+
+
+@kernel(ROUNDING_KEPT)
+def _exp(x: Any) -> Any:
+    """e^x within 2e-7 of it: 2^k · e^r with |r| ≤ ln 2 / 2 and a polynomial for e^r (Cephes, `expf`). NaN stays NaN."""
+    # No min and max, which say nothing of NaN.
+    x = LOWEST if x < LOWEST else x  # noqa: FURB136
+    x = HIGHEST if x > HIGHEST else x  # noqa: FURB136
+    k = np.floor(x * BITS_PER_NAT + np.float32(0.5))
+    r = x - k * LOG_2_HIGH - k * LOG_2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    power = np.uint32(np.uint32(np.int32(k) + np.int32(127)) << np.uint32(23)).view(np.float32)
+    return (p * r * r + r + np.float32(1.0)) * power
+
+
+# Norm and SwiGLU
+
+
+@kernel()
+def _inverse_root(x: Any) -> Any:
+    """By itself: where sums may be reordered, compilers take an estimate for some processors, whose last bit is wrong."""
+    return np.float32(1.0) / np.sqrt(x)
+
+
+@kernel(ANY_ORDER)
+def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
+    """The norm of one row; the factor that it was multiplied with."""
+    size = x_H.shape[0]
+    squares = np.float32(0.0)
+    for h in range(size):
+        squares += x_H[h] * x_H[h]
+    scale = _inverse_root(squares / np.float32(size) + epsilon)
+    for h in range(size):
+        _store(into_H, h, x_H[h] * scale * weight_H[h])
+    return scale
+
+
+@kernel(ANY_ORDER, kept=True)
+def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
+    """Root-mean-square norm of each row of a float32 matrix, times a float32 weight."""
+    for n in range(x_NH.shape[0]):
+        _norm_row(x_NH[n], weight_H, epsilon, into_NH[n])
+
+
+@kernel(ANY_ORDER, kept=True)
+def norm_gradient(
+    x_NH: Array, weight_H: Array, epsilon: Any, dy_NH: Array, into_NH: Array, y_NH: Array
+) -> None:
+    """The norm once more into `y_NH`, and its gradient with respect to x added to `into_NH`, if `dy_NH` has rows.
+
+    With g = dy w and s the factor of the row: `dx = s g − s³ x mean(g x)`.
+    """
+    rows, size = x_NH.shape
+    for n in range(rows):
+        x_H = x_NH[n]
+        scale = _norm_row(x_H, weight_H, epsilon, y_NH[n])
+        if dy_NH.shape[0]:
+            dy_H, into_H = dy_NH[n], into_NH[n]
+            along = np.float32(0.0)
+            for h in range(size):
+                along += _number(dy_H[h]) * weight_H[h] * x_H[h]
+            share = scale * scale * scale * along / np.float32(size)
+            for h in range(size):
+                into_H[h] += scale * _number(dy_H[h]) * weight_H[h] - share * x_H[h]
+
+
+@kernel(ROUNDING_KEPT, kept=True)
+def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
+    """`silu(gate) · up`: the left half of each row and the right one."""
+    rows, size = into_NF.shape
+    for n in range(rows):
+        gate_F, up_F, into_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:], into_NF[n]
+        for f in range(size):
+            gate = _number(gate_F[f])
+            _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _number(up_F[f]))
+
+
+@kernel(ROUNDING_KEPT, kept=True)
+def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Array) -> None:
+    """The same once more into `y_NF`, and its gradient with respect to both halves.
+
+    With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
+    """
+    rows, size = y_NF.shape
+    for n in range(rows):
+        gate_F, up_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:]
+        dgate_F, dup_F = into_N2F[n, :size], into_N2F[n, size:]
+        dy_F, y_F = dy_NF[n], y_NF[n]
+        for f in range(size):
+            gate, up, dy = _number(gate_F[f]), _number(up_F[f]), _number(dy_F[f])
+            one = np.float32(1.0)
+            logistic = one / (one + _exp(-gate))
+            active = gate * logistic
+            _store(y_F, f, active * up)
+            _store(dgate_F, f, dy * up * (logistic + active * (one - logistic)))
+            _store(dup_F, f, dy * active)
+
+
+# Attention of one new token for each row
+
+
+@kernel(ANY_ORDER)
+def _head(
+    stored_D: Array, norm_D: Array, epsilon: Any, turn_C2: Array, scale: Any, into_D: Array
+) -> None:
+    """One head of a query or key, after its norm if it has one, turned to its position and scaled."""
+    size = into_D.shape[0]
+    factor = np.float32(1.0)
+    if norm_D.shape[0]:
+        squares = np.float32(0.0)
+        for d in range(size):
+            squares += _number(stored_D[d]) * _number(stored_D[d])
+        factor = _inverse_root(squares / np.float32(size) + epsilon)
+    for c in range(size // 2):
+        x, y = factor * _number(stored_D[2 * c]), factor * _number(stored_D[2 * c + 1])
+        if norm_D.shape[0]:
+            x, y = x * norm_D[2 * c], y * norm_D[2 * c + 1]
+        cos, sin = turn_C2[c, 0] * scale, turn_C2[c, 1] * scale
+        into_D[2 * c] = x * cos - y * sin
+        into_D[2 * c + 1] = x * sin + y * cos
+
+
+def _score_code(queries: int) -> Any:
+    """The products of some queries with 16 keys.
+
+    Called with the queries and their stride, keys [D, 16], D, the scores and their stride: addresses, and strides in bytes.
+    """
+
+    def typed(
+        _: Any, query: Any, query_stride: Any, keys: Any, size: Any, scores: Any, stride: Any
+    ) -> Any:
+        def score(context: Any, builder: Any, __: Any, given: Any) -> Any:
+            query, query_stride, keys, size, scores, stride = given
+            code = VectorCode(builder)
+            rows = code.addresses(query, query_stride, queries)
+
+            def add(d: Any, sums: list[Any]) -> list[Any]:
+                line = code.load(keys, builder.mul(d, code.number(4 * STRETCH)))
+                place = builder.mul(d, code.number(4))
+                return [
+                    code.fused(code.spread(row, place), line, total)
+                    for row, total in zip(rows, sums, strict=True)
+                ]
+
+            sums = code.loop(size, [ir.Constant(FLOATS, [0.0] * LANES)] * queries, add)
+            for total, row in zip(sums, code.addresses(scores, stride, queries), strict=True):
+                code.store(total, row, code.number(0))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), score
+
+    return intrinsic(typed)
+
+
+def _values_code(queries: int) -> Any:
+    """Adds 16 numbers of every value, each value times its weights.
+
+    Called with the weights and their stride, the values and their stride, how many they are, the sums and their stride, and an array
+    whose format is that of the values.
+    """
+
+    def typed(
+        _: Any,
+        weights: Any,
+        weights_stride: Any,
+        values: Any,
+        values_stride: Any,
+        count: Any,
+        sums: Any,
+        stride: Any,
+        like: Any,
+    ) -> Any:
+        halves = like.dtype == types.uint16
+
+        def add_values(context: Any, builder: Any, __: Any, given: Any) -> Any:
+            weights, weights_stride, values, values_stride, count, sums, stride, _ = given
+            code = VectorCode(builder)
+            rows = code.addresses(weights, weights_stride, queries)
+            places = code.addresses(sums, stride, queries)
+
+            def add(t: Any, now: list[Any]) -> list[Any]:
+                place = builder.mul(t, values_stride)
+                line = code.load_halves(values, place) if halves else code.load(values, place)
+                place = builder.mul(t, code.number(4))
+                return [
+                    code.fused(code.spread(row, place), line, total)
+                    for row, total in zip(rows, now, strict=True)
+                ]
+
+            zero = code.number(0)
+            found = code.loop(count, [code.load(place, zero) for place in places], add)
+            for total, place in zip(found, places, strict=True):
+                code.store(total, place, zero)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7, like), add_values
+
+    return intrinsic(typed)
+
+
+_score_1, _score_2, _score_3, _score_4 = map(_score_code, (1, 2, 3, 4))
+_values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
+
+
+@kernel(ROUNDING_KEPT)
+def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
+    """The products of queries with the keys of some blocks, into the scores from column `start` on."""
+    repeat, size = queries_RD.shape
+    room = 4 * scores_RX.shape[1]
+    for block in range(blocks):
+        keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
+        into = scores_RX.ctypes.data + 4 * (start + block * STRETCH)
+        for r in range(0, repeat, 4):
+            query, found = queries_RD.ctypes.data + 4 * r * size, into + r * room
+            if repeat - r >= 4:
+                _score_4(query, 4 * size, keys, size, found, room)
+            elif repeat - r == 3:
+                _score_3(query, 4 * size, keys, size, found, room)
+            elif repeat - r == 2:
+                _score_2(query, 4 * size, keys, size, found, room)
+            else:
+                _score_1(query, 4 * size, keys, size, found, room)
+
+
+@kernel(ANY_ORDER | {"nnan"})
+def _highest(scores_T: Array) -> Any:
+    """The highest; of what is no number it may say anything."""
+    highest = np.float32(-np.inf)
+    for t in range(scores_T.shape[0]):
+        highest = scores_T[t] if scores_T[t] > highest else highest  # noqa: FURB136
+    return highest
+
+
+@kernel(ANY_ORDER)
+def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
+    """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; their sum."""
+    for t in range(scores_T.shape[0]):
+        scores_T[t] = _exp(scores_T[t] - highest)
+    scores_T[seen:] = np.float32(0.0)
+    total = np.float32(0.0)
+    for t in range(scores_T.shape[0]):
+        total += scores_T[t]
+    return total
+
+
+@kernel(ROUNDING_KEPT)
+def _add_values(
+    weights_RX: Array, start: Any, values_TD: Array, count: Any, sums_RD: Array
+) -> None:
+    """Add the first `count` values, each times its weight, which stands in the columns from `start` on."""
+    repeat, size = sums_RD.shape
+    room, width = 4 * weights_RX.shape[1], values_TD.itemsize * size
+    for d in range(0, size, LANES):
+        values = values_TD.ctypes.data + values_TD.itemsize * d
+        for r in range(0, repeat, 4):
+            weights = weights_RX.ctypes.data + r * room + 4 * start
+            sums = sums_RD.ctypes.data + 4 * (r * size + d)
+            if repeat - r >= 4:
+                _values_4(weights, room, values, width, count, sums, 4 * size, values_TD)
+            elif repeat - r == 3:
+                _values_3(weights, room, values, width, count, sums, 4 * size, values_TD)
+            elif repeat - r == 2:
+                _values_2(weights, room, values, width, count, sums, 4 * size, values_TD)
+            else:
+                _values_1(weights, room, values, width, count, sums, 4 * size, values_TD)
+
+
+@kernel(ROUNDING_KEPT)
+def _blocks(seen: Any) -> Any:
+    return (seen + STRETCH - 1) // STRETCH
+
+
+@kernel(ROUNDING_KEPT)
+def _attend_heads(
+    queries_RD: Array,
+    keys_KDS: Array,
+    values_TD: Array,
+    seen: Any,
+    prompt_keys_KDS: Array,
+    prompt_values_PD: Array,
+    prompt_seen: Any,
+    scores_RX: Array,
+    sums_RD: Array,
+) -> None:
+    """What the queries of one key head find among the first keys of their row and of its prompt; `scores_RX` is overwritten."""
+    own = STRETCH * _blocks(seen)
+    both = own + STRETCH * _blocks(prompt_seen)
+    _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
+    _score(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own)
+    totals_R = np.empty(queries_RD.shape[0], np.float32)
+    for r in range(queries_RD.shape[0]):
+        own_T, prompt_P = scores_RX[r, :own], scores_RX[r, own:both]
+        highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
+        totals_R[r] = _weigh(own_T, seen, highest) + _weigh(prompt_P, prompt_seen, highest)
+    sums_RD[:] = np.float32(0.0)
+    _add_values(scores_RX, 0, values_TD, seen, sums_RD)
+    _add_values(scores_RX, own, prompt_values_PD, prompt_seen, sums_RD)
+    for r in range(queries_RD.shape[0]):
+        for d in range(sums_RD.shape[1]):
+            sums_RD[r, d] /= totals_R[r]
+
+
+@kernel(ROUNDING_KEPT, kept=True)
+def attend(
+    qkv_NO: Array,
+    turns_NC2: Array,
+    query_norm_D: Array,
+    key_norm_D: Array,
+    epsilon: Any,
+    kv_heads: int,
+    keys_BKDS: Array,
+    values_BTD: Array,
+    written_N: Array,
+    prompts_N4: Array,
+    found_NO: Array,
+) -> None:
+    """Attention of a new token of every row, to the row's own tokens and to its prompt, in one layer.
+
+    `qkv_NO` holds queries, keys and values as the product gave them. `turns_NC2` are cosines and sines. Norms of heads are empty where
+    the model has none. The caches hold keys in float32, `STRETCH` beside each other, and values; B is at least N · kv_heads, and
+    values have room for a multiple of 16 numbers. The new key and value are written behind the `written_N` that a row has.
+    `prompts_N4` are, for each row, the addresses of its prompt's keys [kv_heads, K, D, STRETCH] and values [kv_heads, P, D], its
+    length, and K; 0 for rows without one.
+    """
+    rows, size = qkv_NO.shape[0], keys_BKDS.shape[2]
+    repeat = found_NO.shape[1] // size // kv_heads
+    heads = repeat * kv_heads
+    one, scale = np.float32(1.0), _inverse_root(np.float32(size))
+    width = values_BTD.shape[2]
+    room = STRETCH * (keys_BKDS.shape[1] + np.max(prompts_N4[:, 3]))
+    scores_RX, sums_RD = np.empty((repeat, room), np.float32), np.empty((repeat, width), np.float32)
+    queries_RD, key_D = np.empty((repeat, size), np.float32), np.empty(size, np.float32)
+    for j in range(kv_heads):
+        for n in range(rows):
+            key_address, value_address, length, blocks = prompts_N4[n]
+            shape = (kv_heads, blocks, size, STRETCH)
+            prompt_keys_JKDS = numba.carray(_pointer(key_address, keys_BKDS), shape)
+            shape = (kv_heads, STRETCH * blocks, width)
+            prompt_values_JPD = numba.carray(_pointer(value_address, values_BTD), shape)
+            keys_KDS, values_TD = keys_BKDS[n * kv_heads + j], values_BTD[n * kv_heads + j]
+            at = written_N[n]
+            if n + 1 < rows:  # what the next row needs comes while this one is computed
+                count, following = _blocks(written_N[n + 1] + 1), (n + 1) * kv_heads + j
+                _fetch(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
+                _fetch(
+                    values_BTD[following].ctypes.data, count * STRETCH * width * values_BTD.itemsize
+                )
+            place = (heads + j) * size
+            stored_D = qkv_NO[n, place : place + size]
+            _head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
+            for d in range(size):
+                keys_KDS[at // STRETCH, d, at % STRETCH] = key_D[d]
+            place += kv_heads * size
+            value_D, stored_D = values_TD[at], qkv_NO[n, place : place + size]
+            for d in range(size):
+                _store(value_D, d, _number(stored_D[d]))
+            start = j * repeat * size
+            for r in range(repeat):
+                stored_D = qkv_NO[n, start + r * size : start + (r + 1) * size]
+                _head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
+            _attend_heads(
+                queries_RD,
+                keys_KDS,
+                values_TD,
+                at + 1,
+                prompt_keys_JKDS[j],
+                prompt_values_JPD[j],
+                length,
+                scores_RX,
+                sums_RD,
+            )
+            found_O = found_NO[n, start : start + repeat * size]
+            for r in range(repeat):
+                for d in range(size):
+                    _store(found_O, r * size + d, sums_RD[r, d])

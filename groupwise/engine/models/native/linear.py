@@ -1,0 +1,170 @@
+"""Matrix products of a decoder, with the low-rank product of an adapter added before the result is rounded.
+
+Layers that read the same input are one product: queries, keys and values; gate and up. On a processor the weights are also kept in
+the order in which products with few rows, as decoding has them, are fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.models.native.packed import Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the model's own linear layers within a product."""
+
+    path: str
+    """Its name in the model, as adapters know it."""
+    start: int
+    end: int
+    """Its rows of the product's weight."""
+    order: Tensor | None = None
+    """How its rows are permuted: row i is the model's row order[i]. None: as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What an adapter adds to one linear layer: `scaling · (x Aᵀ) Bᵀ`."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The factors of all parts of a product, in the number format of its weight."""
+
+    down_RI: Tensor
+    """The A factors of the parts, above each other."""
+    up_OR: Tensor
+    """Their B factors times their scaling, each in its own rows and columns; 0 elsewhere."""
+
+    def added(self, x_NI: Tensor) -> Tensor:
+        """What the adapter adds [N, O]."""
+        return (x_NI @ self.down_RI.t()) @ self.up_OR.t()
+
+    def copy_(self, other: LowRank) -> None:
+        """Take the numbers of another adapter in place."""
+        self.down_RI.copy_(other.down_RI)
+        self.up_OR.copy_(other.up_OR)
+
+
+class Linear:
+    """`x Wᵀ + bias`, of one or several of the model's layers."""
+
+    def __init__(
+        self, parts: Sequence[Part], weight_OI: Tensor, bias_O: Tensor | None = None
+    ) -> None:
+        self.parts = tuple(parts)
+        self.weight_OI = weight_OI
+        self.bias_O = bias_O
+        self._packed: Packed | None = None
+
+    def pack(self) -> None:
+        """Order the weights for decoding; they are kept in their own order, too."""
+        self._packed = Packed(self.weight_OI, self.bias_O)
+
+    def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
+        """The product [N, O] of a few rows, as decoding has them, in the format of the weight or float32.
+
+        The adapter is one that `packed_low_rank` gave.
+        """
+        return self.many(x_NI, low) if self._packed is None else self._packed.product(x_NI, low)
+
+    def many(self, x_NI: Tensor, low: LowRank | None = None) -> Tensor:
+        """The product [N, O] of many rows, in the format of the weight or float32."""
+        if low is None:
+            if self.bias_O is None:
+                return x_NI @ self.weight_OI.t()
+            return torch.addmm(self.bias_O, x_NI, self.weight_OI.t())
+        if rounds_before_adding(x_NI):
+            found_NO = in_float32(x_NI, self.weight_OI, x_NI @ low.down_RI.t(), low.up_OR)
+        else:
+            found_NO = low.added(x_NI).addmm_(x_NI, self.weight_OI.t())
+        # Not added to `added`: a sum with a bias would be rounded to the bias where the adapter adds little.
+        return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
+
+    def low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
+        """What an adapter adds, given its factors by the names of layers; None where it leaves this product alone."""
+        found = list(self._placed(factors))
+        if not found:
+            return None
+        weight = self.weight_OI
+        down_RI = torch.cat([down_RI for _, down_RI, _ in found])
+        up_OR = weight.new_zeros(weight.shape[0], down_RI.shape[0])
+        first = 0
+        for part, down, up in found:
+            up_OR[part.start : part.end, first : first + len(down)] = up
+            first += len(down)
+        return LowRank(down_RI, up_OR)
+
+    def packed_low_rank(self, factors: Mapping[str, Factors]) -> Any:
+        """The same as `few` takes it; None where it leaves this product alone."""
+        if self._packed is None:
+            return self.low_rank(factors)
+        placed = [(part.start, part.end, down, up) for part, down, up in self._placed(factors)]
+        return self._packed.low_rank(placed) if placed else None
+
+    def _placed(self, factors: Mapping[str, Factors]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """A, and B times its scaling in the order of the part's rows, of each part that an adapter changes; rounded as the weight."""
+        dtype = self.weight_OI.dtype
+        for part in self.parts:
+            if part.path in factors:
+                each = factors[part.path]
+                up_OR = (each.up_OR * each.scaling).to(dtype)
+                up_OR = up_OR if part.order is None else up_OR[part.order]
+                yield part, each.down_RI.to(dtype), up_OR
+
+
+def rounds_before_adding(x: Tensor) -> bool:
+    """Whether a product of numbers like these is rounded before something is added to it.
+
+    cuBLAS does: where an adapter adds less than half of the last bit, it adds nothing, and of a step of 1e-6 0.04 % acted (an H100, torch
+    2.11). `at_once` and `in_float32` compute the same sum rounded once, and not at all.
+    """
+    on_nvidia = x.device.type == "cuda" and torch.version.hip is None
+    return on_nvidia and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def at_once(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
+    """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; copies the weight, which pays where there are many rows."""
+    return torch.cat((x_NI, low_NR), dim=1) @ torch.cat((weight_OI, up_OR), dim=1).t()
+
+
+def in_float32(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
+    """`x Wᵀ + t Bᵀ` in float32 of numbers in bfloat16, on a GPU; has no gradient."""
+    added_NO = torch.mm(low_NR, up_OR.t(), out_dtype=torch.float32)
+    return torch.addmm(added_NO, x_NI, weight_OI.t(), out_dtype=torch.float32)
+
+
+@contextmanager
+def quick_float32(wanted: bool) -> Generator[None]:
+    """Let oneDNN compute float32 products, on AMD's processors twice as fast as MKL does.
+
+    It takes them when it is allowed to round to bfloat16, and is asked where it does not. Elsewhere nothing changes: the sampler's
+    scores are float32, and rounded ones would be the largest difference from them. Torch gives products of up to 4,096 multiplications
+    to MKL all the same, which may add up in another order.
+    """
+    products = cast("Any", torch.backends.mkldnn).matmul
+    before = products.fp32_precision
+    if wanted and not _would_round():
+        products.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
+
+
+def _would_round() -> bool:
+    """Whether oneDNN rounds float32 to bfloat16 where it may: it does by AMX, and other processors than x86 may have the like."""
+    found = torch.cpu.get_capabilities()
+    return found.get("architecture") != "x86_64" or bool(found.get("amx_bf16"))

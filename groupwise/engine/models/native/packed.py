@@ -1,0 +1,127 @@
+"""A matrix kept in the order in which products with few rows read it fastest, and the factors of an adapter beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from groupwise.engine.models.native.compiled import array
+from groupwise.engine.models.native.facts import LANES, ROWS, multiple
+from groupwise.engine.models.native.threads import in_parts
+
+Array = NDArray[Any]
+
+NOT_YET = np.empty((0, 0), np.float32)
+"""What `products.product` is given for x Aᵀ where it is to compute that, too."""
+BLOCKS_OF_A_THREAD = 8
+"""Fewer tiles are not worth another thread."""
+
+Placed = Sequence[tuple[int, int, Tensor, Tensor]]
+"""Of parts of a product: first column, the one behind the last, A [R, I], and B times its scaling [columns, R], as W is rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLowRank:
+    """Factors of the parts of a product."""
+
+    down: Array
+    """A, in tiles."""
+    up_RO: Array
+    """B times its scaling, in float32."""
+    ranks_B2: Array
+    """Of each block of outputs, the first rank that acts on it and the one behind the last."""
+
+
+class Packed:
+    """`x Wᵀ + bias` of few rows, by `groupwise.engine.models.native.products`; the matrix is copied."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        from groupwise.engine.models.native import products
+
+        self._outputs, inputs = weight_OI.shape
+        self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
+        self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
+        self._weights = self._in_tiles(_halved(weight_OI))
+        bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
+        self._bias_O = array(F.pad(bias_O, (0, self._shape[0] - self._outputs)))
+        self._no_adapter = self.low_rank([])
+
+    def low_rank(self, placed: Placed) -> PackedLowRank:
+        """The factors of an adapter, as `product` wants them."""
+        outputs, inputs = self._shape
+        ranks = sum(len(down_RI) for _, _, down_RI, _ in placed)
+        down_RI = torch.zeros(multiple(ranks, LANES), inputs)
+        up_RO = torch.zeros(len(down_RI), outputs)
+        ranks_B2 = np.zeros((outputs // LANES, 2), np.int64)
+        first = 0
+        for start, end, down, up in placed:
+            last = first + len(down)
+            down_RI[first:last, : down.shape[1]] = down
+            up_RO[first:last, start:end] = up.t()
+            blocks = ranks_B2[start // LANES : -(-end // LANES)]
+            blocks[blocks[:, 1] == 0, 0] = first
+            blocks[:, 1] = last
+            first = last
+        if self._pairs:
+            down_RI = down_RI.bfloat16()
+        return PackedLowRank(self._in_tiles(down_RI), array(up_RO), ranks_B2)
+
+    def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
+        """[N, O] in float32, nothing of it rounded before; `low` is one of `low_rank`."""
+        from groupwise.engine.models.native import products
+
+        low = self._no_adapter if low is None else low
+        x = array(self._padded(x_NI))
+        into_NO = torch.empty(len(x), self._shape[0])
+        into, blocks = array(into_NO), len(low.ranks_B2)
+        several = torch.get_num_threads() > 1
+        low_NR = products.narrow(x, low.down) if several else NOT_YET
+
+        def part(first: int, last: int) -> None:
+            products.product(
+                x, self._weights, self._bias_O, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last
+            )  # fmt: skip
+
+        if several:
+            in_parts(part, blocks, least=BLOCKS_OF_A_THREAD)
+        else:
+            part(0, blocks)
+        found_NO = into_NO[: len(x_NI)]
+        whole = self._outputs == self._shape[0]
+        return found_NO if whole else found_NO[:, : self._outputs].contiguous()
+
+    def _padded(self, x_NI: Tensor) -> Tensor:
+        rows, inputs = x_NI.shape
+        if not self._pairs:
+            x_NI = x_NI.float()
+        if rows % ROWS or inputs < self._shape[1]:
+            return F.pad(x_NI, (0, self._shape[1] - inputs, 0, -rows % ROWS))
+        return x_NI.contiguous()
+
+    def _in_tiles(self, weight_OI: Tensor) -> Array:
+        """[O / 16, I, 16], or [O / 16, I / 2, 16, 2] of pairs; extended by zeros."""
+        outputs, inputs = weight_OI.shape
+        more = -outputs % LANES, self._shape[1] - inputs
+        if any(more):
+            weight_OI = F.pad(weight_OI, (0, more[1], 0, more[0]))
+        together = 2 if self._pairs else 1
+        tiles = weight_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, together)).transpose(1, 2)
+        return array(tiles.contiguous())
+
+
+def _halved(weight_OI: Tensor) -> Tensor:
+    """In bfloat16 where that changes no number: published weights are often that, whatever they are computed in."""
+    if weight_OI.dtype == torch.bfloat16 or not _are_halves(weight_OI[0]):  # one row tells most
+        return weight_OI
+    return weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
+
+
+def _are_halves(numbers: Tensor) -> bool:
+    return torch.equal(numbers.bfloat16().float(), numbers)

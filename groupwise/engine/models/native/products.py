@@ -1,0 +1,284 @@
+"""Products of a few rows with a large matrix.
+
+With few rows, reading the weights takes as long as multiplying. Here they stand in the order in which they are used and are fetched
+while the processor multiplies, where libraries do one after the other. The narrow products of an adapter and a bias belong to the same
+pass, sums are float32, and nothing is rounded.
+
+A tile is 16 outputs of some rows, whose sums stay in registers. Weights are ordered as [O / 16, I, 16], by one of three kinds of code:
+
+- `FLOATS`: float32 weights and rows.
+- `HALVES`: weights in bfloat16, widened as they are read, and float32 rows. The same as `FLOATS` with half the memory.
+- `PAIRS`: weights and rows in bfloat16, two inputs at a time, by the processor's own instruction for it (AVX512_BF16); weights are
+  ordered as [O / 16, I / 2, 16, 2].
+
+The sums of a row do not depend on other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+
+from groupwise.engine.models.native.facts import LANES
+from groupwise.engine.models.native.jit import kernel
+from groupwise.engine.models.native.vector_code import FLOATS, WORDS, VectorCode
+
+Array = NDArray[Any]
+
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+_HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
+USE_PAIRS = _HAS_INSTRUCTION
+"""Whether `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
+LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
+"""Rows of a tile: as many as there are registers for, and for what is left."""
+ONE_SIZE = LARGE == SMALL
+AHEAD = 4096
+"""Bytes of weights that are fetched before they are needed, where they are needed once."""
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_TWOS = ir.VectorType(_BFloat(), 2 * LANES)
+
+Sums = list[Any]
+Add = Callable[[VectorCode, Any, list[Any], Any, Sums], Sums]
+"""Given the code, addresses of a line of weights and of every row, the number of the line, and the sums: the sums after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How weights stand and are multiplied."""
+
+    line: int
+    """Bytes of what stands together for the outputs of a tile."""
+    inputs: int
+    """How many that is for each of them."""
+    add: Add
+
+
+def _add_floats(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
+    return _add_fused(code, code.load(line, code.number(0)), rows, number, sums)
+
+
+def _add_halves(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
+    return _add_fused(code, code.load_halves(line, code.number(0)), rows, number, sums)
+
+
+def _add_fused(code: VectorCode, weights: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
+    offset = code.builder.mul(number, code.number(4))
+    return [
+        code.fused(code.spread(row, offset), weights, total)
+        for row, total in zip(rows, sums, strict=True)
+    ]
+
+
+def _add_pairs(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
+    offset = code.builder.mul(number, code.number(4))
+    weights = code.load(line, code.number(0), WORDS)
+    return [
+        _add_pair(code, total, weights, code.spread(row, offset, WORDS))
+        for row, total in zip(rows, sums, strict=True)
+    ]
+
+
+def _add_pair(code: VectorCode, total: Any, left: Any, right: Any) -> Any:
+    if _HAS_INSTRUCTION:
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        multiply = code.function(name, FLOATS, [FLOATS, _TWOS, _TWOS])
+        return code.builder.call(
+            multiply, [total, *(code.builder.bitcast(each, _TWOS) for each in (left, right))]
+        )
+    for part in (code.lower_halves, code.upper_halves):
+        total = code.fused(part(left), part(right), total)
+    return total
+
+
+_FLOATS = _Kind(64, 1, _add_floats)
+_HALVES = _Kind(32, 1, _add_halves)
+_PAIRS = _Kind(64, 2, _add_pairs)
+
+
+def _kind(x_NI: Any, weights: Any) -> _Kind:
+    """Of numba's types of a product's arrays."""
+    if x_NI.dtype == types.uint16:
+        return _PAIRS
+    return _HALVES if weights.dtype == types.uint16 else _FLOATS
+
+
+def _line(x_NI: Any, weights: Any) -> Any:
+    """Of the kind, `line` and `inputs`."""
+    raise NotImplementedError  # numba takes the one below
+
+
+@overload(_line)
+def _line_of(x_NI: Any, weights: Any) -> Callable[[Any, Any], Any]:
+    kind = _kind(x_NI, weights)
+    line, inputs = kind.line, kind.inputs
+
+    def numbers(x_NI: Any, weights: Any) -> Any:
+        return line, inputs
+
+    return numbers
+
+
+def _add_rank(
+    code: VectorCode, up: Any, up_stride: Any, rows: list[Any], rank: Any, sums: Sums
+) -> Sums:
+    """One rank of an adapter: a row of B times its number in every row."""
+    line = code.load(up, code.builder.mul(rank, up_stride))
+    return _add_fused(code, line, rows, rank, sums)
+
+
+def _tile(rows: int) -> Any:
+    """A tile of so many rows.
+
+    Called with x and the weights, for their kinds; then the weights, how many lines there are, what is to be fetched and how far that
+    moves on with each line, x and its stride, B and its stride, x Aᵀ and its stride, how many ranks there are, 16 sums to begin with, the
+    results and their stride: addresses, and strides in bytes.
+    """
+
+    def typed(
+        _: Any,
+        x_NI: Any,
+        weights: Any,
+        first_line: Any,
+        lines: Any,
+        fetched: Any,
+        fetched_stride: Any,
+        x: Any,
+        x_stride: Any,
+        up: Any,
+        up_stride: Any,
+        low: Any,
+        low_stride: Any,
+        ranks: Any,
+        begun: Any,
+        into: Any,
+        stride: Any,
+    ) -> Any:
+        kind = _kind(x_NI, weights)
+
+        def tile(context: Any, builder: Any, __: Any, given: Any) -> Any:
+            first_line, lines, fetched, fetched_stride, x, x_stride, up, up_stride = given[2:10]
+            low, low_stride, ranks, begun, into, stride = given[10:]
+            code = VectorCode(builder)
+            x_rows = code.addresses(x, x_stride, rows)
+            low_rows = code.addresses(low, low_stride, rows)
+
+            def add(number: Any, sums: Sums) -> Sums:
+                code.prefetch(fetched, builder.mul(number, fetched_stride))
+                line = builder.add(first_line, builder.mul(number, code.number(kind.line)))
+                return kind.add(code, line, x_rows, number, sums)
+
+            sums = [code.load(begun, code.number(0))] * rows
+            sums = code.loop(lines, sums, add)
+            sums = code.loop(
+                ranks, sums, lambda rank, now: _add_rank(code, up, up_stride, low_rows, rank, now)
+            )
+            for total, row in zip(sums, code.addresses(into, stride, rows), strict=True):
+                code.store(total, row, code.number(0))
+            return context.get_dummy_value()
+
+        return types.void(x_NI, weights, *[types.int64] * 14), tile
+
+    return intrinsic(typed)
+
+
+_small, _large = _tile(SMALL), _tile(LARGE)
+
+
+@kernel()
+def _multiply(
+    x_NI: Array,
+    weights: Array,
+    bias_O: Array,
+    low_NR: Array,
+    up_RO: Array,
+    ranks_B2: Array,
+    into_NO: Array,
+    first_block: int,
+    last_block: int,
+) -> None:
+    """`x Wᵀ + low Bᵀ + bias`, tile by tile; see `product`."""
+    rows, inputs = x_NI.shape
+    outputs, ranks = into_NO.shape[1], low_NR.shape[1]
+    line, together = _line(x_NI, weights)
+    lines = inputs // together
+    tiles = (rows + LARGE - 1) // LARGE
+    for block in range(first_block, last_block):
+        at = weights.ctypes.data + block * lines * line
+        first, last = ranks_B2[block]
+        up = up_RO.ctypes.data + 4 * (first * outputs + block * LANES)
+        begun = bias_O.ctypes.data + 4 * LANES * block
+        for tile in range(tiles):
+            # Weights that several tiles need stay near; meanwhile each fetches a part of the next block.
+            fetched = at + AHEAD if tiles == 1 else at + (tiles + tile) * (lines * line // tiles)
+            n = tile * LARGE
+            x, low = x_NI[n:].ctypes.data, low_NR.ctypes.data + 4 * (n * ranks + first)
+            into = into_NO.ctypes.data + 4 * (n * outputs + block * LANES)
+            large = rows - n > SMALL
+            if ONE_SIZE or large:  # where it is one, numba compiles no other
+                _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
+                       low, 4 * ranks, last - first, begun, into, 4 * outputs)  # fmt: skip
+            else:
+                _small(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
+                       low, 4 * ranks, last - first, begun, into, 4 * outputs)  # fmt: skip
+
+
+@kernel()
+def _narrow(x_NI: Array, down: Array) -> Any:
+    rows, ranks = x_NI.shape[0], down.shape[0] * LANES
+    low_NR, nothing_NR = np.empty((rows, ranks), np.float32), np.empty((rows, 0), np.float32)
+    nothing_RO, none_B2 = np.empty((0, ranks), np.float32), np.zeros((ranks // LANES, 2), np.int64)
+    zeros_R = np.zeros(ranks, np.float32)
+    _multiply(x_NI, down, zeros_R, nothing_NR, nothing_RO, none_B2, low_NR, 0, ranks // LANES)
+    return low_NR
+
+
+@kernel(kept=True)
+def narrow(x_NI: Array, down: Array) -> Any:
+    """`x Aᵀ` [N, R], in float32; see `product`."""
+    return _narrow(x_NI, down)
+
+
+@kernel(kept=True)
+def product(
+    x_NI: Array,
+    weights: Array,
+    bias_O: Array,
+    down: Array,
+    low_NR: Array,
+    up_RO: Array,
+    ranks_B2: Array,
+    into_NO: Array,
+    first: int,
+    last: int,
+) -> None:
+    """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, of the blocks of 16 outputs from `first` up to `last`.
+
+    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`,
+    which are W, and `down`, which is A, stand in the order of the first lines of this file. All else is float32: of block b, only ranks
+    from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is what `narrow` gave, or has no rows.
+    """
+    if len(low_NR) == 0:
+        low_NR = _narrow(x_NI, down)
+    _multiply(x_NI, weights, bias_O, low_NR, up_RO, ranks_B2, into_NO, first, last)

@@ -1,0 +1,65 @@
+"""Kernels compiled, or loaded from where they are kept, before they are needed: processes that are forked afterwards have them.
+
+Each is called once with next to nothing, in the formats in which the engines of sampler and learner call it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from groupwise.engine.models.native import compiled
+from groupwise.engine.models.native.compiled import array
+from groupwise.engine.models.native.facts import LANES, STRETCH
+from groupwise.engine.models.native.packed import Packed
+from groupwise.engine.models.native.weights import NativeModel
+
+EPSILON = 1e-6
+
+
+def ready_to_decode(model: NativeModel) -> None:
+    """What one thread calls for a prompt and for a token."""
+    compiled.normed(torch.ones(1, 1), torch.ones(1), EPSILON, model.dtype)
+    for products in (model.dtype, torch.float32):
+        compiled.gated(torch.ones(1, 2, dtype=products), model.dtype)
+    _multiply(model)
+    _attend(model.dtype)
+
+
+def ready_to_learn(model: NativeModel) -> None:
+    """What a gradient needs; nothing on a GPU."""
+    if not model.compiled:
+        return
+    dtype = model.dtype
+    x_NH, weight_H = torch.ones(1, 1), torch.ones(1)
+    y_NF, gate_up_N2F = torch.ones(1, 1, dtype=dtype), torch.ones(1, 2, dtype=dtype)
+    compiled.normed(x_NH, weight_H, EPSILON, dtype)
+    compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, None, None)
+    compiled.norm_with_gradient(x_NH, weight_H, EPSILON, dtype, y_NF, torch.zeros(1, 1))
+    compiled.gated(gate_up_N2F, dtype)
+    compiled.gated_with_gradient(gate_up_N2F, y_NF)
+
+
+def _multiply(model: NativeModel) -> None:
+    """By numbers of the model itself, which may be kept in another format than its own."""
+    weight_OI = model.head.weight_OI[:LANES]
+    Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
+
+
+def _attend(dtype: torch.dtype) -> None:
+    from groupwise.engine.models.native import kernels
+
+    no_norm, size = np.empty(0, np.float32), LANES
+    kernels.attend(
+        array(torch.ones(1, 3 * size)),
+        array(torch.ones(1, size // 2, 2)),
+        no_norm,
+        no_norm,
+        np.float32(EPSILON),
+        1,
+        array(torch.zeros(1, 1, size, STRETCH)),
+        array(torch.zeros(1, STRETCH, size, dtype=dtype)),
+        np.zeros(1, np.int64),
+        np.zeros((1, 4), np.int64),
+        array(torch.empty(1, size, dtype=dtype)),
+    )

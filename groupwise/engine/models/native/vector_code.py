@@ -1,0 +1,110 @@
+"""LLVM code that numba cannot be brought to make: sums that stay in registers over a whole loop.
+
+Used by the kernels beside it. Vectors have 16 numbers; processors with shorter ones take two or four for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from groupwise.engine.models.native.facts import LANES
+
+BYTE, HALF, INT, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOATS = ir.VectorType(ir.FloatType(), LANES)
+WORDS = ir.VectorType(INT, LANES)
+HALVES = ir.VectorType(HALF, LANES)
+
+Body = Callable[[Any, list[Any]], list[Any]]
+
+
+class VectorCode:
+    """Writes code; addresses, offsets and strides are numbers of bytes."""
+
+    def __init__(self, builder: Any) -> None:
+        self.builder = builder
+
+    def number(self, value: int) -> Any:
+        """A constant."""
+        return ir.Constant(LONG, value)
+
+    def function(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        """One of LLVM's own functions."""
+        kind = ir.FunctionType(result, arguments)
+        return cgutils.get_or_insert_function(self.builder.module, kind, name)
+
+    def at(self, address: Any, offset: Any, kind: Any) -> Any:
+        """A pointer."""
+        return self.builder.inttoptr(self.builder.add(address, offset), kind.as_pointer())
+
+    def addresses(self, first: Any, stride: Any, count: int) -> list[Any]:
+        """Where each of some rows begins."""
+        builder = self.builder
+        return [builder.add(first, builder.mul(stride, self.number(row))) for row in range(count)]
+
+    def load(self, address: Any, offset: Any, kind: Any = FLOATS) -> Any:
+        """Numbers that stand beside each other; what is aligned to less than a vector may be."""
+        return self.builder.load(self.at(address, offset, kind), align=2)
+
+    def load_halves(self, address: Any, offset: Any) -> Any:
+        """Numbers in bfloat16, as float32."""
+        return self.lower_halves(self.builder.zext(self.load(address, offset, HALVES), WORDS))
+
+    def lower_halves(self, words: Any) -> Any:
+        """The lower of two numbers in bfloat16, as float32."""
+        builder = self.builder
+        return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
+
+    def upper_halves(self, words: Any) -> Any:
+        """The upper of two numbers in bfloat16, as float32."""
+        builder = self.builder
+        mask = ir.Constant(WORDS, [0xFFFF0000] * LANES)
+        return builder.bitcast(builder.and_(words, mask), FLOATS)
+
+    def store(self, vector: Any, address: Any, offset: Any) -> None:
+        """Numbers to their place."""
+        self.builder.store(vector, self.at(address, offset, vector.type), align=2)
+
+    def spread(self, address: Any, offset: Any, kind: Any = FLOATS) -> Any:
+        """A vector of one number throughout."""
+        nothing, first = ir.Constant(kind, ir.Undefined), ir.Constant(INT, 0)
+        number = self.load(address, offset, kind.element)
+        vector = self.builder.insert_element(nothing, number, first)
+        return self.builder.shuffle_vector(vector, nothing, ir.Constant(WORDS, [0] * LANES))
+
+    def fused(self, left: Any, right: Any, total: Any) -> Any:
+        """`left · right + total`, rounded once."""
+        fma = self.function("llvm.fma.v16f32", FLOATS, [FLOATS] * 3)
+        return self.builder.call(fma, [left, right, total])
+
+    def prefetch(self, address: Any, offset: Any) -> None:
+        """Begin to fetch what stands there into all caches."""
+        kinds = [BYTE.as_pointer(), INT, INT, INT]
+        fetch = self.function("llvm.prefetch.p0", ir.VoidType(), kinds)
+        reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 3, 1))
+        self.builder.call(fetch, [self.at(address, offset, BYTE), reading, all_caches, data])
+
+    def loop(self, count: Any, sums: list[Any], body: Body) -> list[Any]:
+        """The sums after `count` times `body`, which may be none."""
+        builder = self.builder
+        before = builder.block
+        check, inside, after = map(builder.append_basic_block, ("check", "inside", "after"))
+        builder.branch(check)
+        builder.position_at_end(check)
+        index = builder.phi(LONG)
+        index.add_incoming(self.number(0), before)
+        now = [builder.phi(FLOATS) for _ in sums]
+        for each, begun in zip(now, sums, strict=True):
+            each.add_incoming(begun, before)
+        builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+        builder.position_at_end(inside)
+        later = body(index, cast("list[Any]", now))
+        for each, found in zip(now, later, strict=True):
+            each.add_incoming(found, builder.block)
+        index.add_incoming(builder.add(index, self.number(1)), builder.block)
+        builder.branch(check)
+        builder.position_at_end(after)
+        return cast("list[Any]", now)

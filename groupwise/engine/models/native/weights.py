@@ -1,0 +1,398 @@
+"""A decoder of the Llama family as plain matrices: Llama, Mistral, Qwen2 and Qwen3.
+
+They differ in biases, in norms of queries and keys, and in numbers, not in shape: norm, attention with rotary positions, norm, SwiGLU.
+Sampler and learner compute them without transformers' modules, in one arithmetic: the residual stream and norms in float32, products
+in the model's number format, an adapter added before rounding. `refusal` says why a model cannot be computed so; the check at the end
+of `NativeModel` compares with the model itself.
+
+The rows of queries and keys are interleaved, so that the two numbers which a rotary position turns stand beside each other and the turn
+is one complex product. Scores do not change, because both are permuted alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.engine.models.native import compiled
+from groupwise.engine.models.native.facts import FAMILIES, head_size
+from groupwise.engine.models.native.fused import kernels_for
+from groupwise.engine.models.native.linear import Linear, Part
+
+logger = logging.getLogger(__name__)
+
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose frequencies do not depend on the length of the text."""
+PRODUCTS = {
+    "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "output": ("self_attn", ("o_proj",)),
+    "gate_up": ("mlp", ("gate_proj", "up_proj")),
+    "down": ("mlp", ("down_proj",)),
+}
+"""Of each product of a layer, where transformers keeps its matrices, which stand above each other in it."""
+
+_made: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
+
+PROBE = 32
+"""Tokens of the text on which native and transformers' logits are compared."""
+SHARE_OF_PEAK = 0.85
+"""Logits are shifted by so much of the probe's peaks: those of real texts are lower, and of the tokens drawn lower still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Numbers of a decoder."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    epsilon: float
+    """Added to the mean square in norms."""
+
+    @property
+    def queries_per_key(self) -> int:
+        """Heads that look at the same keys."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer; norms are float32."""
+
+    attention_norm_H: Tensor
+    qkv: Linear
+    query_norm_D: Tensor | None
+    """Norm within each head of the queries, where the model has one."""
+    key_norm_D: Tensor | None
+    output: Linear
+    mlp_norm_H: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """Those that adapters may change, in the order of computation."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class NativeModel:
+    """The weights of a transformers model in the order in which they are computed.
+
+    The model's own modules share memory with these matrices, but for queries and keys. The logits that `head` gives are lower than the
+    model's by `shift`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
+        """Raises ValueError with the reason where `refusal` gives one, and with `check` where results differ from the model's own."""
+        reason = refusal(model)
+        if reason:
+            raise ValueError(reason)
+        config: Any = model.config
+        body: Any = model.get_decoder()
+        self.shape = Shape(
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=head_size(config),
+            vocabulary=config.vocab_size,
+            epsilon=config.rms_norm_eps,
+        )
+        self.packed = False
+        self.dtype = model.dtype
+        self.device = model.device
+        self.compiled = self.device.type == "cpu"
+        """Whether kernels of our own may compute what stands between products."""
+        self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
+        self.layers = [
+            self._layer(f"{_body_path(model)}.layers.{index}", layer)
+            for index, layer in enumerate(body.layers)
+        ]
+        self.norm_H = body.norm.weight.detach().float()
+        head = _plain(cast("nn.Module", model.get_output_embeddings()))
+        self.head = Linear(
+            (), head.weight.detach(), None if head.bias is None else head.bias.detach()
+        )
+        self._frequencies_C = body.rotary_emb.inv_freq.detach().float().clone()
+        self._magnitude = float(body.rotary_emb.attention_scaling)
+        self.shift = 0.0
+        rounded = self.dtype != torch.float32
+        if check or rounded:  # else nothing depends on what it computes
+            logits_NV = self._probe_logits(model if check else None)
+            if rounded:
+                self._shift_head(logits_NV)
+
+    def pack(self) -> None:
+        """Order all weights for decoding, on a processor, where they are not ordered yet."""
+        if self.packed or not self.compiled:
+            return
+        for linear in self.products:
+            linear.pack()
+        self.packed = True
+
+    @property
+    def products(self) -> list[Linear]:
+        """All matrix products, the head's last."""
+        return [*(linear for layer in self.layers for linear in layer.products), self.head]
+
+    def rotations(self, positions_N: Tensor) -> Tensor:
+        """[N, 1, D / 2], complex: what queries and keys at these positions are multiplied with, for every head."""
+        angles_NC = positions_N[:, None].float() * self._frequencies_C
+        return torch.polar(torch.full_like(angles_NC, self._magnitude), angles_NC)[:, None]
+
+    def embedded(self, ids_N: Tensor) -> Tensor:
+        """The residual stream [N, H] before the first layer, in float32."""
+        return F.embedding(ids_N, self.embedding_VH).float()
+
+    def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor:
+        """The root-mean-square norm of the residual stream, in the model's number format; `few` where `Linear.few` comes next."""
+        shape = self.shape
+        if self._by_kernels(x_NH, few=few):
+            return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
+        kernels = kernels_for(x_NH)
+        if kernels is not None:
+            return kernels.normed(x_NH, weight_H, shape.epsilon, self.dtype)
+        return F.rms_norm(x_NH, (shape.hidden,), weight_H, shape.epsilon).to(self.dtype)
+
+    def gated(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor:
+        """`silu(gate) · up`, [N, F], computed in float32 and rounded once; `few` as in `normed`."""
+        if self._by_kernels(gate_up_N2F, few=few):
+            return compiled.gated(gate_up_N2F, self.dtype)
+        kernels = kernels_for(gate_up_N2F)
+        if kernels is not None:
+            return kernels.gated(gate_up_N2F, self.dtype)
+        gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
+        return (F.silu(gate_NF) * up_NF).to(self.dtype)
+
+    def logits(self, residual_NH: Tensor) -> Tensor:
+        """Of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
+        return self.head.few(self.normed(residual_NH, self.norm_H, few=True))
+
+    def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
+        """Queries or keys after their norm and at their positions, in float32; by kernels of a GPU in the model's number format."""
+        kernels = kernels_for(heads_NJD)
+        if kernels is not None:
+            given = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
+            return kernels.turned(*given, self.dtype)
+        x = heads_NJD.float()
+        if norm_D is not None:
+            x = F.rms_norm(x, (self.shape.head_size,), norm_D, self.shape.epsilon)
+        pairs_NJC = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs_NJC * rotations_N1C).flatten(-2)
+
+    def heads(
+        self, layer: Layer, qkv_NO: Tensor, rotations_N1C: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys at their positions, and values: `split` and `turned`."""
+        queries, keys, values = self.split(qkv_NO)
+        return (
+            self.turned(queries, layer.query_norm_D, rotations_N1C),
+            self.turned(keys, layer.key_norm_D, rotations_N1C),
+            values,
+        )
+
+    def split(self, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, heads, D], keys and values [N, kv_heads, D] of the first product of a layer."""
+        shape = self.shape
+        heads_NJD = qkv_NO.view(len(qkv_NO), -1, shape.head_size)
+        return cast(
+            "tuple[Tensor, Tensor, Tensor]",
+            heads_NJD.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1),
+        )
+
+    def _by_kernels(self, x: Tensor, *, few: bool) -> bool:
+        """Whether kernels of our own compute what stands between products.
+
+        While decoding they do for any number of rows: torch may give a row other last bits, and would, whenever others join it.
+        """
+        return (few and self.packed) or (self.compiled and compiled.suits(x))
+
+    def _layer(self, path: str, layer: Any) -> Layer:
+        attention = layer.self_attn
+        order_D = _interleaved(self.shape.head_size, self.device)
+        return Layer(
+            attention_norm_H=layer.input_layernorm.weight.detach().float(),
+            qkv=self._fused(path, layer, "qkv", turned=2),
+            query_norm_D=_head_norm(attention, "q_norm", order_D),
+            key_norm_D=_head_norm(attention, "k_norm", order_D),
+            output=self._fused(path, layer, "output"),
+            mlp_norm_H=layer.post_attention_layernorm.weight.detach().float(),
+            gate_up=self._fused(path, layer, "gate_up"),
+            down=self._fused(path, layer, "down"),
+        )
+
+    def _fused(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
+        """One of `PRODUCTS`; the first `turned` of its matrices have their rows interleaved within each head."""
+        name, children = PRODUCTS[product]
+        modules = [_plain(getattr(getattr(layer, name), child)) for child in children]
+        orders = [
+            self._row_order(module.out_features) if number < turned else None
+            for number, module in enumerate(modules)
+        ]
+        weights = [
+            _permuted(module.weight.detach(), order)
+            for module, order in zip(modules, orders, strict=True)
+        ]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        parts: list[Part] = []
+        start = 0
+        for child, module, order in zip(children, modules, orders, strict=True):
+            end = start + module.out_features
+            parts.append(Part(f"{path}.{name}.{child}", start, end, order))
+            if order is None:
+                module.weight.data = weight[start:end]
+            start = end
+        return Linear(parts, weight, _fused_bias(modules, orders))
+
+    def _row_order(self, rows: int) -> Tensor:
+        size = self.shape.head_size
+        starts = torch.arange(0, rows, size, device=self.device)
+        return (starts[:, None] + _interleaved(size, self.device)).flatten()
+
+    @torch.no_grad()
+    def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
+        """Logits of some text; raises ValueError where they are not those of `model`, if there is one to compare with."""
+        from groupwise.engine.models.native.forward import plain_logits
+
+        ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
+        ours_NV = plain_logits(self, ids_N)
+        if model is None:
+            return ours_NV
+        theirs_NV = model(input_ids=ids_N[None]).logits[0].float()
+        close = 1e-3 if self.dtype == torch.float32 else 0.2  # of bfloat16, noise alone makes 0.07
+        difference = float((ours_NV - theirs_NV).abs().mean() / theirs_NV.std())
+        # Logits that are no numbers say nothing of the model, and whoever draws from them is told.
+        if theirs_NV.isfinite().all() and not difference <= close:
+            raise ValueError(
+                f"its logits differ, by {difference:.3g} of their spread, from what its weights give in a plain "
+                f"{model.config.model_type}"
+            )
+        return ours_NV
+
+    def _shift_head(self, logits_NV: Tensor) -> None:
+        """Move the likeliest tokens' logits near 0, where bfloat16 is finest, by a bias that is added before rounding.
+
+        Log-probabilities do not see it, but the noise in them falls by a third.
+        """
+        if not logits_NV.isfinite().all():
+            return
+        self.shift = float((SHARE_OF_PEAK * logits_NV.amax(-1).mean()).to(self.dtype))
+        head = self.head
+        bias_O = (
+            head.weight_OI.new_zeros(len(head.weight_OI)) if head.bias_O is None else head.bias_O
+        )
+        head.bias_O = bias_O - self.shift
+
+
+def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel | None:
+    """The model as plain matrices; None, with the reason in the log, where it cannot be.
+
+    It is made once for each model, and `anew` where weights have changed.
+    """
+    if model not in _made:
+        try:
+            _made[model] = NativeModel(model)
+        except ValueError as error:
+            logger.warning(
+                "this model is sampled and trained by transformers' modules, which is slower: %s",
+                str(error),
+            )
+            _made[model] = None
+    elif anew and _made[model] is not None:
+        _made[model] = NativeModel(model, check=False)
+    return _made[model]
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Why this model cannot be computed natively; None where it can."""
+    config: Any = model.config
+    if model.device.type == "cpu" and (reason := compiled.refusal(model.dtype)):
+        return reason
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is none of {', '.join(FAMILIES)}"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if kinds != {"full_attention"} or (config.model_type == "mistral" and window is not None):
+        return "some of its layers see a window of the text only"
+    body: Any = model.get_decoder()
+    rotary = body.rotary_emb
+    if getattr(rotary, "rope_type", "default") not in FIXED_ROTATIONS:
+        return f"its rotary positions ({rotary.rope_type}) depend on the length of the text"
+    if 2 * len(rotary.inv_freq) != head_size(config):
+        return "its rotary positions turn a part of each head only"
+    if isinstance(model.get_input_embeddings(), BaseTunerLayer):
+        return "an adapter changes its embeddings"
+    return _unreadable(model)
+
+
+def _unreadable(model: PreTrainedModel) -> str | None:
+    """Why one of its layers is no matrix in the model's number format, as layers of quantised models are not; None where all are."""
+    for name, module in _matrices(model):
+        if type(module) not in (nn.Linear, nn.Embedding):
+            return f"{name} is a {type(module).__name__}, whose weights are no plain matrix"
+        if module.weight.dtype != model.dtype:
+            kept = f"{name} is kept in {module.weight.dtype}, the model in {model.dtype}"
+            return kept.replace("torch.", "")
+    return None
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """What holds the weights of all products and of the embeddings, below an adapter, each with a name for people."""
+    body: Any = model.get_decoder()
+    for number, layer in enumerate(body.layers):
+        for owner, children in PRODUCTS.values():
+            for child in children:
+                yield f"{child} of layer {number}", _plain(getattr(getattr(layer, owner), child))
+    yield "its head", _plain(cast("nn.Module", model.get_output_embeddings()))
+    yield "its table of embeddings", model.get_input_embeddings()
+
+
+def _body_path(model: PreTrainedModel) -> str:
+    body = model.get_decoder()
+    return next(path for path, module in model.named_modules() if module is body)
+
+
+def _plain(module: nn.Module) -> nn.Linear:
+    """The linear layer below an adapter, if there is one."""
+    return cast(
+        "nn.Linear", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    )
+
+
+def _interleaved(size: int, device: torch.device) -> Tensor:
+    """The order that brings i and i + size / 2 beside each other."""
+    return torch.arange(size, device=device).view(2, -1).t().flatten()
+
+
+def _permuted(tensor: Tensor, order: Tensor | None) -> Tensor:
+    return tensor if order is None else tensor[order]
+
+
+def _head_norm(attention: Any, name: str, order_D: Tensor) -> Tensor | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else norm.weight.detach().float()[order_D]
+
+
+def _fused_bias(modules: list[nn.Linear], orders: list[Tensor | None]) -> Tensor | None:
+    if all(module.bias is None for module in modules):
+        return None
+    return torch.cat(
+        [
+            _permuted(module.bias.detach(), order)
+            if module.bias is not None
+            else module.weight.new_zeros(module.out_features)
+            for module, order in zip(modules, orders, strict=True)
+        ]
+    )

@@ -1,0 +1,232 @@
+"""What a model will need, told from its config alone: room for prompts, parameters, memory. No weights are loaded.
+
+Memory is that of the engines that will compute the model: our own where it has a native form, else those over transformers' modules
+(`groupwise.engine.models.footprint`). Of a run with several processes it is that of all of them: what the first one made before it was
+forked they share as long as nobody writes to it.
+
+Most models are counted by arithmetic (`groupwise.engine.models.decoder_shapes`). Only for the others torch, transformers' models and peft
+are imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.decoder_shapes import read_decoder
+from groupwise.engine.models.footprint import (
+    Counts,
+    Sizes,
+    bytes_of,
+    footprint_of,
+    saved_by_bits,
+    sizes_of,
+    slot_cache,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MIB = 2**20
+PROCESS_MIB = 600.0
+"""What a process holds once torch and transformers are imported and have computed something."""
+RANK_MIB = 150.0
+"""What it holds of that since it has computed: each rank for itself, where the rest is shared."""
+MAIN_MIB = 150.0
+"""What the main process holds beside ranks: there it imports no torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a run will hold on its device, in MiB; an estimate."""
+
+    process: float
+    """The interpreter and its libraries, where the device is the processor."""
+    weights: float
+    """Of the model that is sampled from, and what the native engines keep of them in other orders."""
+    trained: float
+    """Trained weights, their gradient, both moments of AdamW, and of an adapter the copies of sampler and native engines."""
+    reference: float
+    """The frozen copy that full fine-tuning with beta > 0 needs."""
+    keys_and_values: float
+    """Of all slots and their prompts."""
+    activations: float
+    """Of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing the inputs of
+    all layers, and what one of them computes again."""
+    update: float
+    """What AdamW computes with; or, where all weights are trained, what the sampler has twice while it takes new ones. There are no
+    activations then, so that only the larger one counts."""
+
+    @property
+    def total(self) -> float:
+        """At the most expensive moment."""
+        idle = min(self.activations, self.update)
+        return sum(asdict(self).values()) - idle
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Sizes of a model and what of it is trained."""
+
+    parameters: int
+    trained_parameters: int
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """What a process decodes at once, at most."""
+
+    slots: int
+    key_length: int
+    """Tokens of a prompt with its completion."""
+    completion: int
+    """Tokens of the longest completion."""
+    prompts: int
+    """How many the slots have; members of a group share theirs."""
+    prompt: int
+    """Tokens of the longest one."""
+
+
+def prompt_room(config: ModelConfig, completion: int) -> int:
+    """Most tokens that a prompt may have beside a completion of so many."""
+    shapes = read_decoder(config)
+    longest = (
+        getattr(_described(config), "max_position_embeddings", None)
+        if shapes is None
+        else shapes.longest
+    )
+    limits = [longest, config.max_seq_length]
+    return min((limit for limit in limits if limit), default=1 << 30) - completion
+
+
+def vocabulary(config: ModelConfig) -> int:
+    """How many token ids the model has an embedding for: 0 up to one less."""
+    return _sizes(config).vocabulary
+
+
+def plan_model(
+    config: ModelConfig,
+    lora: LoraConfig | None,
+    *,
+    dtype: str,
+    decoding: Decoding | None,
+    microbatch: int,
+    needs_reference: bool,
+    device: str,
+    gradient_checkpointing: bool = False,
+    processes: int = 1,
+    parts: int = 1,
+) -> ModelPlan:
+    """Count parameters, and estimate the memory of a run.
+
+    `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. Frozen weights the
+    processes share; of weights that are trained each has its own, beside those that they were forked from. `parts`: into how many the
+    weights are divided of which a process has one; they are then computed by modules.
+    """
+    counts = count(config, lora)
+    trained, total = counts.trained, counts.parameters
+    held = footprint_of(
+        counts,
+        dtype=dtype,
+        device=device,
+        full=lora is None,
+        by_modules=parts > 1 or config.backend == "unsloth",
+        samples=decoding is not None,
+    )
+    copies = 1 if lora else processes + (processes > 1)
+    full = parts if lora is None else 1
+    of_one = held.activations(microbatch, recompute=gradient_checkpointing)
+    memory = MemoryPlan(
+        process=_processes_mib(processes) if device == "cpu" else 0.0,
+        weights=copies
+        * (held.served(total) - saved_by_bits(config, counts.linear, dtype))
+        / parts
+        / MIB,
+        trained=held.trained(trained, processes) / full / MIB,
+        reference=held.plain(total) / parts / MIB if needs_reference and lora is None else 0.0,
+        keys_and_values=processes * held.cache(decoding) / MIB if decoding else 0.0,
+        activations=processes * of_one / MIB,
+        update=processes * held.update(trained) / full / MIB,
+    )
+    return ModelPlan(total, trained, memory)
+
+
+def largest_microbatch(budget: int, longest: int, everything: int) -> int:
+    """Tokens of the largest micro-batch: what the budget allows, or the longest row, but no more than there are."""
+    return min(max(budget, longest), everything)
+
+
+def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
+    """What the sampler holds of so many tokens on a GPU: their keys and values in all layers."""
+    return slot_cache(_sizes(config), bytes_of(dtype), tokens)
+
+
+def _processes_mib(processes: int) -> float:
+    """Of one process that does it all; or of the loop's, the zygote's, and what each rank does not share with it."""
+    if processes == 1:
+        return PROCESS_MIB
+    return MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
+
+
+def all_parameters(config: ModelConfig) -> int:
+    """How many numbers the model has."""
+    return count(config, None).parameters
+
+
+def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
+    """How many numbers are trained: those of the adapter (the given one or a new one), or all."""
+    return count(config, lora).trained
+
+
+def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+    """By arithmetic where the model's config.json allows it, else on a model without storage."""
+    shapes = read_decoder(config)
+    counted = None if shapes is None else shapes.counts(config, lora)
+    return _hollow_counts(config, lora) if counted is None else counted
+
+
+def _hollow_counts(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+    import torch
+    from torch import nn
+
+    from groupwise.engine.models.adapters import hollow_adapter, starting_config
+    from groupwise.engine.models.load import hollow_model
+    from groupwise.engine.models.native.weights import refusal
+
+    model = hollow_model(config)
+    parameters = sum(each.numel() for each in model.parameters())
+    trained, dropout = parameters, 0.0
+    if lora is not None:
+        adapted = hollow_adapter(config, starting_config(config, lora))
+        model, dropout = adapted.base, adapted.config.lora_dropout
+        trained = sum(each.numel() for each in adapted.parameters("hollow").values())
+    head = model.get_output_embeddings()
+    linear = sum(
+        module.weight.numel()
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
+    )
+    described = _described(config)
+    return Counts(
+        sizes=sizes_of(described),
+        parameters=parameters,
+        trained=trained,
+        linear=linear,
+        native=refusal(model) is None,
+        in_bfloat16=described.dtype == torch.bfloat16,
+        dropout=dropout,
+    )
+
+
+def _sizes(config: ModelConfig) -> Sizes:
+    shapes = read_decoder(config)
+    return sizes_of(_described(config)) if shapes is None else shapes.sizes
+
+
+def _described(config: ModelConfig) -> PreTrainedConfig:
+    """What the model says of its text part."""
+    from groupwise.engine.models.load import read_model_config
+
+    return read_model_config(config).get_text_config()

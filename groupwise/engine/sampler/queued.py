@@ -1,0 +1,230 @@
+"""What samplers in this process have in common: groups that wait, one driver that serves them, and what a drawn token does.
+
+Callers await `generate`, one call for each group, as many at once as they like. A single driver task serves them all; how it computes
+their rows is the subclass's. What a member draws depends on its seed and the logits of its own row only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
+from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
+from groupwise.engine.models.lora import fingerprint
+from groupwise.engine.models.memory import lacks_memory, memory_explained, out_of_memory
+from groupwise.engine.sampler.chance import uniform
+from groupwise.engine.sampler.draw import draw_tokens
+from groupwise.engine.sampler.engine import Prompt
+from groupwise.engine.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
+from groupwise.engine.sampler.restrict import truncated, without_early_stops
+from groupwise.engine.sampler.stops import ends_with_stop
+from groupwise.engine.sampler.weights import ServedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayout:
+    """How much decoding goes on at once; part of a run's recorded layout."""
+
+    slots: int
+    """Members decoded together, at most. At least 8: smaller matrix products take another path with other last bits."""
+    key_length: int
+    """Longest prompt plus longest completion, in tokens."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One completion on its way."""
+
+    ticket: Ticket
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One group's request, its prompt once computed, and the future that its caller awaits."""
+
+    request: GroupRequest
+    done: asyncio.Future[None]
+    members: list[Member] = field(default_factory=list)
+    prompt: Prompt | None = None
+
+
+class QueuedSampler(ABC):
+    """A `groupwise.core.types.Sampler` of weights in this process."""
+
+    def __init__(self, weights: ServedWeights, tokenizer: Any, layout: DecodeLayout) -> None:
+        if layout.slots < 8:
+            raise ValueError(
+                f"slots is {layout.slots}; at least 8 are needed for results that do not depend on it."
+            )
+        self.layout = layout
+        self._weights = weights
+        self._tokenizer = tokenizer
+        self._waiting: deque[Member] = deque()
+        self._tickets: list[Ticket] = []
+        self._driver: asyncio.Task[None] | None = None
+        self._version = 0
+        self._fingerprint = fingerprint(weights.tensors())
+
+    @abstractmethod
+    async def _serve(self) -> None:
+        """Draw until nobody waits, and yield to the event loop meanwhile."""
+
+    @abstractmethod
+    def _on_their_way(self) -> Sequence[Member]:
+        """Members that have begun and not ended."""
+
+    @abstractmethod
+    def _forget(self, ticket: Ticket) -> None:
+        """Nobody waits for this group any more."""
+
+    @abstractmethod
+    def _reset(self) -> None:
+        """Forget all that is on its way."""
+
+    @abstractmethod
+    def _refresh(self) -> None:
+        """Take the weights as they are now; nothing is on its way."""
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """See `groupwise.core.types.Sampler.generate`. Raises `RunError` if the request does not fit the layout."""
+        refuse_misfit(request, self.layout.key_length)
+        if not request.seeds:
+            return ()
+        ticket = Ticket(request, asyncio.get_running_loop().create_future())
+        ticket.members = [Member(ticket, seed) for seed in request.seeds]
+        self._waiting.extend(ticket.members)
+        self._tickets.append(ticket)
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
+        try:
+            await ticket.done
+        except (asyncio.CancelledError, NonFiniteError):  # it alone ends; others go on
+            self._waiting = deque(each for each in self._waiting if each.ticket is not ticket)
+            self._forget(ticket)
+            raise
+        finally:
+            self._tickets.remove(ticket)
+            ticket.prompt = None  # ticket and members hold each other: its keys would wait for the garbage collector
+        return tuple(self._completion(member) for member in ticket.members)
+
+    async def load(self, policy: Policy) -> None:
+        """See `groupwise.core.types.Sampler.load`. Only between groups: keys and values belong to one version."""
+        if self._waiting or self._on_their_way():
+            raise RunError(
+                "The sampler was given new weights while completions of the old ones were on their way."
+            )
+        with memory_explained("taking new weights for sampling"):
+            self._weights.read(Path(policy.path))
+            with torch.inference_mode():
+                self._refresh()
+        self._fingerprint = fingerprint(self._weights.tensors())
+        refuse_other_weights(policy, self._fingerprint)
+        self._version = policy.version
+
+    def fingerprint(self) -> str:
+        """Of the tensors in memory, as they were when they were loaded."""
+        return self._fingerprint
+
+    def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each member of a request has while it is under way; none where there is no such request."""
+        found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
+        return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
+
+    def _completion(self, member: Member) -> Completion:
+        assert member.finish_reason is not None
+        return Completion(
+            token_ids=tuple(member.token_ids),
+            logprobs=tuple(member.logprobs),
+            finish_reason=member.finish_reason,
+            seed=member.seed,
+            policy_version=self._version,
+            fingerprint=self._fingerprint,
+        )
+
+    async def _drive(self) -> None:
+        try:
+            await self._serve()
+        except Exception as error:  # noqa: BLE001 — belongs to those who wait for their groups
+            self._fail_all(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        reason = _explained(error)
+        members = (*self._waiting, *self._on_their_way())
+        tickets = {id(member.ticket): member.ticket for member in members}
+        self._waiting.clear()
+        self._reset()
+        for ticket in tickets.values():
+            if not ticket.done.done():
+                ticket.done.set_exception(reason)
+
+    def _append(self, member: Member, token: int, logprob: float) -> None:
+        member.token_ids.append(token)
+        member.logprobs.append(logprob)
+        params = member.ticket.request.params
+        if not math.isfinite(logprob):
+            member.finish_reason = "stop"  # its group fails, see `_deliver`
+        elif token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._text):
+            member.finish_reason = "stop"
+        elif len(member.token_ids) == params.max_tokens:
+            member.finish_reason = "length"
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _deliver(self, ticket: Ticket) -> None:
+        """Tell whoever waits for a group that it is finished, or that one of its members cannot go on."""
+        if ticket.done.done():
+            return
+        if not all(
+            math.isfinite(each) for member in ticket.members for each in member.logprobs[-1:]
+        ):
+            ticket.done.set_exception(not_finite(self._version))
+        elif all(member.finish_reason is not None for member in ticket.members):
+            ticket.done.set_result(None)
+
+
+def _explained(error: Exception) -> GroupwiseError:
+    """What those are told who wait for their groups."""
+    if isinstance(error, GroupwiseError):
+        return error
+    if lacks_memory(error):
+        return out_of_memory(error, "sampling")
+    return RunError(f"Sampling failed: {error!r}")
+
+
+COLDEST = 1e-30
+"""The lowest temperature above 0 that logits are divided by: a lower one draws the same tokens, but the quotient overflows."""
+
+
+def drawn(
+    members: Sequence[Member], logits_NV: Tensor, empty: int = 0
+) -> tuple[list[int], list[float]]:
+    """A token and its log-probability for each row of logits, of which the last `empty` are nobody's."""
+    params = [*(member.ticket.request.params for member in members), *[None] * empty]
+    lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
+    uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
+    temperatures = [1.0 if each is None else each.temperature for each in params]
+    temperatures_N = torch.tensor([each and max(each, COLDEST) for each in temperatures])
+    logits_NV = without_early_stops(logits_NV, params, lengths)
+    logits_NV = truncated(logits_NV, temperatures_N, params)
+    tokens_N, logprobs_N = draw_tokens(
+        logits_NV,
+        temperatures_N,
+        torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64),
+    )
+    tokens, logprobs = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()  # one wait
+    return [*map(int, tokens)], logprobs

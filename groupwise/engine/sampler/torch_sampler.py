@@ -1,0 +1,137 @@
+"""The default sampler: continuous batching of rows, in this process.
+
+The driver computes a group's prompt once, begins a row for each member while there is room, and then moves all rows one token forward at
+a time. A row that finishes makes room at once. It yields to the event loop after every token, so scoring and cancelling go on meanwhile.
+
+An engine computes the rows (`groupwise.engine.sampler.engine`): natively where the model is of a known family, in one way on processors and
+in another on GPUs, else by transformers. What a member draws depends on its seed and its own group only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from groupwise.engine.sampler.engine import Engine, Prompt, Row
+from groupwise.engine.sampler.native.engine import NativeEngine
+from groupwise.engine.sampler.native.graph_engine import GraphEngine
+from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
+from groupwise.engine.sampler.queued import DecodeLayout, Member, QueuedSampler, Ticket, drawn
+from groupwise.engine.sampler.slot_engine import SlotEngine
+from groupwise.engine.sampler.weights import ServedWeights
+
+
+class TorchSampler(QueuedSampler):
+    """A `groupwise.core.types.Sampler` over any transformers causal language model."""
+
+    def __init__(
+        self,
+        weights: ServedWeights,
+        tokenizer: Any,
+        layout: DecodeLayout,
+        *,
+        native: bool = True,
+        enforce_eager: bool = False,
+    ) -> None:
+        """Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
+
+        With `enforce_eager`, a GPU records no CUDA graphs.
+        """
+        super().__init__(weights, tokenizer, layout)
+        self._engine = _engine(weights, layout, native=native, enforce_eager=enforce_eager)
+        self._members: dict[Row, Member] = {}
+
+    async def _serve(self) -> None:
+        """See `QueuedSampler._serve`."""
+        while self._waiting or self._members:
+            with torch.inference_mode():
+                self._begin_rows()
+                if self._members:
+                    self._decode_one_token()
+            await asyncio.sleep(0)
+
+    def _on_their_way(self) -> Sequence[Member]:
+        """See `QueuedSampler._on_their_way`."""
+        return [*self._members.values()]
+
+    def _forget(self, ticket: Ticket) -> None:
+        """See `QueuedSampler._forget`."""
+        self._finish([row for row, member in self._members.items() if member.ticket is ticket])
+
+    def _reset(self) -> None:
+        """See `QueuedSampler._reset`."""
+        self._members.clear()
+        self._engine.reset()
+
+    def _refresh(self) -> None:
+        """See `QueuedSampler._refresh`."""
+        self._engine.refresh()
+
+    def _finish(self, rows: list[Row]) -> None:
+        self._engine.finish(rows)
+        for row in rows:
+            del self._members[row]
+
+    def _begin_rows(self) -> None:
+        """Give members that wait a row each, as far as there is room."""
+        while self._waiting and (room := self.layout.slots - len(self._members)):
+            # They stay in the queue while they begin, so that an error finds them and fails their caller.
+            beginning = [*islice(self._waiting, room)]
+            self._begin(beginning)
+            for _ in beginning:
+                self._waiting.popleft()
+
+    def _begin(self, members: list[Member]) -> None:
+        """Draw the members' first tokens, all together; one needs a row unless that token already ends it."""
+        logits = [self._prompt(member.ticket).logits_V for member in members]
+        self._draw(members, torch.stack(logits))
+        for member in members:
+            if member.finish_reason is None:
+                self._members[self._engine.begin(self._prompt(member.ticket))] = member
+            else:
+                self._deliver(member.ticket)
+
+    def _prompt(self, ticket: Ticket) -> Prompt:
+        if ticket.prompt is None:
+            ticket.prompt = self._engine.prefill(ticket.request.prompt_ids)
+        return ticket.prompt
+
+    def _decode_one_token(self) -> None:
+        rows = self._engine.rows
+        members = [self._members[row] for row in rows]
+        self._draw(members, self._engine.decode([member.token_ids[-1] for member in members]))
+        ended = [
+            (row, member)
+            for row, member in zip(rows, members, strict=True)
+            if member.finish_reason is not None
+        ]
+        if ended:
+            self._finish([row for row, _ in ended])
+            for _, member in ended:
+                self._deliver(member.ticket)
+
+    def _draw(self, members: list[Member], logits_NV: Tensor) -> None:
+        # A GPU cuts sums over the vocabulary up by the number of rows, so that there are always as many.
+        empty = 0 if logits_NV.device.type == "cpu" else self.layout.slots - len(members)
+        logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV
+        tokens, logprobs = drawn(members, logits_NV, empty)
+        for member, token, logprob in zip(members, tokens, logprobs, strict=False):
+            self._append(member, token, logprob)
+
+
+def _engine(
+    weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool
+) -> Engine:
+    model = weights.native() if native else None
+    if model is None:
+        return SlotEngine(weights, layout.slots, layout.key_length)
+    if model.device.type == "cpu":
+        return NativeEngine(model, weights)
+    record = plainly if enforce_eager else cuda_graphs()
+    return GraphEngine(model, weights, layout.slots, layout.key_length, record)

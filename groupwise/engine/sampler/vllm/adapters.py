@@ -1,0 +1,133 @@
+"""How an adapter comes to a server and goes: a folder that both see, under a name of its own for each version.
+
+    groupwise-<run>-v<version>-<fingerprint>
+
+A name that is used once cannot serve anybody else's weights, nor keys and values that were computed with earlier ones. Loading is
+idempotent: what is listed with the same folder is there; what is listed with another one was left by somebody who was killed, and is
+loaded anew. Of the server's list, those are ours that lie in the run's own folder; all but the one that serves are unloaded.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.api.openai_client.answers import read_json, shown
+from groupwise.core import atomic_files
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.types import Policy
+from groupwise.engine.sampler.vllm.servers import Server
+
+LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
+NO_SUCH_ROUTE = frozenset({404, 405})
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A model that a server says it has."""
+
+    root: str | None
+    """Where it lies, as the server sees it."""
+    longest: int | None
+    """Most tokens of prompt and completion; None for adapters, and where the server does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A folder that this machine and the servers see, where it is not that of the publications itself."""
+
+    here: Path
+    there: str
+    """What the servers call it."""
+
+    def put(self, policy: Policy) -> str:
+        """Copy a publication there, whole or not at all; gives the folder as the servers see it."""
+        run, name = Path(policy.path).parent.name, adapter_name(policy)
+        target = self.here / run / name
+        building = target.with_name(f".building-{name}")
+        with atomic_files.explained(target):
+            shutil.rmtree(building, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(policy.path, building)
+            building.rename(target)
+        return f"{self.there}/{run}/{name}"
+
+    def remove(self, policy: Policy) -> None:
+        """Take it away again."""
+        folder = self.here / Path(policy.path).parent.name
+        shutil.rmtree(folder / adapter_name(policy), ignore_errors=True)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def adapter_name(policy: Policy) -> str:
+    """What servers call it."""
+    run = re.sub(r"[^A-Za-z0-9._-]+", "-", policy.run)
+    return f"groupwise-{run}-v{policy.version}-{policy.fingerprint}"
+
+
+async def listed(server: Server) -> dict[str, Listed]:
+    """The models of a server by their names. Raises EndpointError."""
+    return await server.client.ask("GET", "/models", None, _read_listed, 0)
+
+
+def _read_listed(body: bytes) -> dict[str, Listed]:
+    entries: object = read_json(body).get("data")
+    if not isinstance(entries, list):
+        raise EndpointError(f"answered no list of models, but {shown(body)}")
+    found: dict[str, Listed] = {}
+    for entry in cast("list[Any]", entries):
+        fields = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}
+        name, root, longest = (fields.get(key) for key in ("id", "root", "max_model_len"))
+        if isinstance(name, str):
+            found[name] = Listed(
+                root if isinstance(root, str) else None, longest if type(longest) is int else None
+            )
+    return found
+
+
+async def make_served(server: Server, name: str, folder: str, there: Mapping[str, Listed]) -> None:
+    """Have the adapter in `folder` served as `name`, and no other one of the same run. `there`: what is listed."""
+    if name in there and there[name].root != folder:
+        await unload(server, name)
+    if name not in there or there[name].root != folder:
+        await _load(server, name, folder)
+    mine = folder.rpartition("/")[0]
+    for other, entry in there.items():
+        if other != name and entry.root is not None and entry.root.rpartition("/")[0] == mine:
+            await unload(server, other)
+
+
+async def _load(server: Server, name: str, folder: str) -> None:
+    body = {"lora_name": name, "lora_path": folder}
+    try:
+        await server.client.ask("POST", LOAD, body, len, 0)
+    except EndpointError as error:
+        if error.status == 400 and "already been loaded" in str(error):
+            return  # by an attempt whose answer was lost
+        if error.status in NO_SUCH_ROUTE and folder not in str(error) and name not in str(error):
+            raise UsageError(
+                f"{server.url} takes no adapters while it runs: {error}\nStart vLLM with --enable-lora and the environment variable "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+            ) from None
+        if error.may_pass and error.status != 500:
+            raise
+        raise UsageError(
+            f"{server.url} could not load the adapter {folder}: {error}\nIt must see that folder (sampler.adapter_folder is one that both "
+            "machines have), and have been started with a --max-lora-rank of at least lora.r."
+        ) from None
+
+
+async def unload(server: Server, name: str) -> None:
+    """Have a server forget an adapter; one that it does not have is forgotten already."""
+    try:
+        await server.client.ask("POST", UNLOAD, {"lora_name": name}, len, 0)
+    except EndpointError as error:
+        if error.may_pass and error.status != 500:
+            raise
+        if error.status != 404:
+            raise UsageError(f"{server.url} could not unload the adapter {name}: {error}") from None

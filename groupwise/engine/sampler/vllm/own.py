@@ -1,0 +1,250 @@
+"""A server of vLLM that a run starts for itself (`sampler.vllm_python`), begins anew when it ends, and ends with itself.
+
+It is a program of an environment of its own. It listens on the loopback alone, and answers those who know a key that nobody else has: it
+stands in the server's environment, never among its arguments. When this process ends, however it ends, so does the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from groupwise.api.openai_client.client import Endpoint
+from groupwise.api.openai_client.ports import free_port
+from groupwise.api.openai_client.waiting import Timing
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.engine.sampler.vllm.servers import Server
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = ("-m", "vllm.entrypoints.openai.api_server")
+HOST = "127.0.0.1"
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
+GRACE = 20.0
+"""Seconds in which a server may end by itself."""
+FAST = 3
+"""Times in a row that it may end before it has answered."""
+LOOKS_EVERY = 0.5
+LAST_WORDS = 2000
+"""Characters of its log that a message has."""
+PARENT_ENDS = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Has the kernel end it when the thread that started it ends, and then is the server (prctl(2), PR_SET_PDEATHSIG)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is started."""
+
+    python: str
+    """Of the environment with vLLM."""
+    location: str
+    """Of the base: a folder or a hub id."""
+    revision: str | None
+    name: str
+    """What requests call the base."""
+    dtype: str
+    rank: int
+    """Of the adapters."""
+    longest: int
+    """Tokens of prompt and completion."""
+    memory: float
+    """Share of each GPU's memory."""
+    gpus: tuple[str, ...] | None
+    """The ones that it sees, as CUDA_VISIBLE_DEVICES names them; None: it computes where it likes."""
+    parallel: int = 1
+    """GPUs that share each product."""
+    in_4bit: bool = False
+    """As the learner holds the weights."""
+    trust_remote_code: bool = False
+
+    def arguments(self, port: int) -> tuple[str, ...]:
+        """Of vLLM's server."""
+        rank = next((each for each in RANKS if each >= self.rank), self.rank)
+        return (
+            *PROGRAM,
+            f"--model={self.location}",
+            *([f"--revision={self.revision}"] if self.revision else []),
+            f"--served-model-name={self.name}",
+            f"--host={HOST}",
+            f"--port={port}",
+            f"--dtype={self.dtype}",
+            f"--max-model-len={self.longest}",
+            "--enable-lora",
+            f"--max-lora-rank={rank}",
+            "--max-loras=2",
+            "--logprobs-mode=processed_logprobs",
+            f"--gpu-memory-utilization={self.memory}",
+            f"--tensor-parallel-size={self.parallel}",
+            *(["--quantization=bitsandbytes"] if self.in_4bit else []),
+            *(["--trust-remote-code"] if self.trust_remote_code else []),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnEndpoint(Endpoint):
+    """Whose key is in no variable."""
+
+    secret: str = field(default="", repr=False)
+
+    def key(self) -> str:
+        """See `Endpoint.key`."""
+        return self.secret
+
+
+class OwnServer:
+    """See the module. It begins with `up`."""
+
+    def __init__(self, wanted: Wanted, log: Path, *, timeout: float) -> None:
+        """`log`: where its words go, anew for each run. `timeout`: seconds of a request."""
+        self._wanted = wanted
+        self.log = log
+        """Of what it says."""
+        self._secret = secrets.token_urlsafe(32)
+        self._port = free_port()
+        self.endpoint = OwnEndpoint(
+            f"http://{HOST}:{self._port}", wanted.name, timeout=timeout, secret=self._secret
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._answered = threading.Event()
+        self._gave_up = False
+
+    async def up(self, server: Server, patience: float, timing: Timing) -> None:
+        """Start it where it is not, and wait until it answers. UsageError, with its last words, where it does not."""
+        if self._keeper is None:
+            self._begin()
+        until = timing.clock() + patience
+        while not self._answered.is_set():
+            with suppress(EndpointError):
+                await server.client.ask("GET", "/models", None, _anything, 0)
+                self._answered.set()
+                return
+            if self._gave_up or timing.clock() >= until:
+                why = "ended" if self._gave_up else f"has not answered for {patience:g} s"
+                self.close()
+                raise UsageError(
+                    f"The vLLM of sampler.vllm_python ({self._wanted.python}) {why}. Its last words, in {self.log}:\n{self._last_words()}"
+                )
+            await timing.sleep(LOOKS_EVERY)
+
+    def close(self) -> None:
+        """End it. May be repeated."""
+        self._closing.set()
+        if self._keeper is not None:
+            self._keeper.join()
+
+    def _begin(self) -> None:
+        python = Path(self._wanted.python).expanduser()
+        if not (python.is_file() and os.access(python, os.X_OK)):
+            raise UsageError(
+                f"sampler.vllm_python is {self._wanted.python}, where there is no program. Name the Python of an environment that has "
+                "vLLM, as /opt/vllm/bin/python."
+            )
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_bytes(b"")
+        self._keeper = threading.Thread(target=self._keep, name="vllm", daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        """Have one run until it is closed; the thread that started a server lives as long as that does."""
+        failed = 0
+        while not self._closing.is_set():
+            with self.log.open("ab") as log:
+                process = self._start(log)
+                while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
+                    pass
+                _end(process)
+            if self._closing.is_set():
+                return
+            failed = 0 if self._answered.is_set() else failed + 1
+            if failed == FAST:
+                self._gave_up = True
+                return
+            logger.warning(
+                "the vLLM of this run ended (exit status %s) and is begun anew; its words are in %s",
+                process.returncode,
+                self.log,
+            )
+
+    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        python = str(Path(self._wanted.python).expanduser())
+        words = [sys.executable, "-I", "-S", "-c", PARENT_ENDS, str(os.getpid())]
+        given = {"VLLM_API_KEY": self._secret, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        if self._wanted.gpus is not None:
+            given["CUDA_VISIBLE_DEVICES"] = ",".join(self._wanted.gpus)
+        return subprocess.Popen(
+            [*words, python, *self._wanted.arguments(self._port)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**_plain_environment(), **given},
+            start_new_session=True,
+        )
+
+    def _last_words(self) -> str:
+        with suppress(OSError):
+            return self.log.read_text(errors="replace")[-LAST_WORDS:].strip() or "none"
+        return "none"
+
+
+def gpus_beside(
+    count: int, parallel: int, memory: float, learners: int = 1
+) -> tuple[str, ...] | None:
+    """Those for a server beside learners on the first of `count`; None on a machine without. UsageError where they do not suffice."""
+    if count == 0:
+        return None
+    named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    there = [each for each in named if each] or [str(number) for number in range(count)]
+    if len(there) >= learners + parallel:
+        return tuple(there[learners : learners + parallel])
+    if learners > 1:
+        raise UsageError(
+            f"{learners} learners of this machine and sampler.tensor_parallel_size {parallel} need {learners + parallel} GPUs, and there "
+            f"are {len(there)}. Lower scale.learners, or add GPUs."
+        )
+    if parallel > 1:
+        raise UsageError(
+            f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(there) - 1}. Lower it."
+        )
+    if memory > 0.6:
+        raise UsageError(
+            f"sampler.gpu_memory_utilization is {memory:g}, but there is one GPU, on which the run learns, too. Set it to 0.5 or less, or "
+            "add a GPU."
+        )
+    return tuple(there)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started, which is in its group."""
+    for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+
+
+def _plain_environment() -> dict[str, str]:
+    """Without what is meant for this Python alone."""
+    own = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    return {name: value for name, value in os.environ.items() if name not in own}
+
+
+def _anything(answer: bytes) -> bytes:
+    return answer

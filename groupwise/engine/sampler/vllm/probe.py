@@ -1,0 +1,74 @@
+"""Whether a server serves the policy: a few fixed prompts, answered by it, and what the same weights say here of its tokens.
+
+A server that has the right name for an adapter may yet have another base, not apply the adapter, or give log-probabilities of another
+temperature. Engines round differently, so no exact comparison will do. But of two explanations that are further apart than the noise,
+the answers are near to one only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from groupwise.core.errors import PolicyMismatchError
+from groupwise.core.types import SamplingParams
+
+TEXTS = (
+    "The capital of France is",
+    "def add(a, b):\n    return",
+    "Question: What is 17 + 25?\nAnswer:",
+    "1, 2, 3, 4,",
+)
+PARAMS = SamplingParams(max_tokens=16, temperature=0.7)
+"""No stop token, so that there are always as many; a temperature at which log-probabilities differ from those at 1."""
+SEED = 20
+NEGLIGIBLE = 1e-3
+"""Nats (root of the mean square) that are not worth an explanation."""
+CLEARLY = 4.0
+"""Times nearer that another explanation must be."""
+
+NOT_APPLIED = "the adapter"
+NOT_PROCESSED = "the temperature"
+
+
+def judge(
+    server: str,
+    name: str,
+    answered: Sequence[float],
+    expected: Sequence[float],
+    others: Mapping[str, Sequence[float]],
+    tolerance: float,
+) -> None:
+    """Raise `PolicyMismatchError` unless the server's log-probabilities are those of the weights here.
+
+    All are of the same tokens, in nats. `others`: what they would be without what the key names. `tolerance`: of the mean difference.
+    """
+    distance = _distance(answered, expected)
+    if distance > NEGLIGIBLE:
+        for lacking, values in others.items():
+            if CLEARLY * _distance(answered, values) < distance:
+                raise PolicyMismatchError(_explained(server, name, lacking))
+    gap = fmean(abs(a - b) for a, b in zip(answered, expected, strict=True))
+    if not gap <= tolerance:
+        raise PolicyMismatchError(
+            f"{server} serves other weights under the name {name} than the learner has: the log-probabilities of {len(answered)} tokens of "
+            f"fixed prompts differ by {gap:.3g} nats on average, where sampler.logprob_tolerance is {tolerance:g}. Has it the same base, "
+            "revision and number format as model.name?"
+        )
+
+
+def _distance(some: Sequence[float], others: Sequence[float]) -> float:
+    return math.sqrt(fmean((a - b) ** 2 for a, b in zip(some, others, strict=True)))
+
+
+def _explained(server: str, name: str, lacking: str) -> str:
+    if lacking == NOT_APPLIED:
+        return (
+            f"{server} answers for {name} as the base does without any adapter, so nothing that is learnt would be sampled. Start it with "
+            "--enable-lora and a --max-lora-rank of at least lora.r, and see whether it adapts the layers in lora.target_modules."
+        )
+    return (
+        f"{server} gives log-probabilities at temperature 1, whatever it samples at, so ratios would be wrong. Start it with "
+        "--logprobs-mode processed_logprobs."
+    )

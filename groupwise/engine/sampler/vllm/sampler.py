@@ -1,0 +1,301 @@
+"""A sampler whose completions a vLLM server draws, or several of them: token ids there, token ids and log-probabilities back.
+
+    load       the published adapter is read here and its fingerprint found; each server loads it under a name of its own,
+               answers fixed prompts (`probe.py`), and forgets the one before
+    generate   each member is a request with its own seed, to the server with the fewest (`servers.py`)
+
+A server is made ready when it is first needed and whenever it may have been started anew: after a lost connection, or when it does not
+know the adapter. One that turns out to serve something else ends the run. The servers compute in their own way, so the same seed need not
+draw the same tokens twice; what was drawn, and how probable it was there, is what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from groupwise.core.errors import EndpointError, RunError, UsageError
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import Completion, GroupRequest, Policy, SamplingParams
+from groupwise.engine.sampler.refusals import refuse_misfit, refuse_other_weights
+from groupwise.engine.sampler.vllm import probe
+from groupwise.engine.sampler.vllm.adapters import (
+    UNLOAD,
+    Listed,
+    Shared,
+    adapter_name,
+    listed,
+    make_served,
+)
+from groupwise.engine.sampler.vllm.servers import Server, Servers
+from groupwise.engine.sampler.vllm.wire import (
+    Drawn,
+    read_completion,
+    refuse_what_differs,
+    request_body,
+)
+
+ATTEMPTS = 3
+"""Times that a server may say of what it has just loaded that it does not know it."""
+
+
+class Knows(Protocol):
+    """What the published weights say, by the files; `groupwise.engine.sampler.vllm.witness` is the one that computes it."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    def read(self, folder: str) -> None: ...
+    def fingerprint(self) -> str: ...
+    def logprobs(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        temperature: float,
+        plain: bool = False,
+    ) -> list[float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is asked of all servers at a time."""
+
+    name: str
+    """The model in each request."""
+    version: int
+    fingerprint: str
+    folder: str | None = None
+    """Of the adapter, as the servers see it; None: the base as it is."""
+    policy: Policy | None = None
+
+
+class VllmSampler:
+    """A `groupwise.core.types.Sampler` by HTTP."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        witness: Knows,
+        tokenizer: Any,
+        *,
+        base: str,
+        key_length: int,
+        tolerance: float,
+        shared: Shared | None = None,
+        begin: Callable[[], Awaitable[None]] | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        """`base`: what the servers call the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
+        `probe.judge`. `shared`: None where the servers see the folder of the publications. `begin` and `end` are of a server of our
+        own: the first one waits until it answers, however often."""
+        self._servers = servers
+        self._witness = witness
+        self._tokenizer = tokenizer
+        self._base = base
+        self._key_length = key_length
+        self._tolerance = tolerance
+        self._shared = shared
+        self._begin = begin
+        self._end = end
+        self._served: Served | None = None
+        self._under_way = 0
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for what is no answer."""
+        refuse_misfit(request, self._key_length)
+        refuse_what_differs(request.params, self._tokenizer.eos_token_id)
+        served = self._served
+        if served is None:
+            raise RunError("The sampler has been given no weights yet: `load` comes first.")
+        self._under_way += 1
+        try:
+            return tuple(
+                await gather_all(self._member(served, request, seed) for seed in request.seeds)
+            )
+        finally:
+            self._under_way -= 1
+
+    async def load(self, policy: Policy) -> None:
+        """See `groupwise.core.types.Sampler.load`. Raises UsageError for servers that are not as they must be."""
+        if self._under_way:
+            raise RunError(
+                "The sampler was given new weights while completions of the old ones were on their way."
+            )
+        if policy.kind != "adapter":
+            raise UsageError(
+                f"{policy.path} holds all weights of a model, but the servers of sampler.url take adapters alone. Train an adapter (lora), "
+                "or leave sampler.engine out."
+            )
+        before, self._served = self._served, None
+        self._witness.read(policy.path)
+        refuse_other_weights(policy, self._witness.fingerprint())
+        folder = policy.path if self._shared is None else self._shared.put(policy)
+        name = adapter_name(policy)
+        await self._serve(Served(name, policy.version, policy.fingerprint, folder, policy))
+        if before is not None and before.name != name:
+            self._forget(before)
+
+    async def serve_base(self) -> None:
+        """Serve the base as it is."""
+        await self._serve(Served(self._base, 0, self._witness.fingerprint()))
+
+    def fingerprint(self) -> str:
+        """Of the tensors that were read here from the files that the servers have; their answers fit to them."""
+        return self._witness.fingerprint()
+
+    def close(self) -> None:
+        """Have the servers forget the adapter. May be repeated."""
+        if self._end is not None:
+            self._served = None
+            self._end()
+            return
+        served, self._served = self._served, None
+        if served is None or served.policy is None:
+            return
+        for server in self._servers.all:
+            if server.ready == served.name:
+                server.tell(UNLOAD, {"lora_name": served.name})
+            server.ready = None
+        self._forget(served)
+
+    def _forget(self, served: Served) -> None:
+        if self._shared is not None and served.policy is not None:
+            self._shared.remove(served.policy)
+
+    # --- a server that serves it ------------------------------------------------------------------
+
+    async def _serve(self, served: Served) -> None:
+        """Make all servers ready that answer; at least one."""
+        if self._begin is not None:
+            await self._begin()
+        self._served = served
+        await gather_all(self._made_ready(server, served) for server in self._servers.all)
+        await self._servers.ask(partial(self._ready, served=served))
+
+    async def _made_ready(self, server: Server, served: Served) -> None:
+        try:
+            await self._ready(server, served)
+        except EndpointError as error:
+            if not error.may_pass:
+                raise
+            server.failed(error)
+        else:
+            server.answered()
+
+    async def _ready(self, server: Server, served: Served) -> None:
+        async with server.preparing:
+            for attempt in range(ATTEMPTS):
+                if server.ready == served.name:
+                    return
+                try:
+                    await self._prepare(server, served)
+                except EndpointError as error:
+                    if error.status != 404 or attempt == ATTEMPTS - 1:
+                        raise
+
+    async def _prepare(self, server: Server, served: Served) -> None:
+        there = await listed(server)
+        self._check_base(server, there)
+        if served.folder is not None:
+            await make_served(server, served.name, served.folder, there)
+        await self._probe(server, served)
+        server.ready = served.name
+
+    def _check_base(self, server: Server, there: dict[str, Listed]) -> None:
+        base = there.get(self._base)
+        if base is None:
+            raise UsageError(
+                f"{server.url} serves no model {self._base!r}; it serves: {', '.join(sorted(there)) or 'none'}. Set sampler.served_model "
+                "to the name of the base there, or start vLLM with that --served-model-name."
+            )
+        if base.longest is not None and base.longest < self._key_length:
+            raise UsageError(
+                f"{server.url} takes {base.longest} tokens of prompt and completion, but this run has up to {self._key_length}. Start vLLM "
+                f"with --max-model-len {self._key_length}, or lower data.max_prompt_length or sampler.max_completion_length."
+            )
+
+    async def _probe(self, server: Server, served: Served) -> None:
+        """Hold what it answers against what the weights say here."""
+        prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
+        drawn = await gather_all(
+            self._asked(server, served, prompt, probe.SEED, probe.PARAMS) for prompt in prompts
+        )
+        answers = list(zip(prompts, (each.token_ids for each in drawn), strict=True))
+        found = [value for each in drawn for value in each.logprobs]
+        here = self._here(
+            answers, adapter=served.folder is not None
+        )  # the learner has the same base
+        probe.judge(server.url, served.name, found, here.pop(""), here, self._tolerance)
+
+    def _here(
+        self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], *, adapter: bool
+    ) -> dict[str, list[float]]:
+        """Log-probabilities of the tokens by the weights here, and without what the key names."""
+        hot = probe.PARAMS.temperature
+        ways: dict[str, tuple[float, bool]] = {"": (hot, False), probe.NOT_PROCESSED: (1.0, False)}
+        if adapter:
+            ways[probe.NOT_APPLIED] = (hot, True)
+        return {
+            lacking: [
+                value
+                for prompt, ids in answers
+                for value in self._witness.logprobs(prompt, ids, temperature, plain=plain)
+            ]
+            for lacking, (temperature, plain) in ways.items()
+        }
+
+    # --- one completion ---------------------------------------------------------------------------
+
+    async def _member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
+        drawn = await self._servers.ask(
+            lambda server: self._drawn(server, served, request.prompt_ids, seed, request.params)
+        )
+        return Completion(
+            token_ids=drawn.token_ids,
+            logprobs=drawn.logprobs,
+            finish_reason=drawn.finish_reason,
+            seed=seed,
+            policy_version=served.version,
+            fingerprint=served.fingerprint,
+        )
+
+    async def _drawn(
+        self,
+        server: Server,
+        served: Served,
+        prompt_ids: Sequence[int],
+        seed: int,
+        params: SamplingParams,
+    ) -> Drawn:
+        """By a server that is ready, and again by one that has been started anew since."""
+        for attempt in range(ATTEMPTS):
+            await self._ready(server, served)
+            try:
+                return await self._asked(server, served, prompt_ids, seed, params)
+            except EndpointError as error:
+                if error.status != 404 or attempt == ATTEMPTS - 1:
+                    raise
+                server.ready = None
+        raise AssertionError("a completion is drawn or given up")
+
+    async def _asked(
+        self,
+        server: Server,
+        served: Served,
+        prompt_ids: Sequence[int],
+        seed: int,
+        params: SamplingParams,
+    ) -> Drawn:
+        def read(answer: bytes) -> Drawn:
+            return read_completion(
+                answer, served.name, prompt_ids, params, self._witness.vocabulary, self._text
+            )
+
+        body = request_body(served.name, prompt_ids, seed, params)
+        return await server.client.ask("POST", "/completions", body, read, 0)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

@@ -1,0 +1,158 @@
+"""Several servers that can all do the same: who is asked, who is left alone for a while, and when to give up.
+
+A request goes to the server with the fewest under way. One that does not answer is left alone, longer each time, and then asked again:
+so it comes back by itself. A request that met it is asked of another one; where there is none, it waits. After `patience` seconds
+without any answer the run ends, with what came last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx2
+
+from groupwise.api.openai_client.client import Client, Endpoint
+from groupwise.api.openai_client.waiting import Timing, wait_after
+from groupwise.core.errors import EndpointError
+
+logger = logging.getLogger(__name__)
+
+FAREWELL = 5.0
+"""Seconds in which a server may hear that its adapter is needed no longer."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One address, and what is known of who answers there."""
+
+    endpoint: Endpoint
+    concurrency: int
+    timing: Timing
+    load: int = 0
+    """Requests under way or waiting for their turn."""
+    failures: int = 0
+    """In a row."""
+    alone_until: float = -math.inf
+    """On `timing.clock`."""
+    ready: str | None = None
+    """The model that was found there, and found right; None: not yet, or not since it was last lost."""
+    _clients: dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]] = field(
+        default_factory=dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]]
+    )
+
+    @property
+    def url(self) -> str:
+        return self.endpoint.base_url
+
+    @property
+    def client(self) -> Client:
+        """That of the running event loop. No connection outlives its request, so there is none to close."""
+        return self._here()[0]
+
+    @property
+    def preparing(self) -> asyncio.Lock:
+        """Held by who makes it ready."""
+        return self._here()[1]
+
+    def _here(self) -> tuple[Client, asyncio.Lock]:
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            client = Client(
+                self.endpoint,
+                concurrency=self.concurrency,
+                timing=self.timing,
+                keep_connections=False,
+            )
+            self._clients = {loop: (client, asyncio.Lock())}
+        return self._clients[loop]
+
+    def answered(self) -> None:
+        """It is there."""
+        if self.failures:
+            logger.info("%s answers again", self.url)
+        self.failures, self.alone_until = 0, -math.inf
+
+    def failed(self, error: EndpointError) -> None:
+        """It is not, or is not ready any more: somebody may have started another one there."""
+        self.ready = None
+        if self.timing.clock() < self.alone_until:
+            return  # of those that were under way, the first one has told already
+        wait = wait_after(self.failures, self.timing.chance())
+        self.failures += 1
+        self.alone_until = self.timing.clock() + wait
+        logger.warning("%s; it is left alone for %.1f s", error, wait)
+
+    def tell(self, path: str, body: dict[str, str]) -> None:
+        """POST something from code that is not async; whether anybody hears it does not matter."""
+        key = self.endpoint.key()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with suppress(httpx2.HTTPError):
+            httpx2.post(self.url + path, json=body, headers=headers, timeout=FAREWELL)
+
+
+class Servers:
+    """See the module."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        patience: float,
+        timing: Timing,
+        remedy: str = "Start vLLM there (sampler.url)",
+    ) -> None:
+        """`patience`: seconds without an answer of any of them after which a request is given up; `remedy`: what is to be done then."""
+        self.all = tuple(servers)
+        self._patience = patience
+        self._timing = timing
+        self._remedy = remedy
+
+    async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
+        """What `work` makes of one of the servers, tried again as long as it raises an EndpointError that may pass."""
+        until, last = math.inf, None
+        while True:
+            server = await self._chosen(until, last)
+            server.load += 1
+            try:
+                found = await work(server)
+            except EndpointError as error:
+                if not error.may_pass:
+                    raise
+                server.failed(error)
+                until, last = min(until, self._timing.clock() + self._patience), error
+                if self._timing.clock() >= until:
+                    raise self._given_up(last) from None
+            else:
+                server.answered()
+                return found
+            finally:
+                server.load -= 1
+
+    async def _chosen(self, until: float, last: EndpointError | None) -> Server:
+        """The least loaded of those that are not left alone; where all are, wait for the first one, at most `until`."""
+        until = min(until, self._timing.clock() + self._patience)
+        while True:
+            now = self._timing.clock()
+            ready = [server for server in self.all if server.alone_until <= now]
+            if ready:
+                return min(ready, key=lambda server: server.load)
+            if now >= until:
+                raise self._given_up(last)
+            first = min(server.alone_until for server in self.all)
+            await self._timing.sleep(min(first, until) - now)
+
+    def _given_up(self, last: EndpointError | None) -> EndpointError:
+        urls = ", ".join(server.url for server in self.all)
+        said = "" if last is None else f" The last word: {last}"
+        return EndpointError(
+            f"None of the servers of vLLM ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
+            f"with --resume.{said}",
+            None if last is None else last.status,
+        )

@@ -1,0 +1,108 @@
+"""The weights that a sampler serves: its own copy, which only ever changes through a published file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.engine.models.files import read_model_tensors
+from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
+from groupwise.engine.models.native.linear import Factors
+from groupwise.engine.models.native.weights import NativeModel, native_model
+
+
+class ServedWeights(Protocol):
+    """What a sampler needs of its weights."""
+
+    model: PreTrainedModel
+
+    def read(self, folder: Path) -> None:
+        """Overwrite the weights from a published folder; raises `ModelError` unless all names and shapes match."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The published part, as it is in memory."""
+        ...
+
+    def acting(self) -> contextlib.AbstractContextManager[object]:
+        """While this is open, the model computes with these weights."""
+        ...
+
+    def native(self) -> NativeModel | None:
+        """The model as plain matrices, packed for decoding, with its weights as they are now; None where it cannot be."""
+        ...
+
+    def factors(self) -> dict[str, Factors]:
+        """What an adapter adds to the layers of `native`, by their names."""
+        ...
+
+
+class ServedAdapter:
+    """An adapter of the sampler's own, over a base that the learner may share."""
+
+    def __init__(
+        self, adapted: AdaptedModel, name: str = "served", config: LoraConfig | None = None
+    ) -> None:
+        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
+        self.adapted = adapted
+        self.name = name
+        self.model = adapted.base
+        adapted.add(name, trainable=False, seed=0, config=config)
+
+    def read(self, folder: Path) -> None:
+        self.adapted.write(self.name, read_adapter(folder), str(folder))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.adapted.parameters(self.name))
+
+    @contextlib.contextmanager
+    def acting(self) -> Iterator[None]:
+        with self.adapted.using(self.name):
+            yield
+
+    def native(self) -> NativeModel | None:
+        return _packed(self.adapted.native(self.name))
+
+    def factors(self) -> dict[str, Factors]:
+        return self.adapted.low_rank(self.name)
+
+    def remove(self) -> None:
+        """Take the adapter off the base."""
+        self.adapted.remove(self.name)
+
+
+class ServedModel:
+    """A whole model of the sampler's own, for full fine-tuning and for evaluating a model as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._changed = False
+
+    def read(self, folder: Path) -> None:
+        copy_exactly(self.tensors(), read_model_tensors(folder), str(folder))
+        self._changed = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def acting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def native(self) -> NativeModel | None:
+        anew, self._changed = self._changed, False
+        return _packed(native_model(self.model, anew=anew))
+
+    def factors(self) -> dict[str, Factors]:
+        return {}
+
+
+def _packed(model: NativeModel | None) -> NativeModel | None:
+    if model is not None:
+        model.pack()
+    return model

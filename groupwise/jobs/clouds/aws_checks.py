@@ -1,0 +1,208 @@
+"""What can go wrong with a machine of AWS, looked at before one is paid for: credentials, key, security group, type, quota; and its price.
+
+What AWS would refuse later is refused here, all of it at once. What cannot be looked at, because there are no credentials or these may not
+ask, is told as such: a plan needs none.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import CloudError, Unreachable
+from groupwise.jobs.clouds.ec2 import NOT_ALLOWED, Ec2, Group, NoCredentials, Refused
+from groupwise.jobs.clouds.ec2_types import PRICES_OF, list_price, quota_code
+
+OPTIONS = {
+    "key_name": "--key-name: the key pair that machines are started with",
+    "key_path": "--key-path: its private key, on this machine",
+    "security_group": "--security-group: one that lets SSH in",
+}
+USER = "ubuntu"
+"""Of the deep-learning image."""
+DISK = "its disk costs about $0.03 an hour more"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How machines are started, and who one is on them."""
+
+    key_name: str | None = None
+    key_path: str | None = None
+    security_group: str | None = None
+    """Id or name."""
+    subnet: str | None = None
+    user: str = USER
+    port: int = 22
+    python: str = "python3"
+
+    def named(self, what: str) -> str:
+        """Raises UsageError where it was not said: whoever only looks for a job need not say everything."""
+        found = getattr(self, what)
+        if found is None:
+            raise UsageError(f"this needs {OPTIONS[what]}.")
+        return str(found)
+
+    def group(self, ec2: Ec2) -> Group:
+        """The security group. Raises CloudError where there is none."""
+        wanted = self.named("security_group")
+        found = ec2.group(wanted, self.subnet)
+        if found is None:
+            raise CloudError(f"there is no security group {wanted} in {ec2.region}.")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of an hour, and who says so; `str` of it is for people."""
+
+    dollars: float | None
+    source: str
+
+    def __str__(self) -> str:
+        if self.dollars is None:
+            return f"whose price is not known ({self.source})"
+        return f"${self.dollars:.2f} an hour ({self.source}); {DISK}"
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was found."""
+
+    price: Price
+    lines: list[str] = field(default_factory=list[str])
+    """For people: what is right, and what could not be looked at."""
+    failed: list[str] = field(default_factory=list[str])
+
+
+def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> Checked:
+    """All of it. Raises UsageError where this machine lacks something: boto3 or, with credentials, the private key."""
+    spot = bool(asks.get("spot"))
+    found = Checked(price_of(ec2, kind, spot=spot))
+    named = {
+        "key pair": lambda: _key_pair(ec2, access, private_key(access.named("key_path"))),
+        "security group": lambda: _group(ec2, access),
+        "instance type": lambda: _type(ec2, kind, gpus),
+        "quota": lambda: _quota(ec2, kind, spot=spot),
+        "image": lambda: _image(ec2, asks.get("ami")),
+    }
+    try:
+        account = ec2.account()
+    except (NoCredentials, Unreachable) as error:
+        found.lines.append(f"not looked at: {', '.join(named)}; {error.message}")
+        return found
+    found.lines.append(f"credentials: of account {account}")
+    for name, look in named.items():
+        _look(found, name, look)
+    return found
+
+
+def _look(found: Checked, name: str, look: Callable[[], str]) -> None:
+    try:
+        found.lines.append(f"{name}: {look()}")
+    except NoCredentials as error:
+        found.lines.append(f"{name}: not looked at, {error.message}")
+    except Unreachable as error:
+        found.lines.append(f"{name}: not looked at, {error.message}")
+    except Refused as error:
+        if error.aws in NOT_ALLOWED:
+            found.lines.append(f"{name}: not looked at, your user of AWS may not ask ({error.aws})")
+        else:
+            found.failed.append(f"{name}: {error.message}")
+    except CloudError as error:
+        found.failed.append(f"{name}: {error.message}")
+
+
+def private_key(path: str) -> str:
+    """Its public half, as `type base64`. Raises UsageError for one that ssh would not use either."""
+    place = Path(path).expanduser()
+    try:
+        mode = place.stat().st_mode
+        key = asyncssh.read_private_key(place)
+    except OSError as error:
+        raise UsageError(f"--key-path {path}: it cannot be read: {error.strerror}.") from None
+    except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
+        raise UsageError(
+            f"--key-path {path}: {error}. A private key without a passphrase is wanted, in a format of OpenSSH or as AWS gives it (.pem)."
+        ) from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise UsageError(f"--key-path {path}: it can be read by others; chmod 600 {place}")
+    return " ".join(key.export_public_key("openssh").decode().split()[:2])
+
+
+def _key_pair(ec2: Ec2, access: Access, own: str) -> str:
+    name = access.named("key_name")
+    public = ec2.public_key(name)
+    if public is None:
+        raise CloudError(
+            f"there is no key pair {name} in {ec2.region}: `aws ec2 import-key-pair --region {ec2.region} --key-name {name} "
+            "--public-key-material fileb://KEY.pub` makes one of yours."
+        )
+    if public and public != own:
+        raise CloudError(
+            f"{name} is another key than {access.key_path}, which a machine started with it would not let in."
+        )
+    return f"{name}, of {access.key_path}"
+
+
+def _group(ec2: Ec2, access: Access) -> str:
+    group = access.group(ec2)
+    if not group.lets_in(access.port):
+        raise CloudError(
+            f"{group.id} lets nobody in at port {access.port}: `aws ec2 authorize-security-group-ingress --region {ec2.region} "
+            f"--group-id {group.id} --protocol tcp --port {access.port} --cidr YOUR.ADDRESS/32`."
+        )
+    return f"{group.id}, which lets SSH in from somewhere"
+
+
+def _type(ec2: Ec2, kind: str, gpus: int) -> str:
+    size = ec2.size(kind)
+    if size is None:
+        raise CloudError(f"{ec2.region} has no {kind}.")
+    if gpus > size.gpus:
+        raise CloudError(f"{kind} has {size.gpus} GPUs, and {gpus} are asked for.")
+    if size.gpus and not gpus:
+        return f"{kind}, whose {size.gpus} GPUs the job does NOT get: --gpus {size.gpus}"
+    return f"{kind}, {size.gpus} GPUs, {size.vcpus} virtual cores"
+
+
+def _quota(ec2: Ec2, kind: str, *, spot: bool) -> str:
+    code, size = quota_code(kind, spot=spot), ec2.size(kind)
+    if code is None or size is None:
+        return f"not looked at: it is not known which one counts {kind}"
+    try:
+        quota = ec2.quota(code)
+    except Refused as error:
+        return f"not looked at: {error.message}"
+    if quota < size.vcpus:
+        raise CloudError(
+            f"your account may run {quota:g} virtual cores of this family at once ({code}), and {kind} has {size.vcpus}. Ask for more: "
+            f"https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas/{code}"
+        )
+    return f"{quota:g} virtual cores at once ({code}); what runs already is not counted"
+
+
+def _image(ec2: Ec2, wanted: str | None) -> str:
+    return ec2.image(wanted)[0]
+
+
+def price_of(ec2: Ec2, kind: str, *, spot: bool) -> Price:
+    """As AWS says it, else as it was when this release was made."""
+    try:
+        said = ec2.price(kind, spot=spot)
+    except CloudError as error:
+        why = error.code.replace("_", " ")
+    else:
+        if said is not None:
+            return Price(said, "the highest spot price now" if spot else "AWS's list")
+        why = "AWS names none"
+    if spot:
+        return Price(None, f"spot prices are AWS's alone: {why}")
+    known = list_price(kind, ec2.region)
+    return Price(known, f"on demand, {PRICES_OF}" if known is not None else why)

@@ -1,0 +1,211 @@
+"""What this machine keeps of jobs at a place that goes away with its machines: what was asked for, the ending, the log, where results are.
+
+While a job's machine is there, that machine is asked. Afterwards this is all that is left, beside what the place itself remembers: enough
+to tell how a job ended, and to begin its next attempt elsewhere. Values of secrets are not among it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from groupwise.jobs.clouds.aws_costs import Stay, together
+from groupwise.jobs.clouds.backend import Ending, Order, Outcome
+from groupwise.jobs.clouds.folder import EARLIER, INCOMING
+from groupwise.jobs.hosts.driver import Resume
+from groupwise.jobs.hosts.failures import FailureClass
+from groupwise.jobs.hosts.files import BlobStore, sync_folder
+from groupwise.jobs.hosts.seal import MANIFEST
+from groupwise.jobs.hosts.spec import FileEntry, path_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Of one job."""
+
+    name: str
+    order: Mapping[str, Any] | None = None
+    """Its document; None: it was launched from elsewhere."""
+    attempt: int = 1
+    """The newest that is known of."""
+    results: str | None = None
+    """The folder that they were fetched to last."""
+    endings: Mapping[int, Ending] = field(default_factory=dict[int, Ending])
+    """Of attempts, as their machine told them."""
+    stays: Mapping[str, Stay] = field(default_factory=dict[str, Stay])
+    """Of its machines, as far as they were seen from here."""
+
+
+class Kept:
+    """The records of one place, in a folder. A record is written whole; the last writer wins."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        """Of the jobs that something is known of."""
+        return sorted(path.stem for path in self.folder.glob("*.json"))
+
+    def find(self, name: str) -> Record | None:
+        """What is known of this job; a file that cannot be read is none."""
+        try:
+            return _record(json.loads(self._file(name).read_bytes()))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, record: Record) -> None:
+        """Durable."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        endings = {str(n): _document(each) for n, each in record.endings.items()}
+        document = {
+            "format": 1,
+            "name": record.name,
+            "order": record.order,
+            "attempt": record.attempt,
+            "results": record.results,
+            "endings": endings,
+            "machines": {name: asdict(each) for name, each in record.stays.items()},
+        }
+        path = self._file(record.name)
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        with new.open("w", encoding="utf-8") as file:
+            json.dump(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+        sync_folder(self.folder)
+
+    def begun(self, order: Order, attempt: int, store: BlobStore) -> None:
+        """An attempt begins; its files are kept too, for the next one. Where not all are here, another one cannot be begun from here."""
+        blobs, known = self._blobs(), self.find(order.name) or Record(order.name)
+        lacking = [e.sha256 for e in order.spec.files.values() if e.sha256 not in blobs]
+        for sha256 in filter(store.__contains__, lacking):
+            blobs.put_file(store.path(sha256))
+        whole = all(sha256 in blobs for sha256 in lacking)
+        document = order.document() if whole else known.order
+        self.write(replace(known, order=document, attempt=attempt))
+
+    def fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
+        """What there was of an attempt is in that folder."""
+        known = self.find(name) or Record(name)
+        endings = {**known.endings, **({} if ending is None else {attempt: ending})}
+        newest = max(known.attempt, attempt)
+        self.write(replace(known, attempt=newest, results=str(folder.absolute()), endings=endings))
+
+    def seen(self, name: str, stays: Mapping[str, Stay]) -> Mapping[str, Stay]:
+        """Machines of a job, as they are seen now; with those that were seen before. Nothing is kept of a job that is not known."""
+        known = self.find(name)
+        if known is None:
+            return stays
+        found = together(known.stays, stays)
+        self.write(replace(known, stays=found))
+        return found
+
+    def remove(self, name: str) -> None:
+        """Nothing of it is known afterwards, and its files go with the next collection."""
+        self._file(name).unlink(missing_ok=True)
+        for path in self.folder.glob(f"{name}.log-*"):
+            path.unlink(missing_ok=True)
+        if (self.folder / "blobs").is_dir():
+            others = filter(None, map(self.find, self.names()))
+            orders = [Order.from_document(each.order) for each in others if each.order]
+            needed = {each.sha256 for order in orders for each in order.spec.files.values()}
+            self._blobs().collect(needed)
+
+    def give_files(self, order: Order, store: BlobStore) -> None:
+        """Its files to a store, from what was kept; those that are in neither are missed there."""
+        blobs = self._blobs()
+        lacking = [each.sha256 for each in order.spec.files.values() if each.sha256 not in store]
+        for sha256 in lacking:
+            if sha256 in blobs:
+                store.put_file(blobs.path(sha256))
+
+    def log(self, name: str, attempt: int) -> Path:
+        """Where the log of an attempt is kept."""
+        return self.folder / f"{name}.log-{attempt}"
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _blobs(self) -> BlobStore:
+        return BlobStore(self.folder / "blobs")
+
+
+def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
+    """Of those that were fetched to that folder the newest that is whole; its files are in the store then."""
+    found: list[tuple[int, PurePosixPath, dict[str, Path]]] = []
+    for manifest in results.rglob(MANIFEST):
+        path = PurePosixPath(manifest.parent.relative_to(results).as_posix())
+        if path.parts and path.parts[0] not in (EARLIER, INCOMING):
+            step, files = _of_checkpoint(manifest)
+            if step is not None:
+                found.append((step, path, files))
+    for step, path, files in sorted(found, key=lambda each: each[:2], reverse=True):
+        manifest = _whole(path, files, store)
+        if manifest is not None:
+            return Resume(manifest, step, str(path))
+    return None
+
+
+def _of_checkpoint(manifest: Path) -> tuple[int | None, dict[str, Path]]:
+    """Step and files by their paths in it, as its list of files has them; no step: it is none of a checkpoint."""
+    try:
+        said = json.loads(manifest.read_bytes())
+        step, names = said["step"], [*said["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, {}
+    if type(step) is not int or any(path_problems("file", name) for name in names):
+        return None, {}
+    return step, {name: manifest.parent / name for name in names} | {MANIFEST: manifest}
+
+
+def _whole(
+    path: PurePosixPath, files: Mapping[str, Path], store: BlobStore
+) -> dict[str, FileEntry] | None:
+    """Its files by their paths in the working folder; None: something is lacking, or is another than its list says."""
+    try:
+        said = json.loads(files[MANIFEST].read_bytes())["files"]
+        kept = store.put_files(files)
+    except (OSError, ValueError, KeyError):
+        return None
+    same = all(
+        (kept[name].sha256, kept[name].size) == (entry["sha256"], entry["size"])
+        for name, entry in said.items()
+    )
+    return {f"{path}/{name}": entry for name, entry in kept.items()} if same else None
+
+
+def _document(ending: Ending) -> dict[str, Any]:
+    return {
+        "outcome": ending.outcome,
+        "reason": ending.reason,
+        "failure": ending.failure,
+        "code": ending.code,
+        "seconds": ending.seconds,
+    }
+
+
+def _record(said: Mapping[str, Any]) -> Record:
+    return Record(
+        said["name"],
+        said["order"],
+        said["attempt"],
+        said["results"],
+        {int(n): _ending(each) for n, each in said["endings"].items()},
+        {name: Stay(**each) for name, each in said.get("machines", {}).items()},
+    )
+
+
+def _ending(said: Mapping[str, Any]) -> Ending:
+    failure = said["failure"]
+    return Ending(
+        Outcome(said["outcome"]),
+        said["reason"],
+        None if failure is None else FailureClass(failure),
+        said["code"],
+        said["seconds"],
+    )

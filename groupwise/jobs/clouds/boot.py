@@ -1,0 +1,80 @@
+"""What a rented machine does as it starts, before anybody can reach it: arm its own end, then say which host key it has.
+
+The script is the machine's user data. Its first act is a shutdown that is already on its way, and until its last line any failure of the
+script ends the machine at once; every later start arms the same moment again. Root may move that moment (`ARM`): another attempt on the
+machine has its own time. A moment that cannot be read is now. Nothing secret is in it: whoever may look at the machine in
+AWS may read it, and so may every program on it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+from groupwise.jobs.clouds.machine import ROOT
+
+HOST_KEY = re.compile(
+    r"groupwise-host-key: (ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI[A-Za-z0-9+/]{43}=*)"
+)
+"""The line of the console; an ed25519 key has one length."""
+MOST_USER_DATA = 16384
+"""Bytes that EC2 takes."""
+ARM = "/var/lib/groupwise/arm"
+"""The program that arms the end: at its first argument (seconds since the epoch), or so many minutes from now as its second says, if that
+is sooner. Without arguments: as it was told last."""
+NOTICE = Path(__file__).with_name("spot_notice.py")
+
+
+def user_data(deadline: float, minutes: int, user: str, *, spot: bool) -> str:
+    """The script of a machine that ends at `deadline` (seconds since the epoch), which is `minutes` from now."""
+    watch = (
+        f"setsid python3 -I /var/lib/groupwise/spot_notice.py ~{user}/{ROOT} </dev/null >/dev/null 2>&1 &"
+        if spot
+        else ""
+    )
+    script = f"""\
+        #!/bin/sh
+        trap 'shutdown --no-wall -P now' EXIT
+        set -e
+        shutdown --no-wall -P +{minutes}
+        mkdir -p /var/lib/groupwise /var/lib/cloud/scripts/per-boot
+        echo {deadline:.0f} {minutes} > /var/lib/groupwise/end
+        cat > {ARM} <<'END_OF_FILE'
+        #!/bin/sh
+        set -e
+        if [ $# -eq 2 ]; then
+            echo "$1" "$2" > /var/lib/groupwise/end.new
+            mv /var/lib/groupwise/end.new /var/lib/groupwise/end
+        fi
+        read -r deadline minutes < /var/lib/groupwise/end || deadline=0
+        left=$(( (${{{{deadline:-0}}}} - $(date +%s) + 59) / 60 ))
+        [ "$left" -ge 0 ] || left=0
+        [ "$left" -le "${{{{minutes:-0}}}}" ] || left=${{{{minutes:-0}}}}
+        shutdown --no-wall -P +"$left"
+        END_OF_FILE
+        cat > /var/lib/cloud/scripts/per-boot/groupwise <<'END_OF_FILE'
+        #!/bin/sh
+        {ARM} || shutdown --no-wall -P now
+        {watch}
+        END_OF_FILE
+        chmod 755 {ARM} /var/lib/cloud/scripts/per-boot/groupwise
+        {{notice}}
+        /var/lib/cloud/scripts/per-boot/groupwise
+        python3 -c 'import ensurepip' || {{{{ apt-get update && apt-get -o DPkg::Lock::Timeout=120 install -y python3-venv; }}}} || true
+        [ -f /etc/ssh/ssh_host_ed25519_key.pub ] || ssh-keygen -q -t ed25519 -N '' -f /etc/ssh/ssh_host_ed25519_key
+        printf '\\ngroupwise-host-key: %s\\n' "$(cut -d' ' -f1,2 /etc/ssh/ssh_host_ed25519_key.pub)" > /dev/console
+        trap - EXIT
+        """
+    notice = _file("/var/lib/groupwise/spot_notice.py", NOTICE.read_text("utf-8")) if spot else ""
+    return textwrap.dedent(script).format(notice=notice)
+
+
+def host_key_in(console: str) -> str | None:
+    """The key that the machine has said that it has; None: it has not said so yet, or AWS is late."""
+    found = HOST_KEY.findall(console)
+    return found[-1] if found else None
+
+
+def _file(path: str, text: str) -> str:
+    return f"cat > {path} <<'END_OF_FILE'\n{text}END_OF_FILE"

@@ -1,0 +1,487 @@
+"""What is asked of EC2 and its neighbours, and no more: machines of ours by their tags, one to be started, its console, what it costs.
+
+`Ec2` is the port; `BotoEc2` is AWS by boto3, whose own retries are off: each call is tried here a few times while AWS says that it is
+busy or does not answer, which all of them bear, because a machine is started with the token of its attempt. Calls block: the backend
+makes them in threads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib import import_module
+from typing import Any, Protocol, TypeVar
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import CloudError, Unreachable
+
+IMAGE_PARAMETER = (
+    "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
+)
+"""Where AWS names its newest deep-learning image in Systems Manager: drivers, Ubuntu 24.04, and so a Python that is new enough."""
+DISK_GB = 250
+TAG = "groupwise:"
+"""What our tags begin with."""
+JOB = f"{TAG}job"
+TRIES = 5
+PAUSE = 1.0
+"""Seconds before the second try; twice as many before each further one."""
+WAITS_FOR_AWS = (5.0, 30.0)
+"""Seconds, for a connection and for an answer."""
+TRY_AGAIN = frozenset(
+    {
+        *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
+        *("InternalError", "InternalFailure", "ServiceUnavailable", "Unavailable"),
+        "RequestTimeout",
+    }
+)
+NOT_ALLOWED = frozenset({"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"})
+NO_ACCOUNT = frozenset(
+    {"AuthFailure", "InvalidClientTokenId", "ExpiredToken", "UnrecognizedClientException"}
+)
+PRICES_ARE_TOLD_IN = "us-east-1"
+"""The region whose Price List Service knows the prices of all."""
+
+T = TypeVar("T")
+
+
+class NoCredentials(CloudError):
+    """There are none here, or AWS does not take them."""
+
+    code = "no_credentials"
+
+
+class Refused(CloudError):
+    """AWS will not. `aws` is its own word for why."""
+
+    code = "refused"
+
+    def __init__(self, message: str, aws: str) -> None:
+        super().__init__(message)
+        self.aws = aws
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.aws)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """An instance of ours."""
+
+    id: str
+    state: str
+    """pending, running, shutting-down, terminated, stopping, stopped."""
+    tags: Mapping[str, str]
+    """Without what ours begin with."""
+    type: str = ""
+    address: str | None = None
+    """Public where it has one."""
+    spot: bool = False
+    why: str = ""
+    """What AWS says of how it came into this state: `Server.SpotInstanceTermination: …`."""
+    ended_at: float | None = None
+    """Seconds since the epoch, of one that has ended, where AWS says when."""
+
+    @property
+    def lives(self) -> bool:
+        return self.state in ("pending", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A machine that is to be started."""
+
+    token: str
+    """Of its attempt: asked for again with the same, it is the same machine."""
+    type: str
+    image: str
+    root_device: str
+    """The image's name of its disk."""
+    key_name: str
+    groups: tuple[str, ...]
+    """Ids of security groups."""
+    user_data: str
+    tags: Mapping[str, str]
+    subnet: str | None = None
+    spot: bool = False
+    spot_price: float | None = None
+    """The most that is paid an hour; None: as much as on demand."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Of RunInstances."""
+        tags = [{"Key": f"{TAG}{key}", "Value": value} for key, value in self.tags.items()]
+        tags.append({"Key": "Name", "Value": f"groupwise {self.tags['job']}"})
+        disk = {"VolumeSize": DISK_GB, "VolumeType": "gp3", "DeleteOnTermination": True}
+        return {
+            "ClientToken": self.token,
+            "MinCount": 1,
+            "MaxCount": 1,
+            "InstanceType": self.type,
+            "ImageId": self.image,
+            "KeyName": self.key_name,
+            "SecurityGroupIds": [*self.groups],
+            "UserData": self.user_data,
+            "InstanceInitiatedShutdownBehavior": "terminate",
+            "MetadataOptions": {"HttpEndpoint": "enabled", "HttpTokens": "required"},
+            "BlockDeviceMappings": [{"DeviceName": self.root_device, "Ebs": disk}],
+            "TagSpecifications": [
+                {"ResourceType": kind, "Tags": tags} for kind in ("instance", "volume")
+            ],
+            **({"SubnetId": self.subnet} if self.subnet else {}),
+            **({"InstanceMarketOptions": self._market()} if self.spot else {}),
+        }
+
+    def _market(self) -> dict[str, Any]:
+        most = {} if self.spot_price is None else {"MaxPrice": f"{self.spot_price:.4f}"}
+        once = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
+        return {"MarketType": "spot", "SpotOptions": {**once, **most}}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A security group."""
+
+    id: str
+    opens: tuple[tuple[int, int], ...]
+    """Ranges of TCP ports that somebody may reach."""
+
+    def lets_in(self, port: int) -> bool:
+        return any(first <= port <= last for first, last in self.opens)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a type of instance has."""
+
+    vcpus: int
+    gpus: int = 0
+
+
+class Ec2(Protocol):
+    """AWS in one region, as far as it is needed. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
+
+    region: str
+
+    def account(self) -> str:
+        """Whose credentials are used."""
+        ...
+
+    def start(self, request: Request) -> Machine:
+        """Start it, or find what this token has started."""
+        ...
+
+    def machines(self, job: str | None = None) -> list[Machine]:
+        """Of this job, or all of ours, as long as AWS remembers them: about an hour beyond their end."""
+        ...
+
+    def console(self, machine: str) -> str:
+        """What it has written to its console; AWS may be minutes late."""
+        ...
+
+    def tag(self, machine: str, tags: Mapping[str, str]) -> None:
+        """Set tags of ours."""
+        ...
+
+    def terminate(self, machine: str) -> bool:
+        """End it for good; nothing happens to one that has ended. False: AWS does not know it any more, or not yet."""
+        ...
+
+    def image(self, wanted: str | None) -> tuple[str, str]:
+        """Id and name of the root device, of this image or the newest for deep learning."""
+        ...
+
+    def public_key(self, name: str) -> str | None:
+        """Of the key pair of this name, as `type base64`. None: there is none."""
+        ...
+
+    def group(self, wanted: str, subnet: str | None) -> Group | None:
+        """The security group of this id or name."""
+        ...
+
+    def size(self, kind: str) -> Size | None:
+        """None: the region does not have this type."""
+        ...
+
+    def quota(self, code: str) -> float:
+        """Virtual cores that may run at once, of what the code stands for."""
+        ...
+
+    def price(self, kind: str, *, spot: bool) -> float | None:
+        """Dollars an hour, for Linux."""
+        ...
+
+
+@dataclass(slots=True)
+class BotoEc2:
+    """AWS by boto3. See `Ec2`."""
+
+    region: str
+    profile: str | None = None
+    pause: float = PAUSE
+    _clients: dict[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
+    _session: Any = None
+
+    def account(self) -> str:
+        """See `Ec2.account`."""
+        return self._ask("sts", "get_caller_identity")["Account"]
+
+    def start(self, request: Request) -> Machine:
+        """See `Ec2.start`."""
+        said = self._ask("ec2", "run_instances", **request.parameters())
+        return _machine(said["Instances"][0])
+
+    def machines(self, job: str | None = None) -> list[Machine]:
+        """See `Ec2.machines`."""
+        wanted = (
+            {"Name": "tag-key", "Values": [JOB]}
+            if job is None
+            else {"Name": f"tag:{JOB}", "Values": [job]}
+        )
+        pages = self._pages("describe_instances", Filters=[wanted])
+        return [
+            _machine(each)
+            for page in pages
+            for reservation in page["Reservations"]
+            for each in reservation["Instances"]
+        ]
+
+    def console(self, machine: str) -> str:
+        """See `Ec2.console`. Only newer types (Nitro) show the latest of it."""
+        try:
+            said = self._ask("ec2", "get_console_output", InstanceId=machine, Latest=True)
+        except Refused as refused:
+            if refused.aws != "UnsupportedOperation":
+                raise
+            said = self._ask("ec2", "get_console_output", InstanceId=machine)
+        return said.get("Output") or ""
+
+    def tag(self, machine: str, tags: Mapping[str, str]) -> None:
+        """See `Ec2.tag`."""
+        found = [{"Key": f"{TAG}{key}", "Value": value} for key, value in tags.items()]
+        self._ask("ec2", "create_tags", Resources=[machine], Tags=found)
+
+    def terminate(self, machine: str) -> bool:
+        """See `Ec2.terminate`."""
+        try:
+            self._ask("ec2", "terminate_instances", InstanceIds=[machine])
+        except Refused as refused:
+            if refused.aws != "InvalidInstanceID.NotFound":
+                raise
+            return False
+        return True
+
+    def image(self, wanted: str | None) -> tuple[str, str]:
+        """See `Ec2.image`."""
+        found = wanted or self._newest_image()
+        images = self._ask("ec2", "describe_images", ImageIds=[found])["Images"]
+        if not images:
+            raise CloudError(f"there is no image {found} in {self.region}: --ami wants another.")
+        return found, images[0]["RootDeviceName"]
+
+    def _newest_image(self) -> str:
+        try:
+            return self._ask("ssm", "get_parameter", Name=IMAGE_PARAMETER)["Parameter"]["Value"]
+        except Refused as refused:
+            raise Refused(
+                f"the newest deep-learning image of {self.region} cannot be found out ({refused.message}): name one, --ami ami-…",
+                refused.aws,
+            ) from None
+
+    def public_key(self, name: str) -> str | None:
+        """See `Ec2.public_key`."""
+        wanted = [{"Name": "key-name", "Values": [name]}]
+        found = self._ask("ec2", "describe_key_pairs", Filters=wanted, IncludePublicKey=True)
+        keys = found["KeyPairs"]
+        return " ".join(keys[0].get("PublicKey", "").split()[:2]) if keys else None
+
+    def group(self, wanted: str, subnet: str | None) -> Group | None:
+        """See `Ec2.group`. Of several with one name that of the subnet's network is meant."""
+        by = "group-id" if wanted.startswith("sg-") else "group-name"
+        filters = [{"Name": by, "Values": [wanted]}]
+        if by == "group-name" and subnet:
+            found = self._ask("ec2", "describe_subnets", SubnetIds=[subnet])["Subnets"]
+            filters.append({"Name": "vpc-id", "Values": [found[0]["VpcId"]]})
+        groups = self._ask("ec2", "describe_security_groups", Filters=filters)["SecurityGroups"]
+        return _group(groups[0]) if groups else None
+
+    def size(self, kind: str) -> Size | None:
+        """See `Ec2.size`."""
+        filters = [{"Name": "instance-type", "Values": [kind]}]
+        offered = self._ask("ec2", "describe_instance_type_offerings", Filters=filters)
+        if not offered["InstanceTypeOfferings"]:
+            return None
+        [found] = self._ask("ec2", "describe_instance_types", InstanceTypes=[kind])["InstanceTypes"]
+        gpus = found.get("GpuInfo", {}).get("Gpus", [])
+        return Size(found["VCpuInfo"]["DefaultVCpus"], sum(each["Count"] for each in gpus))
+
+    def quota(self, code: str) -> float:
+        """See `Ec2.quota`."""
+        said = self._ask("service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code)
+        return float(said["Quota"]["Value"])
+
+    def price(self, kind: str, *, spot: bool) -> float | None:
+        """See `Ec2.price`."""
+        return self._spot_price(kind) if spot else self._list_price(kind)
+
+    def _spot_price(self, kind: str) -> float | None:
+        """The newest, where it is highest: nobody knows in which zone the machine will be."""
+        said = self._ask(
+            "ec2",
+            "describe_spot_price_history",
+            InstanceTypes=[kind],
+            ProductDescriptions=["Linux/UNIX"],
+            StartTime=time.time(),
+        )
+        prices = [float(each["SpotPrice"]) for each in said["SpotPriceHistory"]]
+        return max(prices, default=None)
+
+    def _list_price(self, kind: str) -> float | None:
+        wanted = {
+            "instanceType": kind,
+            "regionCode": self.region,
+            "operatingSystem": "Linux",
+            "tenancy": "Shared",
+            "preInstalledSw": "NA",
+            "capacitystatus": "Used",
+        }
+        filters = [
+            {"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()
+        ]
+        said = self._ask(
+            "pricing",
+            "get_products",
+            region=PRICES_ARE_TOLD_IN,
+            ServiceCode="AmazonEC2",
+            Filters=filters,
+        )
+        return max(filter(None, map(_dollars, said["PriceList"])), default=None)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _ask(self, service: str, verb: str, *, region: str | None = None, **words: Any) -> Any:
+        client = self._client(service, region or self.region)
+        return self._patiently(lambda: getattr(client, verb)(**words))
+
+    def _pages(self, verb: str, **words: Any) -> list[Any]:
+        client = self._client("ec2", self.region)
+        return self._patiently(lambda: [*client.get_paginator(verb).paginate(**words)])
+
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        for n in range(TRIES - 1):
+            try:
+                with told(self.region):
+                    return ask()
+            except Unreachable:
+                time.sleep(self.pause * 2**n)
+        with told(self.region):
+            return ask()
+
+    def _client(self, service: str, region: str) -> Any:
+        if (service, region) not in self._clients:
+            with told(self.region):
+                self._clients[service, region] = self._made(service, region)
+        return self._clients[service, region]
+
+    def _made(self, service: str, region: str) -> Any:
+        boto3, config_of = _boto("boto3"), _boto("botocore.config").Config
+        if self._session is None:
+            self._session = boto3.Session(profile_name=self.profile)
+        connect, read = WAITS_FOR_AWS
+        config = config_of(
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            connect_timeout=connect,
+            read_timeout=read,
+        )
+        return self._session.client(service, region_name=region, config=config)
+
+
+def _boto(module: str) -> Any:
+    """A part of it, which is not loaded before AWS is asked. Raises UsageError where it is not there."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.") from None
+
+
+@contextmanager
+def told(region: str) -> Generator[None]:
+    """What boto3 raises, as CloudError."""
+    boto = _boto("botocore.exceptions")
+
+    try:
+        yield
+    except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
+        raise NoCredentials(
+            f"there are no credentials of AWS here ({error}): `aws configure`, AWS_PROFILE, --profile, or the variables AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY."
+        ) from None
+    except (boto.SSOTokenLoadError, boto.UnauthorizedSSOTokenError, boto.TokenRetrievalError) as e:
+        raise NoCredentials(f"the login of AWS has run out ({e}): `aws sso login`.") from None
+    except boto.ClientError as error:
+        raise _refusal(error.response["Error"], region) from None
+    except boto.BotoCoreError as error:  # connections, time-outs, a region that there is not
+        raise Unreachable(f"AWS does not answer in {region}: {error}.") from None
+
+
+def _refusal(said: Mapping[str, str], region: str) -> CloudError:
+    code, message = said.get("Code", ""), said.get("Message", "")
+    if code in TRY_AGAIN:
+        return Unreachable(f"AWS is busy in {region} ({code}): {message}")
+    if code in NO_ACCOUNT:
+        return NoCredentials(f"AWS does not take the credentials of here ({code}): {message}")
+    if code in NOT_ALLOWED:
+        return Refused(
+            f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed.",
+            code,
+        )
+    return Refused(f"AWS will not ({code}): {message}", code)
+
+
+def _machine(said: Mapping[str, Any]) -> Machine:
+    tags = {each["Key"]: each["Value"] for each in said.get("Tags", [])}
+    reason: Mapping[str, str] = said.get("StateReason") or {}
+    return Machine(
+        said["InstanceId"],
+        said["State"]["Name"],
+        {key.removeprefix(TAG): value for key, value in tags.items() if key.startswith(TAG)},
+        said.get("InstanceType", ""),
+        said.get("PublicIpAddress") or said.get("PrivateIpAddress"),
+        said.get("InstanceLifecycle") == "spot",
+        f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
+        _moment(said.get("StateTransitionReason") or ""),
+    )
+
+
+def _moment(reason: str) -> float | None:
+    """That stands in words as `User initiated (2026-05-01 10:00:00 GMT)`; of some ends there is none."""
+    found = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", reason)
+    return None if found is None else datetime.fromisoformat(f"{found[1]}+00:00").timestamp()
+
+
+def _group(said: Mapping[str, Any]) -> Group:
+    opens: list[tuple[int, int]] = []
+    for each in said["IpPermissions"]:
+        sources = ("IpRanges", "Ipv6Ranges", "UserIdGroupPairs", "PrefixListIds")
+        if any(each.get(source) for source in sources):
+            if each["IpProtocol"] == "-1":
+                opens.append((0, 65535))
+            elif each["IpProtocol"] == "tcp":
+                opens.append((each["FromPort"], each["ToPort"]))
+    return Group(said["GroupId"], tuple(opens))
+
+
+def _dollars(product: str) -> float | None:
+    """Of an hour, as the Price List Service writes it."""
+    terms: Sequence[Any] = [*json.loads(product)["terms"].get("OnDemand", {}).values()]
+    prices = [
+        float(dimension["pricePerUnit"]["USD"])
+        for term in terms
+        for dimension in term["priceDimensions"].values()
+        if dimension["unit"] == "Hrs"
+    ]
+    return max(prices, default=None)

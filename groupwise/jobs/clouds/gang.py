@@ -1,0 +1,292 @@
+"""Several machines as one backend: a job whose command runs on all of them at once.
+
+The first machine is the job's: its attempts, its log and what it makes are those that are told, and checkpoints are found there. The
+others are begun under the same name and the same epoch, so that whoever submits it again completes what was begun in part. All are
+begun, or none; that they find each other is the command's business (`groupwise.engine.learner.launch_node`), which is told where
+(`core/rendezvous.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from groupwise.core.errors import UsageError
+from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret
+from groupwise.jobs.clouds.backend import (
+    Capabilities,
+    CloudError,
+    Fetched,
+    Handle,
+    NotHere,
+    Order,
+    Plan,
+    Unreachable,
+)
+from groupwise.jobs.clouds.folder import ResultsFolder
+from groupwise.jobs.clouds.machine import NAME_ALL, OVERTAKEN, TRIES, MachineBackend
+from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.driver import Launch, Resume, Runner
+from groupwise.jobs.hosts.fetching import to_its_end
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.spec import JobSpec
+
+NODES = "nodes"
+"""The folder of the results that has what the other machines have said."""
+ENDED_WITHIN = 60.0
+"""Seconds for what is killed."""
+PIECE = 1 << 20
+Found = TypeVar("Found")
+
+
+class _Overtaken(CloudError):
+    """A machine has seen a later epoch of this name, of a job that was removed there."""
+
+    def __init__(self, message: str, highest: int) -> None:
+        super().__init__(message)
+        self.highest = highest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.highest)
+
+
+class _Machine(MachineBackend):
+    """One of them, with its place among all."""
+
+    def __init__(
+        self, name: str, runner: Runner, where: str, rank: int, count: int, meets_at: str
+    ) -> None:
+        super().__init__(name, runner, where)
+        self._rank, self._count, self._meets_at = rank, count, meets_at
+
+    async def _launch(
+        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
+    ) -> Launch:
+        launch = await super()._launch(order, spec, epoch, attempt, resume)
+        meets_at = order.meets_at or self._meets_at
+        told = meeting_of(self._rank, self._count, meets_at, f"{order.name}.{epoch}")
+        return replace(
+            launch,
+            rank=self._rank,
+            members=self._count,
+            environment={**launch.environment, **told, KEY_FILE: KEY},
+        )
+
+    async def _end(self, handle: Handle) -> None:
+        """At once, and wait for it. Raises CloudError where it does not end."""
+        await self.cancel(handle, 0.0)
+        status, until = await self.status(handle), time.monotonic() + ENDED_WITHIN
+        while status.ending is None:
+            if time.monotonic() > until:
+                raise CloudError(
+                    f"{handle.name} does not end on {self._where}, although it was killed: look there for processes that hang, as in the "
+                    "driver of a GPU."
+                )
+            status = await self.wait(handle, status, 1.0)
+
+
+class _Other(_Machine):
+    """Any but the first."""
+
+    async def expect_room(self, order: Order) -> None:
+        """Raises CloudError where its GPUs are taken."""
+        await self._free_gpus(order.gpus)
+
+    async def highest(self, name: str) -> int:
+        """The newest epoch that it knows of this job; 0: none."""
+        return max((each.epoch for each in await self._attempts(name)), default=0)
+
+    async def expect_no_other(self, order: Order) -> None:
+        """Raises NameTaken where a job of this name that asks for something else is here."""
+        last = await self._newest(order.name)
+        if last is not None and last.state is not RunnerState.REFUSED:
+            await self._expect_same(order, self._handle(last))
+
+    async def join(
+        self, order: Order, store: BlobStore, epoch: int, attempt: int, secret: bytes
+    ) -> MemberState:
+        """Begin its part of this epoch, unless that has been done. `secret`: the first machine's. Raises CloudError where it will not."""
+        state = await self._begin_at(order, store, epoch, attempt, None, {KEY: secret})
+        if state.refused is not None and state.refused.code == OVERTAKEN:
+            raise _Overtaken(state.refused.message, state.refused.highest or epoch)
+        self._expect_begun(order, state)
+        return state
+
+    async def end(self, name: str, newest: int) -> None:
+        """What of this job lives here of epochs up to this one, at once, and wait for it. Raises CloudError for what does not end."""
+        for state in await self._attempts(name):
+            if state.epoch <= newest and self._status(state).ending is None:
+                await self._end(self._handle(state))
+
+    async def end_all(self, name: str) -> None:
+        """See `end`, of all epochs."""
+        await self.end(name, await self.highest(name))
+
+    async def forget(self, name: str) -> None:
+        """Remove what it has of this job."""
+        last = await self._newest(name)
+        if last is not None:
+            await self.cleanup(self._handle(last))
+
+
+class GangBackend(_Machine):
+    """See `groupwise.jobs.clouds.backend.Backend`."""
+
+    capabilities = Capabilities(nodes=True)
+
+    def __init__(self, name: str, machines: Sequence[tuple[Runner, str]], meets_at: str) -> None:
+        """`machines`: the runner of each, and its name for people; `meets_at`: the address at which the others reach the first one."""
+        count = len(machines)
+        (runner, where), *others = machines
+        super().__init__(name, runner, where, 0, count, meets_at)
+        self._own: set[bytes] = set()
+        """Secrets of attempts that this one has begun, or tried to: the first machine has that of whoever did."""
+        self._others = [
+            _Other(name, runner, where, rank, count, meets_at)
+            for rank, (runner, where) in enumerate(others, 1)
+        ]
+
+    async def plan(self, order: Order) -> Plan:
+        """See `Backend.plan`."""
+        self._expect_all(order)
+        plans = [await super().plan(order), *[await each.plan(order) for each in self._others]]
+        steps = tuple(f"on {each.where}: {step}" for each in plans for step in each.steps)
+        meets = f"they meet at {self._meets_at}, at a port that follows from the attempt's name"
+        return Plan(" and ".join(each.where for each in plans), (*steps, meets), plans[0].command)
+
+    async def submit(self, order: Order, store: BlobStore) -> Handle:
+        """See `Backend.submit`."""
+        self._expect_all(order)
+        return await self._completed(order, store, await super().submit(order, store))
+
+    async def _begin(
+        self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
+    ) -> Handle:
+        """What the others have of earlier attempts is ended first. What they have of one that is on the first machine is not: the first
+        machine is asked after them, and an attempt begins there before it does elsewhere."""
+        await _all(each.expect_no_other(order) for each in self._others)
+        known = await _all(each.highest(order.name) for each in self._others)
+        if (handle := await self._since(order, epoch)) is not None:
+            return await self._completed(order, store, handle)
+        ends = zip(self._others, known, strict=True)
+        await _all(each.end(order.name, newest) for each, newest in ends)
+        await _all(each.expect_room(order) for each in self._others)
+        epoch = max(epoch, *(each + 1 for each in known))
+        for left in reversed(range(TRIES)):
+            handle = await super()._begin(order, store, epoch, attempt, resume)
+            try:
+                return await self._completed(order, store, handle)
+            except _Overtaken as other:
+                if not left:
+                    raise
+                await self._end(handle)
+                epoch = max(handle.attempt, other.highest) + 1
+        raise AssertionError("the last try returns or raises")
+
+    async def _completed(self, order: Order, store: BlobStore, handle: Handle) -> Handle:
+        """What has begun on the first machine, on all of them. Of what somebody else has begun nothing is begun once it has ended, and it
+        is not ended where another machine will not."""
+        ended = (await self.status(handle)).ending is not None
+        if ended and not self._own:
+            return handle
+        with self._told():
+            await self._begun_with_its_files(handle)
+            secret = await self._read(handle, KEY)
+        if ended and secret not in self._own:
+            return handle
+        attempt = len(await self._begun(order.name))
+        try:
+            await _all(
+                each.join(order, store, handle.attempt, attempt, secret) for each in self._others
+            )
+        except CloudError:
+            if secret in self._own:
+                await self.cancel(handle, 0.0)
+            raise
+        return handle
+
+    async def _begin_at(
+        self,
+        order: Order,
+        store: BlobStore,
+        epoch: int,
+        attempt: int,
+        resume: Resume | None,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> MemberState:
+        secret = new_secret().encode()
+        self._own.add(secret)
+        mine = {**beside, KEY: secret}
+        return await super()._begin_at(order, store, epoch, attempt, resume, mine)
+
+    def _expect_its_machines(self, order: Order, last: MemberState) -> None:
+        self._expect_all(order)
+        if last.rank:
+            raise UsageError(
+                f"{self._where} is not the machine that has what {order.name} made, but number {last.rank + 1} of its machines: {NAME_ALL}"
+            )
+
+    async def cancel(self, handle: Handle, grace: float) -> None:
+        """See `Backend.cancel`."""
+        others = (_unless_away(each.cancel(handle, grace)) for each in self._others)
+        await _all((super().cancel(handle, grace), *others))
+
+    async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
+        """What the other machines have said comes, too, at the end."""
+        fetched = await super()._fetched(handle, results, ended=ended)
+        if not ended:
+            return fetched
+        said: dict[str, bytes] = {}
+        away: dict[str, str] = {}
+        for rank, other in enumerate(self._others, 1):
+            name = f"{NODES}/{rank}.log"
+            try:
+                said[name] = await self._said(other, handle)
+            except Unreachable as error:  # it may be why the job ended
+                away[name] = error.message
+        await to_its_end(asyncio.to_thread(results.take_written, said, handle.attempt))
+        return replace(fetched, left_out={**fetched.left_out, **away})
+
+    async def _said(self, other: MachineBackend, handle: Handle) -> bytes:
+        found = b""
+        with suppress(NotHere):
+            while part := (await other.log(handle, len(found), PIECE)).data:
+                found += part
+        return found
+
+    async def cleanup(self, handle: Handle) -> None:
+        """See `Backend.cleanup`."""
+        if (await self.status(handle)).ending is not None:
+            await _all(each.end_all(handle.name) for each in self._others)
+            await _all(each.forget(handle.name) for each in self._others)
+        await super().cleanup(handle)
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await _all((super().close(), *(each.close() for each in self._others)))
+
+    def _expect_all(self, order: Order) -> None:
+        if order.nodes != self._count:
+            raise UsageError(
+                f"{order.name} is for {order.nodes} machine{'s' * (order.nodes > 1)}, and {self._count} are named."
+            )
+
+
+async def _all(asked: Iterable[Awaitable[Found]]) -> list[Found]:
+    """Their results; all have ended when the first error is raised."""
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in found if not isinstance(each, BaseException)]
+
+
+async def _unless_away(asked: Awaitable[None]) -> None:
+    """A machine that cannot be told ends its part by itself, once it misses the first one."""
+    with suppress(Unreachable):
+        await asked

@@ -1,0 +1,537 @@
+"""One machine as a backend: this one, or one over SSH.
+
+Jobs are attempts of its runner (`groupwise.jobs.hosts`), which goes on by itself.
+What was asked for lies in the working folder of each attempt, so that whoever reaches the machine finds all of it by the job's name. An
+attempt is one epoch of the runner: it begins at most once, whoever asks for it how often. They are counted on after a job was removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import (
+    Busy,
+    Capabilities,
+    CloudError,
+    Ending,
+    Fetched,
+    Handle,
+    NameTaken,
+    NotHere,
+    Order,
+    Outcome,
+    Phase,
+    Plan,
+    Status,
+    Unreachable,
+    what,
+)
+from groupwise.jobs.clouds.folder import ResultsFolder, may_come, results_folder
+from groupwise.jobs.hosts.answers import (
+    ExitReason,
+    ExitRecord,
+    Hello,
+    LogPart,
+    MemberState,
+    Ran,
+    Refusal,
+    RunnerState,
+    WorkTree,
+)
+from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Resume, Runner
+from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
+from groupwise.jobs.hosts.fetching import Changed, Fetching, to_its_end
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.port import (
+    HostError,
+    HostKeyError,
+    HostUnreachable,
+    OutcomeUnknown,
+    RunnerRefused,
+)
+from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest
+
+ROOT = "groupwise-launch"
+"""Where the runner keeps its files, below the home folder there."""
+ORDER = ".groupwise-order.json"
+"""The file of the working folder that says what was asked for."""
+MOST_ORDER = 64 << 20
+"""Bytes of it: a job may have a hundred thousand files."""
+NO_PROBE = ("true",)
+"""Nothing is asked of GPUs."""
+NAME_ALL = (
+    "name all of them, in the order in which they were named first: --at ssh:USER@HOST,USER@HOST."
+)
+TRIES = 3
+"""Of what others may spoil meanwhile: a GPU that was free, a checkpoint that is removed while it is fetched."""
+GONE = {
+    RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
+    RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was started anew while it ran"),
+}
+
+OVERTAKEN = "lower_epoch"
+OTHERS = frozenset({OVERTAKEN, "gpu_busy", "foreign_busy"})
+"""Refusals of a launch that somebody else came before."""
+BEGUN = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.EXITED})
+ENDED_BY_RUNNER = {
+    ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
+    ExitReason.DEADMAN: Outcome.LOST,
+    ExitReason.SPAWN_FAILED: Outcome.REFUSED,
+}
+
+
+class MachineBackend:
+    """See `groupwise.jobs.clouds.backend.Backend`."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, name: str, runner: Runner, where: str) -> None:
+        """`where`: the machine, for people."""
+        self.name = name
+        self._runner = runner
+        self._where = where
+
+    # --- placing ------------------------------------------------------------------------------
+
+    async def plan(self, order: Order) -> Plan:
+        """See `Backend.plan`."""
+        refuse(order)
+        hello, sends = await self._sending(order)
+        await self._free_gpus(order.gpus)
+        gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
+        steps = (sends, f"begin {order.name} below {hello.root}, with {gpus}")
+        return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
+
+    async def _sending(self, order: Order) -> tuple[Hello, str]:
+        """What the machine is, and the step of sending it what it lacks."""
+        sizes = {each.sha256: each.size for each in order.spec.files.values()}
+        with self._told():
+            hello = await self._runner.hello()
+            lacking = await self._runner.missing(sizes)
+        sent = sum(sizes[each] for each in lacking)
+        files = f"{len(lacking)} of {len(sizes)} files ({sent} bytes)"
+        return hello, f"send {files}; the others are there"
+
+    async def submit(self, order: Order, store: BlobStore) -> Handle:
+        """See `Backend.submit`."""
+        refuse(order)
+        last = await self._newest(order.name)
+        if last is None or last.state is RunnerState.REFUSED:
+            handle = await self._begin(order, store, 1 if last is None else last.epoch + 1, 1)
+        else:
+            handle = self._handle(last)
+        await self._expect_same(order, handle)
+        if last is not None and last.state is RunnerState.QUEUED:
+            return await self._begin(
+                order, store, last.epoch, 1
+            )  # whoever did may have been cut off
+        return handle
+
+    async def _expect_same(self, order: Order, handle: Handle) -> None:
+        """Raises NameTaken where the attempt is of a job that asks for something else."""
+        try:
+            asked = await self.order(handle)
+        except CloudError:
+            if not await self._was_refused(handle):
+                raise
+            return  # nothing ran, and what it asked for is gone with its files
+        if what(asked.document()) != what(order.document()):
+            raise NameTaken(
+                f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
+            )
+
+    async def _was_refused(self, handle: Handle) -> bool:
+        """Or was ended before it had begun."""
+        with self._told():
+            state = await self._runner.status(handle.name, handle.attempt)
+        return state.state in (RunnerState.REFUSED, RunnerState.VOIDED)
+
+    async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
+        """See `Backend.resume`."""
+        there = await self._attempts(name)
+        attempts = self._begun_of(name, there)
+        last = attempts[-1]
+        status = self._status(last)
+        if status.ending is None:
+            raise CloudError(f"{name} is {status.phase} on {self._where}: it goes on by itself.")
+        if status.ending.outcome is Outcome.SUCCEEDED:
+            raise CloudError(
+                f"{name} has succeeded on {self._where}: there is nothing to go on with."
+            )
+        order = (await self.order(self._handle(last))).with_secrets(secrets)
+        refuse(order)
+        self._expect_its_machines(order, last)
+        newest = await self._newest_checkpoint(attempts)
+        return await self._begin(order, store, there[-1].epoch + 1, len(attempts) + 1, newest)
+
+    def _expect_its_machines(self, order: Order, last: MemberState) -> None:
+        """Raises UsageError where this place is not all that the job ran on, as this attempt of it was begun."""
+        if order.nodes > 1 and not self.capabilities.nodes:
+            raise UsageError(
+                f"{order.name} runs on {order.nodes} machines at once, and {self._where} is one: {NAME_ALL}"
+            )
+
+    async def take_over(
+        self, order: Order, store: BlobStore, attempt: int, newest: Resume | None
+    ) -> Handle:
+        """Begin this attempt of a job whose earlier ones were on other machines; `store` holds the files of `newest` too."""
+        refuse(order)
+        last = await self._newest(order.name)
+        if last is not None and last.epoch >= attempt and last.state is not RunnerState.REFUSED:
+            return self._handle(last)
+        if newest is not None:
+            with self._told():
+                await self._runner.provide(store, newest.manifest)
+        return await self._begin(order, store, attempt, attempt, newest)
+
+    async def _newest_checkpoint(self, attempts: Sequence[MemberState]) -> Resume | None:
+        """Of any attempt, the last one first: it may have ended before its own first one."""
+        for each in reversed(attempts):
+            if each.checkpoints:
+                with self._told():
+                    tree = await self._runner.manifest(each.job, each.epoch, "checkpoints")
+                if tree.checkpoints:
+                    newest = max(tree.checkpoints, key=lambda found: found.step)
+                    with self._told():
+                        await self._runner.keep(each.job, each.epoch, newest.files)
+                    return Resume(newest.files, newest.step, newest.path)
+        return None
+
+    async def _begin(
+        self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
+    ) -> Handle:
+        """Begin it under this epoch or, where others were removed, a later one; or find what somebody else began meanwhile."""
+        for left in reversed(range(TRIES)):
+            state = await self._begin_at(order, store, epoch, attempt, resume)
+            if not left or state.refused is None or state.refused.code not in OTHERS:
+                self._expect_begun(order, state)
+                return self._handle(state)
+            if state.refused.code == OVERTAKEN and (other := await self._since(order, epoch)):
+                return other
+            epoch = max(epoch, state.refused.highest or 0) + 1
+        raise AssertionError("the last try returns or raises")
+
+    async def _since(self, order: Order, epoch: int) -> Handle | None:
+        """What of this job was begun here under this epoch or a later one. Raises NameTaken where that is another job."""
+        newest = await self._newest(order.name)
+        if newest is None or newest.epoch < epoch or newest.state is RunnerState.REFUSED:
+            return None
+        handle = self._handle(newest)
+        await self._expect_same(order, handle)
+        return handle
+
+    async def _begin_at(
+        self,
+        order: Order,
+        store: BlobStore,
+        epoch: int,
+        attempt: int,
+        resume: Resume | None,
+        beside: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> MemberState:
+        """`beside`: files of its working folder that are no part of what was asked for. One that has begun is found, whatever it holds."""
+        with self._told():
+            there = await self._runner.status(order.name, epoch)
+        if there.state in BEGUN:
+            return there
+        spec = await asyncio.to_thread(_with_order, order, store, beside)
+        launch = await self._launch(order, spec, epoch, attempt, resume)
+        with self._told():
+            await self._runner.provide(store, spec.files)
+            return await self._launched(launch)
+
+    def _expect_begun(self, order: Order, state: MemberState) -> None:
+        """One that was cancelled before it began is none that the machine would not begin. Raises CloudError."""
+        if state.refused is not None and state.state is not RunnerState.VOIDED:
+            raise CloudError(f"{self._where} does not begin {order.name}: {_words(state.refused)}")
+
+    async def _launch(
+        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
+    ) -> Launch:
+        return Launch(
+            order.name,
+            epoch,
+            spec,
+            gpus=await self._free_gpus(order.gpus),
+            environment={"ATTEMPT": str(attempt)},
+            secrets=order.secrets,
+            resume=resume,
+            python=order.python,
+        )
+
+    async def _launched(self, launch: Launch) -> MemberState:
+        """Of one epoch there is never more than one attempt: where no answer came, asking again says what became of it."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self._runner.launch(launch)
+            except OutcomeUnknown:
+                continue
+        return await self._runner.launch(launch)
+
+    async def _free_gpus(self, count: int) -> list[str]:
+        """Those that nothing runs on."""
+        if count == 0:
+            return []
+        with self._told():
+            seen = await self._runner.observe()
+        held = {uuid for each in seen.attempts if each.lives for uuid in each.gpus}
+        busy = held | {each.uuid for each in seen.apps}
+        free = [each.uuid for each in seen.gpus if each.uuid not in busy and not each.problems]
+        if len(free) < count:
+            why = f" nvidia-smi: {seen.probe.status}." if not seen.gpus else ""
+            raise CloudError(
+                f"{self._where} has {len(seen.gpus)} GPUs, {len(free)} of them free, and {count} are asked for.{why} A fleet "
+                "(`groupwise fleet`) keeps jobs until there are some."
+            )
+        return free[:count]
+
+    # --- finding ------------------------------------------------------------------------------
+
+    async def find(self, name: str) -> Handle | None:
+        """See `Backend.find`."""
+        last = await self._newest(name)
+        return None if last is None else self._handle(last)
+
+    async def list(self) -> list[Handle]:
+        """See `Backend.list`."""
+        attempts = await self._attempts()
+        by_job = {each.job: [one for one in attempts if one.job == each.job] for each in attempts}
+        return [self._handle(_newest_of(by_job[name])) for name in sorted(by_job)]
+
+    async def order(self, handle: Handle) -> Order:
+        """See `Backend.order`."""
+        with self._told():
+            await self._begun_with_its_files(handle)
+            data = await self._read(handle, ORDER)
+        return Order.from_document(json.loads(data))
+
+    async def _begun_with_its_files(self, handle: Handle) -> None:
+        """Somebody else may be placing it at this moment."""
+        key = (handle.name, handle.attempt)
+        state = await self._runner.status(*key)
+        for _ in range(TRIES):
+            if state.state is not RunnerState.CLAIMED:
+                return
+            [state] = await self._runner.wait({key: Known(state.state)}, seconds=USUAL)
+
+    async def _read(self, handle: Handle, path: str) -> bytes:
+        data = b""
+        while len(data) <= MOST_ORDER:
+            part = await self._runner.read(handle.name, handle.attempt, path, offset=len(data))
+            if not part:
+                return data
+            data += part
+        raise CloudError(
+            f"{path} of {handle.name} on {self._where} is larger than {MOST_ORDER} bytes"
+        )
+
+    async def _attempts(self, name: str | None = None) -> list[MemberState]:
+        """Oldest first."""
+        with self._told():
+            seen = await self._runner.observe(probe=NO_PROBE)
+        found = [each for each in seen.attempts if name is None or each.job == name]
+        return sorted(found, key=lambda each: each.epoch)
+
+    async def _newest(self, name: str) -> MemberState | None:
+        """Its last attempt that was begun or waits; where there is none, the last that was refused."""
+        there = await self._attempts(name)
+        return _newest_of(there) if there else None
+
+    async def _begun(self, name: str) -> list[MemberState]:
+        """Its attempts but those that the machine would not begin. Raises NotHere where there are none."""
+        return self._begun_of(name, await self._attempts(name))
+
+    def _begun_of(self, name: str, attempts: Sequence[MemberState]) -> list[MemberState]:
+        found = [each for each in attempts if each.state is not RunnerState.REFUSED]
+        if not found:
+            raise NotHere(f"{self._where} has no job called {name}.")
+        return found
+
+    def _handle(self, state: MemberState) -> Handle:
+        return Handle(self.name, state.job, state.epoch, {"where": self._where})
+
+    # --- watching -----------------------------------------------------------------------------
+
+    async def status(self, handle: Handle) -> Status:
+        """See `Backend.status`."""
+        with self._told():
+            state = await self._runner.status(handle.name, handle.attempt)
+        return self._status(state)
+
+    async def wait(self, handle: Handle, seen: Status, seconds: float) -> Status:
+        """See `Backend.wait`."""
+        if seen.ending is not None:
+            return seen
+        state = RunnerState.RUNNING if seen.phase is Phase.RUNNING else RunnerState.CLAIMED
+        known = Known(state, seen.log_size, seen.checkpoints, seen.step)
+        with self._told():
+            states = await self._runner.wait(
+                {(handle.name, handle.attempt): known}, seconds=seconds
+            )
+        return self._status(states[0]) if states else seen
+
+    async def log(self, handle: Handle, offset: int, limit: int) -> LogPart:
+        """See `Backend.log`."""
+        with self._told():
+            return await self._runner.log(handle.name, handle.attempt, offset, limit=limit)
+
+    def _status(self, state: MemberState) -> Status:
+        if state.state is RunnerState.ABSENT:
+            raise NotHere(f"{self._where} knows nothing of {state.job}, attempt {state.epoch}.")
+        ending = self._ending(state)
+        phase = (
+            Phase.ENDED
+            if ending
+            else Phase.RUNNING
+            if state.state is RunnerState.RUNNING
+            else Phase.WAITING
+        )
+        waits_for = state.engine_says if state.state is RunnerState.QUEUED else ""
+        return Status(phase, state.log_size, state.checkpoints, state.step, ending, waits_for)
+
+    def _ending(self, state: MemberState) -> Ending | None:
+        """None: it has not ended."""
+        if state.exit is not None:
+            return _ended(state.exit)
+        if state.refused is not None:
+            return Ending(Outcome.REFUSED, _words(state.refused), FailureClass.LAUNCH_FAILURE)
+        if state.state is RunnerState.VOIDED:
+            return Ending(Outcome.CANCELLED, "cancelled before it began")
+        if state.state in GONE and not state.survivors:
+            failure, words = GONE[state.state]
+            return Ending(Outcome.LOST, words.format(where=self._where), failure)
+        return None
+
+    # --- ending -------------------------------------------------------------------------------
+
+    async def cancel(self, handle: Handle, grace: float) -> None:
+        """See `Backend.cancel`."""
+        with self._told():
+            state = await self._runner.void(handle.name, handle.attempt)
+            if state.lives:
+                await self._runner.kill(handle.name, handle.attempt, grace=grace)
+
+    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+        """See `Backend.fetch`."""
+        ended = (await self.status(handle)).ending is not None
+        with results_folder(folder, f"{handle.name} on {self._where}") as results, self._told():
+            return await self._fetched(handle, results, ended=ended)
+
+    async def _fetched(self, handle: Handle, results: ResultsFolder, *, ended: bool) -> Fetched:
+        name, attempt = handle.name, handle.attempt
+        fetching = Fetching(self._runner, name, attempt, results.incoming)
+        what, changed = "artefacts" if ended else "checkpoints", ""
+        for _ in range(TRIES):
+            tree = await self._runner.manifest(name, attempt, what)
+            offered = _offered(tree)
+            ours = [path for path in offered if not may_come(path)]
+            files = {path: e for path, e in offered.items() if path not in (ORDER, *ours)}
+            wanted = await asyncio.to_thread(results.lacking, files)
+            await asyncio.to_thread(results.check_room, wanted)
+            try:
+                await fetching.files(wanted)
+            except Changed as change:
+                changed = str(change)
+                continue
+            await to_its_end(asyncio.to_thread(results.take, wanted, files, attempt, ended=ended))
+            left_out = {
+                **dict(tree.refused),
+                **{why: f"{n} more" for why, n in tree.refused_more.items()},
+                **dict.fromkeys(ours, "the folder of results has that name itself"),
+            }
+            received = sum(each.size for each in wanted.values())
+            return Fetched(results.folder, tuple(sorted(files)), received, left_out)
+        raise Busy(
+            f"{changed} of {name} on {self._where} changed again and again while it was fetched; try again."
+        )
+
+    async def cleanup(self, handle: Handle) -> None:
+        """See `Backend.cleanup`."""
+        attempts = await self._attempts(handle.name)
+        if any(self._ending(each) is None for each in attempts):
+            raise CloudError(f"{handle.name} has not ended on {self._where}: stop it first.")
+        with self._told():
+            for each in attempts:
+                await self._runner.forget(each.job, each.epoch)
+            await self._runner.sweep()
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await self._runner.host.close()
+
+    async def run(self, *arguments: str) -> Ran:
+        """Run a program of the machine to its end."""
+        with self._told():
+            return await self._runner.run(arguments)
+
+    @contextmanager
+    def _told(self) -> Generator[None]:
+        """What goes wrong with the machine, in words for people."""
+        try:
+            yield
+        except HostKeyError as error:
+            raise CloudError(
+                f"{self._where}: {error}. Nothing was said to it. Compare the key with the machine's own before you trust it."
+            ) from None
+        except HostUnreachable as error:
+            raise Unreachable(
+                f"{self._where} cannot be reached: {error}. Its jobs go on without that."
+            ) from None
+        except RunnerRefused as refusal:
+            raise CloudError(f"{self._where} will not: {refusal.message}") from None
+        except HostError as error:
+            raise Unreachable(
+                f"{self._where} gave no answer, so nobody knows what became of it: {error}. The same command again finds out."
+            ) from None
+
+
+def refuse(order: Order) -> None:
+    """Raises UsageError for an order with problems."""
+    if found := order.problems():
+        raise UsageError("this job cannot be placed:" + "".join(f"\n  {each}" for each in found))
+
+
+def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
+    """Of these, oldest first: one that was refused has made nothing, and stands in the way of nothing that was made before."""
+    begun = [each for each in attempts if each.state is not RunnerState.REFUSED]
+    return (begun or attempts)[-1]
+
+
+def _words(refused: Refusal) -> str:
+    holder = f" (held by {refused.holder})" if refused.holder else ""
+    return f"{refused.message}{holder}"
+
+
+def _offered(tree: WorkTree) -> Manifest:
+    """What is asked for is one of the two."""
+    of_checkpoints = {
+        path: each for found in tree.checkpoints for path, each in found.files.items()
+    }
+    return {**tree.files, **of_checkpoints}
+
+
+def _with_order(order: Order, store: BlobStore, beside: Mapping[str, bytes]) -> JobSpec:
+    """Its spec, with the file beside it that says what was asked for, and others."""
+    ours = {ORDER: json.dumps(order.document(), sort_keys=True).encode(), **beside}
+    entries = {path: FileEntry(store.put(data), 0o600, len(data)) for path, data in ours.items()}
+    return replace(order.spec, files={**order.spec.files, **entries})
+
+
+def _ended(record: ExitRecord) -> Ending:
+    if succeeded(record):
+        ending = Ending(Outcome.SUCCEEDED, "it ended with exit code 0")
+    elif record.reason is ExitReason.CANCELLED:
+        ending = Ending(Outcome.CANCELLED, record.message or "cancelled")
+    else:
+        found = classify(record)
+        outcome = ENDED_BY_RUNNER.get(record.reason, Outcome.FAILED)
+        ending = Ending(outcome, found.because, found.failure)
+    code = -record.signal if record.code is None and record.signal is not None else record.code
+    return replace(ending, code=code, seconds=record.seconds)

@@ -1,0 +1,177 @@
+"""Modal as a backend: a machine whose disk is a volume of Modal's, and whose jobs are begun by its calls, each with a GPU of its own.
+
+`asks` of an order: gpu (as Modal calls it), timeout (seconds of a call), image (name, python, and files: its entries in the store).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
+from groupwise.jobs.clouds.machine import MachineBackend, refuse
+from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image
+from groupwise.jobs.clouds.modal.prices import PRICED_AT, per_hour
+from groupwise.jobs.clouds.modal.runner import ModalRunner, engine_of
+from groupwise.jobs.hosts.driver import Launch, Resume
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.spec import FileEntry, JobSpec
+
+ENVIRONMENTS = "/opt/groupwise/environments"
+"""Where the packages of jobs are, in images."""
+
+
+class ModalBackend(MachineBackend):
+    """See `groupwise.jobs.clouds.backend.Backend`."""
+
+    capabilities = Capabilities(paid=True, queues=True)
+
+    def __init__(
+        self,
+        name: str,
+        runner: ModalRunner,
+        where: str,
+        *,
+        spare: float = SPARE_SECONDS,
+        every: float = 5.0,
+    ) -> None:
+        """`where`: for people. `spare` and `every` as `Call` has them."""
+        super().__init__(name, runner, where)
+        self._modal, self._spare, self._every = runner, spare, every
+
+    async def plan(self, order: Order) -> Plan:
+        """See `Backend.plan`. It needs no token, and asks Modal for nothing but whose it is."""
+        refuse(order)
+        call = self._call(order)
+        files = {each.sha256: each.size for each in order.spec.files.values()}
+        with self._told():
+            owner = await self._modal.port.workspace()
+        token = (
+            "there is no token of Modal here, which launching needs: `modal token new` gets one"
+            if owner is None
+            else f"as {owner}"
+        )
+        image = order.asks.get("image")
+        made = (
+            f"have Modal make the image of app {call.app}, once" if image else "take a plain image"
+        )
+        named = f", with {_listed(call.named)} of its workspace" if call.named else ""
+        calls = math.ceil(call.limit / (call.timeout - call.spare)) if call.limit else 1
+        more = (
+            f", and gone on with by up to {calls - 1} more, from its checkpoints"
+            if calls > 1
+            else ""
+        )
+        steps = (
+            token,
+            made,
+            f"send what it lacks of {len(files)} files ({sum(files.values())} bytes) to its volume",
+            f"spawn a call with {call.gpu or 'no GPU'}{named}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
+            f"prices as of {PRICED_AT}, of GPUs alone",
+        )
+        price = per_hour(order.asks.get("gpu"), order.gpus)
+        return Plan(self._where, steps, order.spec.arguments, price, paid=True)
+
+    async def submit(self, order: Order, store: BlobStore) -> Handle:
+        """See `Backend.submit`."""
+        refuse(order)
+        with self._told():
+            await self._modal.port.expect_secrets(order.asks.get(NAMED) or {})
+            await self._deploy(order, store)
+        return await super().submit(order, store)
+
+    async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
+        """See `Backend.resume`."""
+        handle = await self.find(name)
+        if handle is not None:
+            with self._told():
+                await self._deploy(await self.order(handle), store)
+        return await super().resume(name, secrets, store)
+
+    async def cost(self, handle: Handle) -> Cost | None:
+        """See `Priced.cost`: an estimate, from how long attempts took and a list of prices."""
+        order = await self.order(handle)
+        price = per_hour(order.asks.get("gpu"), order.gpus)
+        if price is None:
+            return None
+        attempts = await self._begun(handle.name)
+        took = {each.epoch: each.exit.seconds for each in attempts if each.exit is not None}
+        seconds = sum(filter(None, took.values()))
+        unknown = sorted({each.epoch for each in attempts} - took.keys())
+        lacks = (
+            f"; attempt {', '.join(map(str, unknown))} is not counted, since no end of it is told"
+            if unknown
+            else ""
+        )
+        return Cost(
+            round(price * seconds / 3600, 2),
+            f"{seconds:.0f} s of {max(1, order.gpus)} {order.asks['gpu']} at list prices of {PRICED_AT}, from the first call's beginning "
+            f"to each attempt's end, without processors and memory{lacks}; Modal's bill is what counts",
+        )
+
+    async def _deploy(self, order: Order, store: BlobStore) -> None:
+        """Its image is made where there is none yet."""
+        asked: Mapping[str, Any] | None = order.asks.get("image")
+        if asked is None or await self._modal.port.has_app(_app(asked)):
+            return
+        entries = {path: FileEntry(*entry) for path, entry in asked["files"].items()}
+        if store.missing([each.sha256 for each in entries.values()]):
+            raise UsageError(
+                f"the app {_app(asked)} is not at Modal any more, and this machine does not have what its image is made of: resume the job "
+                "from the machine that it was launched from, or launch it anew, under another name."
+            )
+        files = {path: store.read(each.sha256) for path, each in entries.items()}
+        await self._modal.port.deploy(Image(asked["name"], asked["python"], files))
+
+    async def _launch(
+        self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
+    ) -> Launch:
+        return Launch(
+            order.name,
+            epoch,
+            spec,
+            environment={"ATTEMPT": str(attempt)},
+            secrets=order.secrets,
+            resume=resume,
+            engine=engine_of(self._call(order)),
+        )
+
+    def _call(self, order: Order) -> Call:
+        """Of this job; `ModalRunner` says which attempt it is for. Raises UsageError."""
+        asks, image = order.asks, order.asks.get("image")
+        gpu, gpus = asks.get("gpu"), (order.gpus or 1) if asks.get("gpu") else 0
+        timeout = int(asks.get("timeout") or MOST_SECONDS)
+        if not self._spare < timeout <= MOST_SECONDS:
+            raise UsageError(
+                f"a time-out of {timeout} s: a call of Modal has more than {self._spare:g} s, which are kept for saving, and at most "
+                f"{MOST_SECONDS} s, 24 hours. A job may take longer: --max-hours."
+            )
+        limit, within = order.spec.limits.time_seconds, timeout - self._spare
+        if (
+            limit is not None and limit <= timeout
+        ):  # in one call, which has it and what saving takes
+            limit = min(limit, within)
+            timeout = min(timeout, math.ceil(limit + self._spare))
+        return Call(
+            order.name,
+            0,
+            app=_app(image) if image else "",
+            gpu=f"{gpu}:{gpus}" if gpus > 1 else gpu,
+            gpus=gpus,
+            timeout=timeout,
+            spare=self._spare,
+            limit=limit,
+            python=f"{ENVIRONMENTS}/{image['name']}/bin/python" if image else None,
+            every=self._every,
+            named=order.asks.get(NAMED) or {},
+        )
+
+
+def _listed(named: Mapping[str, Sequence[str]]) -> str:
+    return " and ".join(f"{', '.join(variables)} of {name}" for name, variables in named.items())
+
+
+def _app(image: Mapping[str, Any]) -> str:
+    return Image(image["name"], image["python"]).app

@@ -1,0 +1,196 @@
+"""The real Modal, by its own client (`pip install 'groupwise[modal]'`), with a token of ~/.modal.toml or of the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import cached_property
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from groupwise.jobs.clouds.modal.port import Call, Image
+from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
+
+if TYPE_CHECKING:
+    from modal import Client
+
+INSTALL = "Modal is asked by its own package: pip install 'groupwise[modal]'"
+NO_TOKEN = "there is no token of Modal here: `modal token new` gets one, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET"
+
+
+class LiveModal:
+    """See `groupwise.jobs.clouds.modal.port.ModalPort`."""
+
+    def __init__(self, profile: str | None = None) -> None:
+        """`profile`: of ~/.modal.toml; None: the active one, or the variables."""
+        self._profile = profile
+        self._client: Client | None = None
+        self._has_desk = False
+
+    @cached_property
+    def _token(self) -> tuple[str, str] | None:
+        if find_spec("modal") is None:
+            raise RunnerRefused("modal", INSTALL)
+        from modal.config import config
+
+        named = self._profile is not None
+        identity, secret = (
+            config.get(key, profile=self._profile, use_env=not named)
+            for key in ("token_id", "token_secret")
+        )
+        return (identity, secret) if identity and secret else None
+
+    async def workspace(self) -> str | None:
+        """See `ModalPort.workspace`."""
+        if find_spec("modal") is None or self._token is None:
+            return None
+        client = await self._connected()
+        with _told("modal"):
+            await client.hello.aio()  # pyright: ignore[reportUnknownMemberType]
+        return f"profile {self._profile}" if self._profile else "the token of this machine"
+
+    async def _connected(self) -> Client:
+        if self._client is None:
+            if self._token is None:
+                raise RunnerRefused("modal", NO_TOKEN)
+            import modal
+
+            with _told("token"):
+                self._client = await modal.Client.from_credentials.aio(*self._token)
+        return self._client
+
+    async def has_app(self, name: str) -> bool:
+        """See `ModalPort.has_app`."""
+        return await self._has(name, "work")
+
+    async def _has(self, app: str, function: str) -> bool:
+        import modal
+
+        from groupwise.jobs.clouds.modal import app as deployed
+
+        client = await self._connected()
+        with _told("app"):
+            try:
+                await deployed.function(app, function, client).hydrate.aio()
+            except modal.exception.NotFoundError:
+                return False
+        return True
+
+    async def deploy(self, image: Image) -> None:
+        """See `ModalPort.deploy`."""
+        from groupwise.jobs.clouds.modal import app
+
+        await self._deployed(lambda client: app.deploy(image, client))
+
+    async def _deployed(self, deploy: Callable[[Client], None]) -> None:
+        """An image takes minutes to make; what Modal says of it goes to standard error, since results may go to standard output."""
+        import modal
+
+        client = await self._connected()
+
+        def shown() -> None:
+            with redirect_stdout(sys.stderr), modal.enable_output():
+                deploy(client)
+
+        with _told("deploy"):
+            await asyncio.to_thread(shown)
+
+    async def desk(self, what: str, *arguments: Any) -> Any:
+        """See `ModalPort.desk`."""
+        from groupwise.jobs.clouds.modal import app
+
+        if not self._has_desk and not await self._has(app.DESK_APP, "desk"):
+            await self._deployed(app.deploy_desk)
+        self._has_desk = True
+        desk = app.function(app.DESK_APP, "desk", await self._connected())
+        with _told("desk"):
+            return await desk.remote.aio(what, *arguments)
+
+    async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
+        """See `ModalPort.spawn`."""
+        from groupwise.jobs.clouds.modal import app
+
+        client = await self._connected()
+        if not call.app and not await self.has_app(app.app_name(app.PLAIN)):
+            await self.deploy(Image(app.PLAIN, app.DESK_PYTHON))
+        with _told("spawn"):
+            spawned = await app.called(call, secrets, client).spawn.aio(call.document())
+        return str(spawned.object_id)
+
+    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+        """See `ModalPort.expect_secrets`."""
+        from groupwise.jobs.clouds.modal import app
+
+        client = await self._connected()
+        with _told("secret"):
+            for each in app.named_secrets(named, client):
+                await each.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
+
+    async def lives(self, call: str) -> bool:
+        """See `ModalPort.lives`. What goes wrong on the way is no end."""
+        import modal
+        from modal import exception
+
+        found = modal.FunctionCall.from_id(call, client=await self._connected())
+        ended = (
+            exception.OutputExpiredError,
+            exception.FunctionTimeoutError,
+            exception.RemoteError,
+            exception.InternalFailure,
+            exception.ExecutionError,
+            exception.NotFoundError,
+        )
+        with _told("call"):
+            try:
+                await found.get.aio(timeout=0)
+            except builtins.TimeoutError:
+                return True
+            except ended:
+                return False
+            except exception.Error:
+                raise
+            except OSError as error:  # of the way there: the work itself raises none
+                raise OutcomeUnknown(str(error)) from None
+            except (Exception, exception.InputCancellation):  # noqa: BLE001  (whatever a container that could not be begun has raised)
+                return False
+        return False
+
+    async def cancel(self, call: str) -> None:
+        """See `ModalPort.cancel`."""
+        import modal
+
+        found = modal.FunctionCall.from_id(call, client=await self._connected())
+        with _told("cancel"), suppress(modal.exception.NotFoundError):
+            await found.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
+
+    async def close(self) -> None:
+        """See `ModalPort.close`."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close.aio()
+
+
+@contextmanager
+def _told(code: str) -> Generator[None]:
+    """What goes wrong at Modal, as `groupwise.jobs.hosts.port` has it."""
+    from modal import exception
+
+    try:
+        yield
+    except exception.AuthError as error:
+        raise RunnerRefused(code, f"Modal does not take the token: {error}") from None
+    except exception.ConnectionError as error:
+        raise HostUnreachable(str(error)) from None
+    except (
+        exception.InvalidError,
+        exception.NotFoundError,
+        exception.PermissionDeniedError,
+        exception.ResourceExhaustedError,
+        exception.ImageBuildError,
+    ) as error:
+        raise RunnerRefused(code, str(error)) from None
+    except exception.Error as error:
+        raise OutcomeUnknown(str(error)) from None

@@ -1,0 +1,241 @@
+"""The runner whose root is a volume of Modal: it is asked by way of the desk, and what it lays out is begun by calls of the work.
+
+What is to be known stands in the attempt's files (`groupwise.jobs.hosts.runner`), as far as the work has committed them, and in its turn at
+the desk. Modal is asked only whether a call lives. One that has ended proves that nothing runs only together with files that were read
+after that: its last commit, or the turn of the call that goes on, may have come in between.
+
+Values of secrets go with the call that is spawned, and never to the desk, whose files lie on the volume.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from groupwise.jobs.clouds.modal.port import NAME, ROOT, Call, ModalPort
+from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
+from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Runner
+from groupwise.jobs.hosts.framing import (
+    AnswerReader,
+    accepted,
+    no_answer,
+    request_bytes,
+    without_answer,
+)
+from groupwise.jobs.hosts.port import Answer, HostError, OutcomeUnknown, Request, RunnerRefused
+
+COLD = 120.0
+"""Seconds that the desk may take to begin, beside those of an answer."""
+ON_ITS_WAY = 60.0
+"""Seconds in which whoever laid an attempt out, or handed it over, may still be spawning the call for it."""
+SILENT = 60.0
+"""Seconds without a commit of the work: no container has the job at the moment, for Modal has taken the last one away."""
+TURNS = 3
+"""Looks at an attempt that changes meanwhile."""
+UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
+"""What the files alone do not say."""
+
+
+class DeskHost:
+    """See `groupwise.jobs.hosts.port.Host`."""
+
+    def __init__(self, port: ModalPort) -> None:
+        self._port = port
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        """See `Host.call`."""
+        seconds = (request.longest or timeout) + COLD
+        try:
+            async with asyncio.timeout(seconds):
+                said = await self._port.desk("ask", request_bytes(request))
+        except TimeoutError:
+            raise OutcomeUnknown(no_answer(request, "Modal", seconds)) from None
+        reader = AnswerReader(request)
+        if not reader.feed(said):
+            raise without_answer(reader, None, "")
+        assert reader.answer is not None, "it is whole"
+        return accepted(reader.answer)
+
+    async def close(self) -> None:
+        """See `Host.close`."""
+        await self._port.close()
+
+
+class ModalRunner(Runner):
+    """See `Runner`; `launch` with an engine, which `engine_of` makes, has a call spawned for the attempt."""
+
+    def __init__(self, port: ModalPort, *, root: str = ROOT, every: float = 5.0) -> None:
+        """`every`: seconds between two looks of who waits, each of which keeps the desk awake."""
+        super().__init__(DeskHost(port), root=root)
+        self.port, self._every = port, every
+        self._seen: dict[tuple[str, int], RunnerState] = {}
+
+    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
+        """See `Runner.launch`. RunnerRefused: Modal will not have it, and nothing of it is left."""
+        asked = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
+        state = await super().launch(asked, timeout=timeout)
+        if state.state is not RunnerState.QUEUED or launch.engine is None:
+            return await self._one(state)
+        turn = (await self._turns((state,)))[_name(state)]
+        if not turn["given"] and turn["call"] is None:
+            await self._spawn(state, launch)
+        return await self._one(state)
+
+    async def _spawn(self, state: MemberState, launch: Launch) -> None:
+        assert launch.engine is not None, "a queued attempt has an engine"
+        asked = Call(**json.loads(launch.engine.options[0]))
+        call = replace(asked, job=state.job, epoch=state.epoch)
+        try:
+            spawned = await self.port.spawn(call, launch.secrets)
+        except RunnerRefused:
+            await super().void(state.job, state.epoch)
+            await self.forget(state.job, state.epoch)
+            raise
+        turn = await self.port.desk("note", state.job, state.epoch, call.number, spawned)
+        await self._cancel_doubles(turn or {"given": [spawned], "call": "none"})
+
+    async def _cancel_doubles(self, turn: Mapping[str, Any]) -> None:
+        """Of several that were spawned at once, one stays; the others would find that it is not their turn."""
+        given: list[str] = turn["given"]
+        kept = turn["call"] or given[0]
+        for each in given:
+            if each != kept:
+                await self.port.cancel(each)
+
+    async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
+        """See `Runner.status`."""
+        return await self._one(await super().status(job, epoch, timeout=timeout))
+
+    async def observe(
+        self,
+        *,
+        probe: Sequence[str] | None = None,
+        probe_timeout: float = 10.0,
+        timeout: float = USUAL,
+    ) -> Observation:
+        """See `Runner.observe`."""
+        seen = await super().observe(probe=probe, probe_timeout=probe_timeout, timeout=timeout)
+        return replace(seen, attempts=await self._judged(seen.attempts))
+
+    async def wait(
+        self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
+    ) -> tuple[MemberState, ...]:
+        """See `Runner.wait`. It is looked again and again: a desk that waited would answer nobody else."""
+        told = {k: replace(each, state=self._seen.get(k, each.state)) for k, each in known.items()}
+        until = time.monotonic() + seconds
+        while True:
+            states = [await self.status(*key) for key in told]
+            news = any(_differs(each, told[each.job, each.epoch]) for each in states)
+            left = until - time.monotonic()
+            if news or left <= 0:
+                return tuple(states)
+            await asyncio.sleep(min(self._every, left))
+
+    async def void(
+        self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
+    ) -> MemberState:
+        """See `Runner.void`. From here on no call can begin it; that none need try is only told."""
+        state = await super().void(job, epoch, because=because, timeout=timeout)
+        if state.state is RunnerState.VOIDED and state.engine == NAME:
+            turn = (await self._turns((state,)))[_name(state)]
+            for each in turn["given"]:
+                with suppress(HostError):
+                    await self.port.cancel(each)
+        return await self._one(state)
+
+    async def kill(
+        self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
+    ) -> MemberState:
+        """See `Runner.kill`. Where no container has it, nobody would hear of it: its call goes, and its end is written down."""
+        state = await super().kill(job, epoch, grace=grace, timeout=timeout)
+        if state.state in UNSURE and (state.beat_age or 0.0) > SILENT:
+            turn = (await self._turns((state,)))[_name(state)]
+            for each in {*turn["given"], turn["call"]} - {None}:
+                await self.port.cancel(each)
+            await self.port.desk("end", job, epoch, "cancelled while it waited for a container")
+            state = await super().status(job, epoch)
+        return await self._one(state)
+
+    # --- judging --------------------------------------------------------------------------------
+
+    async def _one(self, state: MemberState) -> MemberState:
+        return (await self._judged((state,)))[0]
+
+    async def _judged(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
+        """What is true of each, by its files and, where these do not say it, by its turn and Modal."""
+        unsure = [each for each in states if _is_unsure(each)]
+        turns = await self._turns(unsure) if unsure else {}
+        judged = [
+            await self._judge(each, turns[_name(each)]) if _is_unsure(each) else each
+            for each in states
+        ]
+        self._seen.update({(each.job, each.epoch): each.state for each in judged})
+        return tuple(judged)
+
+    async def _judge(self, state: MemberState, turn: Mapping[str, Any]) -> MemberState:
+        for _ in range(TURNS):
+            if not _is_unsure(state):
+                return state
+            living = await self._lives(turn)
+            if living or (turn["call"] is None and turn["age"] < ON_ITS_WAY):
+                return _alive(state, living)
+            before, known = state, turn
+            state = await super().status(state.job, state.epoch)
+            turn = (await self._turns((state,)))[_name(state)]
+            if (state.state, turn["number"], turn["call"]) == (
+                before.state,
+                known["number"],
+                known["call"],
+            ):
+                break
+        if state.state is RunnerState.QUEUED:
+            because = "Modal has no call for it any more, and it never began"
+            return await super().void(state.job, state.epoch, because=because)
+        return replace(state, state=RunnerState.LOST, survivors=0)
+
+    async def _lives(self, turn: Mapping[str, Any]) -> str | None:
+        """The call that has the turn, or waits for it."""
+        for each in [turn["call"]] if turn["call"] else turn["given"]:
+            if await self.port.lives(each):
+                return str(each)
+        return None
+
+    async def _turns(self, states: Sequence[MemberState]) -> dict[str, dict[str, Any]]:
+        return await self.port.desk("turns", [[each.job, each.epoch] for each in states])
+
+
+def engine_of(call: Call) -> Engine:
+    """As a launch names it."""
+    return Engine(NAME, (json.dumps(call.document()),))
+
+
+def _is_unsure(state: MemberState) -> bool:
+    return state.engine == NAME and state.state in UNSURE
+
+
+def _alive(state: MemberState, call: str | None) -> MemberState:
+    if state.state is RunnerState.QUEUED:
+        says = (
+            f"call {call} waits for a container of Modal" if call else "it is on its way to Modal"
+        )
+        return replace(state, engine_says=says)
+    runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
+    return replace(state, state=runs, survivors=None)
+
+
+def _differs(state: MemberState, known: Known) -> bool:
+    return (state.state, state.log_size, state.checkpoints, state.step) != (
+        known.state,
+        known.log_size,
+        known.checkpoints,
+        known.step,
+    )
+
+
+def _name(state: MemberState) -> str:
+    return f"{state.job}.{state.epoch}"

@@ -1,0 +1,365 @@
+"""The work: a stint of a job, in a container that has its GPU. It takes its turn at the desk, copies the attempt from the volume to the
+container's own disk, and begins it there under the runner's supervisor, as an engine's node does (`runner.py`, `begin.sh`).
+
+Beside it this process brings what is new to the volume, every few seconds: the log, complete checkpoints, the state; and hears whether
+the job was cancelled. At the end come all artefacts, and the exit record after them. So the volume holds what every machine's disk would
+hold, and no database or half-written checkpoint ever lies on it.
+
+A container may be taken away at any moment, and the same call begins again in another: it goes on from the newest checkpoint of the
+volume. It may be told before (KeyboardInterrupt): the command is asked to save. A stint that comes to the end of its call, and has made
+a checkpoint, hands over to another call, as long as the job may still run; nobody else needs to be there for that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from groupwise.jobs.clouds.modal.coordinator import ASKED, attempt
+from groupwise.jobs.clouds.modal.port import ROOT, Call
+from groupwise.jobs.hosts import runner
+
+FRESH = (ASKED, "turn.json", "log", "exit.json", "outcome.json", "bell", "queued.json.voided")
+"""What of the volume's folder is not the supervisor's to begin with."""
+EVICTED_SECONDS = 27.0
+"""For the supervisor to end, which gives its command 25; Modal gives a container 30."""
+
+
+class Volume(Protocol):
+    """As a container has it."""
+
+    def commit(self) -> None:
+        """What was written is there for others."""
+        ...
+
+    def reload(self) -> None:
+        """What others have committed is seen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the container has."""
+
+    home: str
+    """Where the volume is."""
+    scratch: str
+    """A folder of its own disk."""
+    volume: Volume
+    desk: Callable[..., Any]
+    spawn: Callable[[Call], str]
+    """Another call, with the same secrets."""
+    variables: Mapping[str, str]
+    """For commands that do not set them: where caches are."""
+    environment: Mapping[str, str]
+    """In which secrets of the workspace are."""
+
+
+def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) -> str:
+    """`me`: the id of this call. How it ended, for who looks at Modal's own pages."""
+    turn = around.desk("take", call.job, call.epoch, call.number, me)
+    if turn is None:
+        return "it is another call's turn, or the job is over"
+    if turn["handed_over"]:  # and this container was taken away before it could spawn the next call
+        return follow(call, around)
+    around.volume.reload()
+    there = around.environment
+    named = {name: there[name] for name in call.variables if name in there}
+    return Stint(call, me, around, turn["spent"]).run({**named, **secrets})
+
+
+def follow(call: Call, around: Surroundings) -> str:
+    """The next stint, in a call of its own."""
+    following = replace(call, number=call.number + 1)
+    spawned = around.spawn(following)
+    around.desk("note", call.job, call.epoch, following.number, spawned)
+    return "another call goes on with it"
+
+
+class Stint:
+    """One of them."""
+
+    def __init__(self, call: Call, me: str, around: Surroundings, spent: float) -> None:
+        self.call, self.me, self.around, self.spent = call, me, around, spent
+        self.there = attempt(around.home, call.job, call.epoch)
+        self.here = attempt(around.scratch, call.job, call.epoch)
+        self.asked = runner.read_json(self.there.at(ASKED), runner.LARGEST_TOKEN) or {}
+        spec: dict[str, Any] = self.asked["spec"]
+        self.artefacts: list[str] = spec["artefacts"]
+        self.folders: list[str] = spec["checkpoints"]
+        most = call.timeout - call.spare
+        left = most if call.limit is None else call.limit - spent
+        self.is_last = call.limit is not None and left <= most
+        """The job's time is up before this call's."""
+        self.seconds = max(0.001, min(most, left))
+        self.brought: dict[str, tuple[int, Any]] = {}
+        """Checkpoints that the volume has: their steps, and what their lists of files were."""
+        self.began_at = -1
+        """The step of the checkpoint that it goes on from."""
+        self.log_there = runner.size_of(self.there.at("log"))
+        self.state: dict[str, Any] = {}
+        self.not_kept: dict[str, str] = {}
+
+    def run(self, secrets: Mapping[str, str]) -> str:
+        """To its end, or to the end of this call."""
+        self.lay_out(secrets)
+        process = self.begin()
+        try:
+            while not self.has_ended(process):
+                self.share()
+        except BaseException:  # told to leave: whatever it is, the command is to save first
+            self.leave(process)
+            raise
+        return self.settle()
+
+    def has_ended(self, process: subprocess.Popen[bytes]) -> bool:
+        """After a while, or at once."""
+        try:
+            process.wait(self.call.every)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    # - before
+
+    def lay_out(self, secrets: Mapping[str, str]) -> None:
+        """The attempt on this disk, as if it had been queued here, with the newest checkpoint in place."""
+        shutil.rmtree(self.here.path, ignore_errors=True)
+        runner.make_folder(os.path.dirname(self.here.path))
+        ignored = shutil.ignore_patterns(*FRESH)
+        shutil.copytree(
+            self.there.path,
+            self.here.path,
+            symlinks=True,
+            ignore=lambda folder, names: (
+                ignored(folder, names) if folder == self.there.path else set()
+            ),
+        )
+        runner.write_file(self.here.at("log"), b"")
+        state = runner.read_json(self.there.at("state.json")) or {}
+        gone = ("pid", "start_ticks", "started_at", "supervisor", "cgroup")
+        queued = {name: value for name, value in state.items() if name not in gone}
+        runner.write_json(self.here.at("state.json"), {**queued, "phase": "queued"})
+        runner.write_file(self.here.at(runner.TOKEN), runner.as_bytes(self.token(secrets)))
+
+    def token(self, secrets: Mapping[str, str]) -> dict[str, Any]:
+        """What the supervisor begins with; it removes the file before its command starts."""
+        spec, limits = self.asked["spec"], dict(self.asked["spec"].get("limits") or {})
+        limits["time_seconds"] = self.seconds
+        variables: dict[str, str] = {**self.around.variables, **(spec.get("environment") or {})}
+        return {
+            **self.asked,
+            "root": os.path.join(self.around.scratch, ROOT),
+            "spec": {
+                **spec,
+                "environment": {n: v for n, v in variables.items() if n not in secrets},
+                "secrets": sorted(secrets),
+                "limits": limits,
+            },
+            "secrets": dict(secrets),
+            "python": self.call.python or sys.executable,
+            "resume": self.newest(),
+        }
+
+    def newest(self) -> dict[str, Any] | None:
+        """The checkpoint to go on from; all are in the working folder already."""
+        found = runner.checkpoints_of(self.here, self.folders)
+        self.brought = {each.path: (each.step, self.mark(each)) for each in found}
+        first: dict[str, Any] = self.asked.get("resume") or {}
+        if not found:
+            return {**first, "manifest": {}} if first else None
+        self.began_at = found[-1].step
+        return {"manifest": {}, "step": found[-1].step, "path": found[-1].path}
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        """The supervisor, in a session of its own: what is told to this process is not told to it."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(self.call.gpus))
+        )
+        names = ("HOME", "USER", "PATH", "LANG", "LD_LIBRARY_PATH")
+        passed = {name: os.environ[name] for name in names if name in os.environ}
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-X", "utf8", self.here.at("runner.py"), self.here.path],
+            env={**passed, "CUDA_VISIBLE_DEVICES": visible if self.call.gpus else ""},
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    # - while it runs
+
+    def share(self) -> None:
+        """What is new goes to the volume, and what is new there is heard."""
+        self.share_log()
+        self.share_state()
+        self.share_checkpoints()
+        runner.set_cell(self.there.at("heartbeat"), f"{runner.boot_clock():.3f}")
+        self.around.volume.commit()
+        self.around.volume.reload()
+        self.hear()
+
+    def share_log(self) -> None:
+        """Behind what earlier stints have said."""
+        with open(self.here.at("log"), "rb") as source, open(self.there.at("log"), "r+b") as log:
+            source.seek(log.seek(0, os.SEEK_END) - self.log_there)
+            shutil.copyfileobj(source, log)
+
+    def share_state(self) -> None:
+        """Under another machine's name: pids of this container say nothing at the desk."""
+        state = runner.read_json(self.here.at("state.json")) or {}
+        told = {**state, "boot_id": f"{self.me} {self.call.number}"}
+        if state.get("phase") != "queued" and told != self.state:
+            self.state = told
+            runner.write_json(self.there.at("state.json"), told)
+
+    def share_checkpoints(self) -> None:
+        """New ones, whole; those that the command has removed go once there is a later one."""
+        found = runner.checkpoints_of(self.here, self.folders)
+        for each in found:
+            if self.brought.get(each.path) != (each.step, self.mark(each)):
+                self.bring(each)
+        newest = found[-1].step if found else -1
+        for path in set(self.brought) - {each.path for each in found}:
+            if self.brought[path][0] < newest:
+                shutil.rmtree(os.path.join(self.there.work, path), ignore_errors=True)
+                del self.brought[path]
+
+    def mark(self, checkpoint: runner.Checkpoint) -> tuple[int, int]:
+        """Differs once it is another one of the same name."""
+        found = checkpoint.found[checkpoint.manifest]
+        return found.st_mtime_ns, found.st_size
+
+    def bring(self, checkpoint: runner.Checkpoint) -> None:
+        """Its list of files last. One that is removed meanwhile does not come."""
+        source, target = (
+            os.path.join(work, checkpoint.path) for work in (self.here.work, self.there.work)
+        )
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            for path in (*checkpoint.files, "manifest.json"):
+                os.makedirs(os.path.dirname(os.path.join(target, path)), exist_ok=True)
+                shutil.copy2(os.path.join(source, path), os.path.join(target, path))
+        except OSError as error:
+            shutil.rmtree(target, ignore_errors=True)
+            if runner.is_full(error):
+                raise
+            return
+        self.brought[checkpoint.path] = (checkpoint.step, self.mark(checkpoint))
+
+    def hear(self) -> None:
+        """Whoever cancels it writes to the volume."""
+        grace = runner.number_in(runner.cell_words(self.there.at("cancel")))
+        if grace is not None and grace != runner.number_in(
+            runner.cell_words(self.here.at("cancel"))
+        ):
+            runner.set_cell(self.here.at("cancel"), f"{grace:.3f}")
+            runner.ring(self.here)
+
+    # - after
+
+    def leave(self, process: subprocess.Popen[bytes]) -> None:
+        """The command may save; what it has saved is kept. Had it come to its end, that is kept as well."""
+        runner.evict(self.here, runner.EVICT_GRACE)
+        try:
+            process.wait(EVICTED_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        record = runner.read_json(self.here.at("exit.json")) or {}
+        if record.get("reason") in ("exited", "cancelled"):
+            self.settle()
+        else:
+            self.share_log()
+            self.share_checkpoints()
+            self.around.volume.commit()
+
+    def settle(self) -> str:
+        """What is to be known of its end, on the volume; or the next stint."""
+        record = runner.read_json(self.here.at("exit.json"))
+        if record is None and (runner.read_json(self.here.at("state.json")) or {}).get("refused"):
+            self.share_state()
+            self.around.volume.commit()
+            return "refused"
+        if record is None:
+            raise RuntimeError("the supervisor ended without an exit record")
+        limit, spent = self.call.limit, self.spent + float(record.get("seconds") or 0.0)
+        self.is_last = self.is_last or (limit is not None and spent >= limit)
+        if record["reason"] == "time_limit" and not self.is_last and self.goes_on():
+            return follow(self.call, self.around)
+        self.share_log()
+        self.share_state()
+        for path in self.artefacts:
+            self.keep(os.path.join(self.here.work, path), os.path.join(self.there.work, path))
+        runner.write_json(self.there.at("exit.json"), self.told(record))
+        self.around.volume.commit()
+        return str(record["reason"])
+
+    def goes_on(self) -> bool:
+        """This call's time is up, and not the job's: from a checkpoint that this stint has made, since one that makes none never ends."""
+        self.share_log()
+        self.share_checkpoints()
+        if max((step for step, _ in self.brought.values()), default=-1) <= self.began_at:
+            return False
+        self.around.volume.commit()
+        call = self.call
+        return bool(self.around.desk("hand_over", call.job, call.epoch, call.number, self.me))
+
+    def told(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the whole job, and not of this stint alone."""
+        found = {**record, "seconds": self.spent + float(record.get("seconds") or 0.0)}
+        if record["reason"] == "time_limit":
+            call = f"its call's time of {self.call.timeout:g} s was up, and it had made no checkpoint in it to go on from"
+            job = f"its time limit of {self.call.limit or 0:g} s was reached"
+            found["message"] = job if self.is_last else call
+        if self.not_kept:
+            listed = ", ".join(f"{path} ({why})" for path, why in [*self.not_kept.items()][:5])
+            found["message"] = f"{found.get('message') or ''} not kept: {listed}".strip()
+        return found
+
+    def keep(self, source: str, target: str) -> None:
+        """Have the same there; what is the same already is left alone."""
+        try:
+            if os.path.islink(source):
+                _remove(target)
+                os.symlink(os.readlink(source), target)
+            elif os.path.isdir(source):
+                self.keep_folder(source, target)
+            elif os.path.isfile(source) and not _is_same(source, target):
+                _remove(target)
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                shutil.copy2(source, target)
+            elif not os.path.lexists(source):
+                _remove(target)
+        except OSError as error:
+            self.not_kept[os.path.relpath(source, self.here.work)] = error.strerror or str(error)
+
+    def keep_folder(self, source: str, target: str) -> None:
+        """All that is in it, and nothing else."""
+        if os.path.islink(target) or os.path.isfile(target):
+            _remove(target)
+        os.makedirs(target, exist_ok=True)
+        names = os.listdir(source)
+        for name in set(os.listdir(target)) - set(names):
+            _remove(os.path.join(target, name))
+        for name in names:
+            self.keep(os.path.join(source, name), os.path.join(target, name))
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def _is_same(source: str, target: str) -> bool:
+    """By size and time, which copies keep."""
+    try:
+        one, other = os.stat(source), os.lstat(target)
+    except FileNotFoundError:
+        return False
+    return (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)

@@ -1,0 +1,95 @@
+"""Ray as a backend: the machine whose runner is spoken to reaches Ray's head, and jobs wait until Ray has what they need free on a node."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import Capabilities, Order
+from groupwise.jobs.clouds.queueing import EngineBackend
+from groupwise.jobs.hosts.driver import Engine
+from groupwise.jobs.hosts.ray import ADDRESS, GANG, WANTED, RayRunner
+
+USUAL_CPUS = 1
+"""What asks for nothing, Ray does not count, and runs beside its own processes on the head."""
+OWN = {"CPU": "--cpus", "GPU": "--gpus", "memory": "--memory"}
+"""Resources that are asked for under names of their own."""
+MOST = 1e9
+"""Of a resource."""
+
+
+class RayBackend(EngineBackend):
+    """See `groupwise.jobs.clouds.backend.Backend`."""
+
+    capabilities = Capabilities(nodes=True, queues=True)
+
+    def __init__(self, name: str, runner: RayRunner, where: str) -> None:
+        """`where`: the head, for people."""
+        super().__init__(name, runner, where)
+        self._ray = runner
+
+    async def _engine(self, order: Order) -> Engine:
+        """See `EngineBackend._engine`."""
+        return Engine(
+            await self._ray.word(), ray_options(order.asks, order.gpus, nodes=order.nodes)
+        )
+
+    async def _asked(self, engine: Engine) -> tuple[str, str]:
+        """See `EngineBackend._asked`. Whether there is so much anywhere Ray says of no job: it waits for a node that may come."""
+        return f"Ray, with {engine.options[0]}", f"Ray has free: {await self._ray.free()}"
+
+
+def ray_options(asks: Mapping[str, Any], gpus: int, *, nodes: int = 1) -> tuple[str]:
+    """Of a job that asks for this, and so many GPUs, of each node, in the words of the Jobs API."""
+    found: dict[str, Any] = {"entrypoint_num_cpus": asks.get("cpus") or USUAL_CPUS}
+    if gpus:
+        found["entrypoint_num_gpus"] = gpus
+    if asks.get("memory"):
+        found["entrypoint_memory"] = asks["memory"]
+    if asks.get("resources"):
+        found["entrypoint_resources"] = dict(asks["resources"])
+    if nodes > 1:
+        resources = found.pop("entrypoint_resources", {})
+        bundle = {WANTED[name]: amount for name, amount in found.items()}
+        found = {GANG: {"nodes": nodes, "bundle": {**bundle, **resources}}}
+    return (json.dumps(found),)
+
+
+def resources_of(words: Iterable[str]) -> dict[str, float]:
+    """From NAME=N, as somebody wrote them. Raises UsageError for what is no resource, or not one of these."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, _, number = word.rpartition("=")
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = 0.0
+        if not name or name.startswith("-") or not 0 < amount < MOST:
+            raise UsageError(
+                f"--resource {word}: NAME=N is expected, a resource of Ray's nodes and a number above 0, as accelerator_type:A100=0.001."
+            )
+        if name in OWN:
+            raise UsageError(f"--resource {word}: this one is asked for by {OWN[name]}.")
+        if name in found:
+            raise UsageError(f"--resource {word}: {name} stands there twice.")
+        found[name] = amount
+    return found
+
+
+def checked_address(word: str) -> str:
+    """Of a head's dashboard, as somebody wrote it, in one form. Raises UsageError."""
+    found = word.rstrip("/")
+    try:
+        of_http = urlsplit(found)
+        is_one = of_http.scheme in ("http", "https") and of_http.hostname and of_http.port != 0
+    except ValueError:
+        is_one = False
+    if not is_one or "," in found or "@" in found:
+        raise UsageError(
+            f"--address {word.rpartition('@')[2]}: the address of Ray's dashboard is expected, as that machine reaches it: {ADDRESS}. Its "
+            "token is read there."
+        )
+    return found

@@ -1,0 +1,94 @@
+"""Slurm as a backend: the machine whose runner is spoken to is a login node, and jobs wait in Slurm's queue for a node of theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import Capabilities, Order
+from groupwise.jobs.clouds.queueing import EngineBackend
+from groupwise.jobs.hosts.driver import Engine
+from groupwise.jobs.hosts.slurm import NAME, SlurmRunner
+from groupwise.jobs.hosts.spec import Limits
+
+SPARE_SECONDS = 120.0
+"""That Slurm gives a job beyond its own limit, so that the runner ends it, with a record of why."""
+OURS = (
+    *("--job-name", "-J", "--chdir", "-D", "--output", "-o", "--error", "-e", "--open-mode"),
+    *("--array", "-a", "--requeue", "--no-requeue", "--wrap", "--test-only", "--parsable"),
+    *("--time", "-t", "--nodes", "-N", "--wait", "-W", "--export", "--input", "-i"),
+    *("--ntasks", "-n", "--ntasks-per-node", "--clusters", "-M"),
+)
+"""Options of sbatch with which a job would not be found again, or not be one."""
+NAMED = {
+    "partition": "--partition",
+    "account": "--account",
+    "qos": "--qos",
+    "cpus": "--cpus-per-task",
+    "memory": "--mem",
+}
+"""What is asked of Slurm under names of its own."""
+
+
+class SlurmBackend(EngineBackend):
+    """See `groupwise.jobs.clouds.backend.Backend`."""
+
+    capabilities = Capabilities(nodes=True, queues=True)
+
+    def __init__(self, name: str, runner: SlurmRunner, where: str) -> None:
+        """`where`: the login node, for people."""
+        super().__init__(name, runner, where)
+        self._slurm = runner
+
+    async def _engine(self, order: Order) -> Engine:
+        """See `EngineBackend._engine`."""
+        options = sbatch_options(order.asks, order.gpus, order.spec.limits, nodes=order.nodes)
+        return Engine(NAME, options)
+
+    async def _asked(self, engine: Engine) -> tuple[str, str]:
+        """See `EngineBackend._asked`."""
+        says = await self._slurm.try_options(engine.options)
+        return f"Slurm: sbatch {' '.join(engine.options)}", f"Slurm says: {says}"
+
+
+def sbatch_options(
+    asks: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1
+) -> tuple[str, ...]:
+    """Of a job that asks for this, and so many GPUs of each node. Raises UsageError for an option that would make another job of it."""
+    options = [f"{option}={asks[name]}" for name, option in NAMED.items() if asks.get(name)]
+    options.append(f"--nodes={nodes}")
+    if nodes > 1:
+        options.append("--ntasks-per-node=1")
+    if gpus:
+        kind = f"{asks['gpu']}:" if asks.get("gpu") else ""
+        options.append(f"--gpus-per-node={kind}{gpus}")
+    if limits.time_seconds is not None:
+        seconds = limits.time_seconds + (limits.grace_seconds or 0.0) + SPARE_SECONDS
+        options.append(f"--time={math.ceil(seconds / 60)}")
+    return (*options, *checked_options(asks.get("options", ())))
+
+
+def _is_ours(name: str) -> bool:
+    """Also shortened, as sbatch takes long ones, and with its value behind a letter."""
+    if name.startswith("--"):
+        return any(each.startswith(name) for each in OURS)
+    return name[:2] in OURS
+
+
+def checked_options(options: Sequence[Any]) -> tuple[str, ...]:
+    """Options of sbatch as somebody wrote them. Raises UsageError for one that would make another job of it."""
+    found = tuple(map(str, options))
+    for option in found:
+        name = option.partition("=")[0]
+        if not option.startswith("-"):
+            raise UsageError(
+                f"--sbatch {option}: an option of sbatch is expected, with its value behind `=`, as --sbatch=--constraint=a100."
+            )
+        if _is_ours(name):
+            raise UsageError(
+                f"--sbatch {option}: {name} is set by groupwise, so that the job is found again. "
+                "Its time is --max-hours, its machines are --nodes."
+            )
+    return found

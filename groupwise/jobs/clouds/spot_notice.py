@@ -1,0 +1,68 @@
+"""On a spot machine: asks its metadata service whether AWS wants it back, and then tells the jobs on it, so that they save and end.
+
+This file travels in the machine's user data and is run there as root, from every start on. It needs Python 3.8 and nothing else. AWS gives
+two minutes' notice; a job has most of them: the file `evict` in its folder says how many seconds (`groupwise/jobs/hosts/runner.py`).
+"""
+
+import glob
+import os
+import sys
+import time
+import urllib.request
+
+SERVICE = "http://169.254.169.254"
+EVERY = 5.0
+"""Seconds between questions, as AWS advises."""
+TO_SAVE = 90
+"""Seconds of the two minutes; the rest is for bringing what was saved to whoever watches."""
+PATIENCE = 2.0
+
+
+def wanted_back(service: str) -> bool:
+    """Whether there is a notice. A service that does not answer has given none."""
+    try:
+        asked = urllib.request.Request(
+            service + "/latest/api/token",
+            method="PUT",
+            headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+            token = answer.read().decode()
+        asked = urllib.request.Request(
+            service + "/latest/meta-data/spot/instance-action",
+            headers={"X-aws-ec2-metadata-token": token},
+        )
+        with urllib.request.urlopen(asked, timeout=PATIENCE):
+            return True
+    except (OSError, ValueError):  # 404 among them: no notice
+        return False
+
+
+def tell(root: str) -> None:
+    """All attempts below this folder of a runner, those that have ended too: they take no notice."""
+    for folder in glob.glob(os.path.join(glob.escape(root), "attempts", "*")):
+        new = os.path.join(folder, "evict.new")
+        try:
+            with open(new, "w") as file:
+                file.write(str(TO_SAVE))
+            os.chmod(new, 0o644)
+            os.replace(new, os.path.join(folder, "evict"))
+        except OSError:
+            continue  # it was removed meanwhile, or is no folder
+
+
+def main() -> None:
+    """Until the machine is gone; an attempt that begins after the notice is told too."""
+    root = sys.argv[1]
+    service = sys.argv[2] if len(sys.argv) > 2 else SERVICE
+    every = float(sys.argv[3]) if len(sys.argv) > 3 else EVERY
+    told = False
+    while True:
+        told = told or wanted_back(service)
+        if told:
+            tell(root)
+        time.sleep(every)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,335 @@
+"""Jobs: submit, look, cancel, hold, release, try again, remove. A submission that names itself is made once, however often it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Query, Request
+from fastapi.responses import Response
+from pydantic import Field
+from sqlalchemy.orm import Session
+
+from groupwise.api.http.declared import Route
+from groupwise.api.schemas.fleet import (
+    MOST_JOBS,
+    CancelBody,
+    CancelJobsBody,
+    FleetBody,
+    JobsBody,
+    PruneBody,
+)
+from groupwise.api.schemas.idempotency import idempotency_key
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.api.serving import Asked, AskedHere, document
+from groupwise.jobs.fleet.queue.request import JobRequest
+from groupwise.jobs.fleet.states import JobStatus
+from groupwise.jobs.fleet.verbs import jobs, prune, submission
+
+T = TypeVar("T")
+TAG = "jobs"
+
+Project = Annotated[
+    str | None,
+    Query(max_length=80, description="Whom it counts for; without it the key's own, or `default`."),
+]
+
+
+class ArrayBody(FleetBody):
+    """Jobs that are accepted together or not at all."""
+
+    jobs: list[JobRequest] = Field(min_length=1, max_length=MOST_JOBS)
+
+
+async def submit_job(
+    asked: AskedHere, request: Request, body: JobRequest, project: Project = None
+) -> Response:
+    """Accept a job; once this is answered it is on disk. The same Idempotency-Key again answers with the same job."""
+    accepted = await _submitted(asked, request, [body], project)
+    return document(accepted[0], 201)
+
+
+async def submit_jobs(
+    asked: AskedHere, request: Request, body: ArrayBody, project: Project = None
+) -> Response:
+    """Accept several jobs, all of them or none. The same Idempotency-Key again answers with the same jobs."""
+    return document(await _submitted(asked, request, body.jobs, project), 201)
+
+
+async def _submitted(
+    asked: Asked, request: Request, requests: list[JobRequest], project: str | None
+) -> list[dict[str, Any]]:
+    key = idempotency_key(request.headers)
+    accepted = await _as_asked(
+        asked,
+        lambda session: submission.submit_all(
+            session,
+            asked.actor,
+            requests,
+            project=project,
+            key=key,
+            allowed=asked.serving.allowed,
+        ),
+    )
+    asked.serving.doorbell.ring([each["job_id"] for each in accepted])
+    return accepted
+
+
+async def plan_job(asked: AskedHere, body: JobRequest, project: Project = None) -> Response:
+    """What it would be, where it could run now, and why it would wait; nothing is submitted."""
+    return document(
+        await _as_asked(
+            asked,
+            lambda session: submission.plan(
+                session, asked.actor, body, project=project, allowed=asked.serving.allowed
+            ),
+        )
+    )
+
+
+async def _as_asked(asked: Asked, fn: Callable[[Session], T]) -> T:
+    """What admission finds wrong is the caller's mistake."""
+    try:
+        return await asked.run(fn)
+    except UsageError as error:
+        raise Refusal("invalid_request", error.message) from error
+
+
+async def list_jobs(
+    asked: AskedHere,
+    ids: Annotated[
+        list[str] | None,
+        Query(max_length=jobs.MOST_LISTED, description="Only these; several times for several."),
+    ] = None,
+    status: Annotated[list[JobStatus] | None, Query(description="One or several.")] = None,
+    project: Annotated[str | None, Query(max_length=80)] = None,
+    name: Annotated[str | None, Query(max_length=256)] = None,
+    kind: Annotated[str | None, Query(max_length=80, description="GRPO, COMMAND …")] = None,
+    vm: Annotated[str | None, Query(max_length=80, description="Where it runs, or ran.")] = None,
+    label: Annotated[
+        list[str] | None, Query(description="`key=value`; with several all must be so.")
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        Query(max_length=80, description="Those made before this job: the last of a list."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
+) -> Response:
+    """Jobs, the newest first."""
+    wanted = jobs.filter_of(
+        ids=ids,
+        status=status,
+        project=project,
+        name=name,
+        kind=kind,
+        vm=vm,
+        label=label,
+        older_than=older_than,
+        limit=limit,
+    )
+    return document(await asked.read(lambda session: jobs.listing(session, asked.actor, wanted)))
+
+
+async def show_job(asked: AskedHere, job_id: str) -> Response:
+    """All about one job: its attempts with their evidence, why it waits, what happened to it."""
+    return document(await asked.read(lambda session: jobs.show(session, asked.actor, job_id)))
+
+
+async def follow_job(asked: AskedHere, job_id: str) -> Response:
+    """How far it is: status, exit code, reason, and the epochs of its attempts; little, for who asks often."""
+    return document(await asked.read(lambda session: jobs.progress(session, asked.actor, job_id)))
+
+
+async def cancel_job(asked: AskedHere, job_id: str, body: CancelBody | None = None) -> Response:
+    """Have it end, in whatever state it is: 202, and `cancelled` once nothing of it is left; asked twice, it is the same."""
+    reason = None if body is None else body.reason
+    found = await asked.run(lambda session: jobs.cancel(session, asked.actor, job_id, reason))
+    asked.serving.doorbell.ring([job_id])
+    return document(found, 202)
+
+
+async def hold_job(asked: AskedHere, job_id: str) -> Response:
+    """Have a waiting job wait until it is released."""
+    return document(await asked.run(lambda session: jobs.hold(session, asked.actor, job_id)))
+
+
+async def release_job(asked: AskedHere, job_id: str) -> Response:
+    """Let a held job go on."""
+    found = await asked.run(lambda session: jobs.release(session, asked.actor, job_id))
+    asked.serving.doorbell.ring([job_id])
+    return document(found)
+
+
+async def retry_job(asked: AskedHere, job_id: str) -> Response:
+    """Begin a failed or cancelled job anew, from its last checkpoint where it has one."""
+    found = await asked.run(
+        lambda session: jobs.retry(session, asked.actor, job_id, allowed=asked.serving.allowed)
+    )
+    asked.serving.doorbell.ring([job_id])
+    return document(found)
+
+
+async def cancel_jobs(asked: AskedHere, body: CancelJobsBody) -> Response:
+    """Have many end: each as it is then, or `job_id` and `error` where it was refused."""
+    return await _together(asked, body, jobs.cancelling(body.reason))
+
+
+async def hold_jobs(asked: AskedHere, body: JobsBody) -> Response:
+    """Have many wait until they are released, answered likewise."""
+    return await _together(asked, body, jobs.holding)
+
+
+async def release_jobs(asked: AskedHere, body: JobsBody) -> Response:
+    """Let many go on that are held, answered likewise."""
+    return await _together(asked, body, jobs.releasing)
+
+
+async def retry_jobs(asked: AskedHere, body: JobsBody) -> Response:
+    """Begin many anew that failed or were cancelled, answered likewise."""
+    return await _together(asked, body, jobs.retrying(asked.serving.allowed))
+
+
+async def _together(asked: Asked, body: JobsBody, change: jobs.Change) -> Response:
+    found = await asked.run(lambda session: jobs.together(session, asked.actor, body.jobs, change))
+    asked.serving.doorbell.ring(jobs.changed(found))
+    return document(found)
+
+
+async def prune_jobs(asked: AskedHere, body: PruneBody) -> Response:
+    """Remove jobs that ended long ago, with their logs and artefacts: their ids, and how many bytes that frees."""
+    folders = asked.serving.folders
+    found = await asyncio.to_thread(
+        prune.clear_away,
+        asked.serving.database,
+        folders.blobs,
+        (folders.logs, folders.artefacts),
+        asked.actor,
+        body.older_than,
+        project=body.project,
+        status=jobs.ended_statuses(body.status),
+        dry_run=body.dry_run,
+    )
+    return document(found)
+
+
+def _changing(path: str, handler: Any, later: str = "", *, takes_body: bool = False) -> Route:
+    """`later`: it is answered before it is done."""
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        role=Role.ACT,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("unknown_job", "job_state"),
+        takes_body=takes_body,
+        works=True,
+        status=202 if later else 200,
+        later=later,
+    )
+
+
+def _of_many(path: str, handler: Any) -> Route:
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        role=Role.ACT,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+        takes_body=True,
+        works=True,
+    )
+
+
+ROUTES = (
+    Route(
+        method="POST",
+        path="/jobs",
+        handler=submit_job,
+        role=Role.ACT,
+        tag=TAG,
+        status=201,
+        answer=dict[str, Any],
+        codes=("idempotency_key_reused",),
+        takes_body=True,
+        works=True,
+        named=True,
+    ),
+    Route(
+        method="POST",
+        path="/jobs/array",
+        handler=submit_jobs,
+        role=Role.ACT,
+        tag=TAG,
+        status=201,
+        answer=list[dict[str, Any]],
+        codes=("idempotency_key_reused",),
+        takes_body=True,
+        works=True,
+        named=True,
+    ),
+    Route(
+        method="POST",
+        path="/jobs/plan",
+        handler=plan_job,
+        role=Role.READ,
+        tag=TAG,
+        answer=dict[str, Any],
+        takes_body=True,
+    ),
+    Route(
+        method="GET",
+        path="/jobs",
+        handler=list_jobs,
+        role=Role.READ,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+        codes=("unknown_job",),
+    ),
+    Route(
+        method="GET",
+        path="/jobs/{job_id}",
+        handler=show_job,
+        role=Role.READ,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("unknown_job",),
+    ),
+    Route(
+        method="GET",
+        path="/jobs/{job_id}/progress",
+        handler=follow_job,
+        role=Role.READ,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("unknown_job",),
+    ),
+    _changing(
+        "/jobs/{job_id}/cancel",
+        cancel_job,
+        "It was heard. The status is `cancelled` once nothing of it is left: at once where it waited.",
+        takes_body=True,
+    ),
+    _changing("/jobs/{job_id}/hold", hold_job),
+    _changing("/jobs/{job_id}/release", release_job),
+    _changing("/jobs/{job_id}/retry", retry_job),
+    _of_many("/jobs/cancel", cancel_jobs),
+    _of_many("/jobs/hold", hold_jobs),
+    _of_many("/jobs/release", release_jobs),
+    _of_many("/jobs/retry", retry_jobs),
+    Route(
+        method="POST",
+        path="/jobs/prune",
+        handler=prune_jobs,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=dict[str, Any],
+        takes_body=True,
+        works=True,
+        ends_with_client=False,
+    ),
+)

@@ -1,0 +1,114 @@
+"""Projects, and the keys of those who ask. Keys are made and revoked with an admin's key that is bound to no project."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.responses import Response
+
+from groupwise.api.http.declared import Route
+from groupwise.api.schemas.fleet import KeyBody, ProjectBody
+from groupwise.api.schemas.keys import Role
+from groupwise.jobs.fleet.api.serving import AskedHere, document
+from groupwise.jobs.fleet.verbs import keys, projects
+from groupwise.jobs.fleet.verbs.projects import UNCHANGED
+
+TAG = "people"
+
+
+async def list_projects(asked: AskedHere) -> Response:
+    """Those that the key may see, with what of them waits and runs."""
+    return document(await asked.read(lambda session: projects.listing(session, asked.actor)))
+
+
+async def change_project(asked: AskedHere, name: str, body: ProjectBody) -> Response:
+    """Set weight and quotas; a project that is not there yet is made."""
+    given = {field: getattr(body, field) for field in body.model_fields_set}
+    return document(
+        await asked.run(
+            lambda session: projects.change(
+                session,
+                asked.actor,
+                name,
+                weight=given.get("weight", UNCHANGED),
+                max_gpus=given.get("max_gpus", UNCHANGED),
+                max_waiting=given.get("max_waiting", UNCHANGED),
+            )
+        )
+    )
+
+
+async def list_keys(asked: AskedHere) -> Response:
+    """All keys, by what is known of them; none can be used by it."""
+    return document(await asked.read(lambda session: keys.listing(session, asked.actor)))
+
+
+async def make_key(asked: AskedHere, body: KeyBody) -> Response:
+    """Make one. Its text stands in this answer and nowhere else."""
+    made = await asked.run(
+        lambda session: keys.make(
+            session,
+            asked.actor,
+            body.role,
+            projects=body.projects,
+            lasts=body.seconds,
+            note=body.note,
+        )
+    )
+    return document(made, 201)
+
+
+async def revoke_key(asked: AskedHere, key_id: str) -> Response:
+    """From the next request on nobody is known by it."""
+    return document(await asked.run(lambda session: keys.revoke(session, asked.actor, key_id)))
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/projects",
+        handler=list_projects,
+        role=Role.READ,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+    ),
+    Route(
+        method="PUT",
+        path="/projects/{name}",
+        handler=change_project,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=dict[str, Any],
+        takes_body=True,
+        works=True,
+    ),
+    Route(
+        method="GET",
+        path="/keys",
+        handler=list_keys,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+    ),
+    Route(
+        method="POST",
+        path="/keys",
+        handler=make_key,
+        role=Role.ADMIN,
+        tag=TAG,
+        status=201,
+        answer=dict[str, Any],
+        takes_body=True,
+        works=True,
+    ),
+    Route(
+        method="POST",
+        path="/keys/{key_id}/revoke",
+        handler=revoke_key,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("unknown_key",),
+        works=True,
+    ),
+)

@@ -1,0 +1,132 @@
+"""How the fleet is doing: one document, the events as they are appended, numbers for Prometheus, and whether the process is alive."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import Response
+from sqlalchemy.orm import Session
+
+from groupwise.api.http.declared import Route
+from groupwise.api.http.prometheus import MEDIA_TYPE
+from groupwise.api.schemas.fleet import MOST_SERIAL
+from groupwise.api.schemas.keys import Role
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.api.serving import AskedHere, Serving, document
+from groupwise.jobs.fleet.metrics import render
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import DatabaseFailure
+from groupwise.jobs.fleet.store.schema import is_current
+from groupwise.jobs.fleet.verbs import status
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.documents import event_document
+
+TAG = "state"
+MOST_EVENTS = 1000
+EVERYTHING = Actor("metrics")
+
+
+async def healthz() -> Response:
+    """Whether the process lives: it answers."""
+    return document({"status": "ok"})
+
+
+async def readyz(request: Request) -> Response:
+    """Whether requests are answered; 503 with the reason where they are not."""
+    serving: Serving = request.app.state.shared
+    if serving.ending.is_set():
+        return document({"status": "not_ready", "detail": "the server is shutting down"}, 503)
+    try:
+        ready = await asyncio.to_thread(serving.database.at_rest, is_current)
+    except (
+        DatabaseFailure,
+        UsageError,
+    ):  # its words name the database, which is for those with a key
+        ready = False
+    if not ready:
+        return document(
+            {
+                "status": "not_ready",
+                "detail": "the database does not answer, or is of another version",
+            },
+            503,
+        )
+    return document({"status": "ok"})
+
+
+async def overview(asked: AskedHere) -> Response:
+    """Jobs by status, machines and GPUs, the control plane, and what somebody should look at."""
+    folders = asked.serving.folders.all
+    return document(
+        await asked.read(lambda session: status.overview(session, asked.actor, folders))
+    )
+
+
+async def list_events(
+    asked: AskedHere,
+    after: Annotated[int, Query(ge=0, le=MOST_SERIAL, description="Those after this one.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100,
+) -> Response:
+    """What happened, the oldest first: every change of a job, an attempt, a machine, a key, with who made it. Ask again after the last
+    one's `event_id`: none is skipped."""
+    asked.actor.require_all_projects("read the events of all projects")
+
+    def read(session: Session) -> list[dict[str, Any]]:
+        return [event_document(event) for event in events.after(session, after, limit)]
+
+    return document(await asked.run(read))
+
+
+async def metrics(asked: AskedHere) -> Response:
+    """Numbers of the fleet and of this process, in the text format of Prometheus."""
+    asked.actor.require_all_projects("read the numbers of all projects")
+    folders = asked.serving.folders.all
+    found = await asked.read(lambda session: status.overview(session, EVERYTHING, folders))
+    text = "\n".join([*render(found), *asked.serving.metrics.lines()]) + "\n"
+    return Response(text, media_type=MEDIA_TYPE)
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/healthz",
+        handler=healthz,
+        role=None,
+        tag=TAG,
+        answer=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/readyz",
+        handler=readyz,
+        role=None,
+        tag=TAG,
+        answer=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/status",
+        handler=overview,
+        role=Role.READ,
+        tag=TAG,
+        answer=dict[str, Any],
+    ),
+    Route(
+        method="GET",
+        path="/events",
+        handler=list_events,
+        role=Role.READ,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=metrics,
+        role=Role.READ,
+        tag=TAG,
+        media_type="text/plain",
+    ),
+)

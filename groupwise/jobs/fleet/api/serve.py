@@ -1,0 +1,106 @@
+"""The API of a fleet as a part of `groupwise fleet up`, or alone beside roles that run elsewhere.
+
+It needs the database and the folder of the fleet, nothing of the roles: jobs that are submitted while no dispatcher runs wait for one.
+Where it listens decides who may ask. On this machine alone no key is needed; elsewhere there must be one, and TLS, unless a proxy on this
+machine does that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from groupwise.api.http.addresses import is_loopback
+from groupwise.api.http.listening import Uvicorn, bound, check_tls, uvicorn_config
+from groupwise.api.http.listening import address as listening_at
+from groupwise.api.schemas.keys import VARIABLE, Keyring
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.api.app import make_app
+from groupwise.jobs.fleet.api.callers import any_key
+from groupwise.jobs.fleet.api.serving import Folders, Serving
+from groupwise.jobs.fleet.notify.base import Doorbell
+from groupwise.jobs.fleet.settings import FleetPlace
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.hosts.files import BlobStore
+
+END_SECONDS = 10
+"""For connections to be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen."""
+
+    host: str = "127.0.0.1"
+    port: int = 8010
+    """0: any that is free."""
+    certificate: str | None = None
+    key: str | None = None
+    """PEM files, for TLS."""
+
+    @property
+    def scheme(self) -> str:
+        """Of its address."""
+        return "http" if self.certificate is None else "https"
+
+
+def check(address: Address, database: Database, environment: Mapping[str, str]) -> None:
+    """Raise UsageError where others could ask without a key, or a key would travel in the clear."""
+    check_tls(address.certificate, address.key)
+    Keyring(plain=environment.get(VARIABLE))
+    if is_loopback(address.host):
+        return
+    if not _has_keys(database, environment):
+        raise UsageError(
+            f"{address.host} can be reached from other machines, but the fleet has no key. `groupwise fleet key new admin` makes one; "
+            "or leave --host out: then only this machine can ask."
+        )
+    if address.certificate is None:
+        raise UsageError(
+            f"{address.host} can be reached from other machines, where keys would be sent for all to read. Give --tls-certificate and "
+            "--tls-key, or listen on 127.0.0.1 behind a proxy that has them."
+        )
+
+
+def _has_keys(database: Database, environment: Mapping[str, str]) -> bool:
+    if environment.get(VARIABLE):
+        return True
+    return database.read(any_key)
+
+
+@asynccontextmanager
+async def serving(
+    place: FleetPlace,
+    database: Database,
+    doorbell: Doorbell,
+    address: Address,
+    environment: Mapping[str, str] = os.environ,
+) -> AsyncGenerator[str]:
+    """Answer requests meanwhile; gives the address. Raises UsageError where it cannot listen."""
+    check(address, database, environment)
+    folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
+    shared = Serving(database, folders, doorbell, place.secrets)
+    app = make_app(
+        shared,
+        environment.get(VARIABLE),
+        open_to_this_machine=not _has_keys(database, environment),
+    )
+    with bound(address.host, address.port) as listening:
+        http = Uvicorn(
+            uvicorn_config(app, certificate=address.certificate, key=address.key, proxy=None)
+        )
+        http.config.timeout_graceful_shutdown = END_SECONDS
+        answering = asyncio.create_task(http.serve(sockets=[listening]))
+        try:
+            await http.listening.wait()
+            host, port = listening.getsockname()[:2]
+            yield listening_at(address.scheme, host, port)
+        finally:
+            shared.end()
+            http.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering

@@ -1,0 +1,120 @@
+"""What the routes of the fleet's API are given: the database, the folders, and who asks.
+
+A route is a verb of `groupwise.jobs.fleet.verbs` behind an address: it reads its body, runs the verb as one transaction with the caller as
+its actor, and answers with the document that the verb gives. So whatever a person may do at the command line means the same here, and a key
+that is bound to projects sees no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy.exc import DataError
+from sqlalchemy.orm import Session
+
+from groupwise.api.http.caller import Caller
+from groupwise.api.http.declared import Limits, Shared, facts_of
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.notify.base import Doorbell
+from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.store.database import Database, DatabaseFailure
+from groupwise.jobs.fleet.text_validation import sayable
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.keys import ROLES
+from groupwise.jobs.hosts.files import BlobStore
+
+T = TypeVar("T")
+MIB = 1 << 20
+MOST_BODY = 64 * MIB
+"""Bytes of a request; a file that a job takes along comes in pieces of at most so much."""
+RETRY_SECONDS = 5.0
+"""After which a database that did not answer may do so again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Of the control machine."""
+
+    logs: Path
+    artefacts: Path
+    blobs: BlobStore
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """What grows, on whatever disk."""
+        return self.logs, self.artefacts, self.blobs.root
+
+
+class Serving(Shared):
+    """What all requests to one API share."""
+
+    role_words: Mapping[Role, str] = {role: word for word, role in ROLES.items()}
+
+    def __init__(
+        self,
+        database: Database,
+        folders: Folders,
+        doorbell: Doorbell,
+        allowed: AllowedSecrets = UNLESS_TOLD,
+    ) -> None:
+        super().__init__(Limits(MOST_BODY))
+        self.database = database
+        self.folders = folders
+        self.doorbell = doorbell
+        self.allowed = allowed
+
+    def refusal_of(self, error: Exception) -> Refusal | None:
+        """A database that does not answer is no mistake of ours."""
+        if isinstance(error, DatabaseFailure):
+            return Refusal("database_away", retry_after=RETRY_SECONDS)
+        if isinstance(error, DataError | OverflowError):  # a database keeps less than JSON can say
+            return Refusal(
+                "invalid_request",
+                "The request holds what no database keeps: a NUL character, or a number beyond all bounds.",
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a handler is given."""
+
+    serving: Serving
+    caller: Caller
+
+    @property
+    def actor(self) -> Actor:
+        """As verbs know the caller."""
+        return Actor(f"key:{self.caller.key_id}", self.caller.projects)
+
+    async def run(self, fn: Callable[[Session], T]) -> T:
+        """One transaction."""
+        return await self.serving.database.in_thread(fn)
+
+    async def read(self, fn: Callable[[Session], T]) -> T:
+        """A look that changes nothing, and waits for no writer."""
+        return await self.serving.database.read_in_thread(fn)
+
+
+async def asked(request: Request) -> Asked:
+    """For handlers: who asks."""
+    caller = facts_of(request.scope).caller
+    assert caller is not None, "the middleware let it through"
+    return Asked(request.app.state.shared, caller)
+
+
+AskedHere = Annotated[Asked, Depends(asked)]
+
+
+def document(value: Any, status: int = 200) -> Response:
+    """A document as a response, whatever somebody has written into a row."""
+    try:
+        return JSONResponse(value, status)
+    except ValueError:  # a number or a text that JSON has no words for
+        return JSONResponse(sayable(value), status)

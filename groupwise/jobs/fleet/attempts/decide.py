@@ -1,0 +1,535 @@
+"""What to do next about one attempt: a pure function of what is known, and the table of an attempt's life.
+
+Whoever owns an attempt reads its row and what its machines say (`controller.py`), asks `decide`, performs the effects and asks again.
+Nothing is remembered between two calls but what the database and the machines hold, so that another dispatcher goes on from the same
+evidence.
+
+    reserved     nothing sent             launching is written before anything is sent; ended(void) where it is no longer wanted
+    launching    folder absent            launch, with the same epoch; void instead, where it is to be given up
+                 files are lacking        they are brought; no member of a gang begins before the machines of all have them
+                 queued by an engine      it waits, however long; launch again, where the engine does not have it
+                 all members have begun   running
+                 a member refused         members that have begun are killed, others made void; then ended(void), and whose fault it was
+    running      all have an exit record  collecting
+                 one failed, or cancel    the others are killed; then as their exit records say
+                 rebooted, lost, gone     ended(reboot, supervisor_lost, host_lost) once nothing of it runs anywhere
+    collecting   log and artefacts whole  ended(succeeded, a failure class, cancelled)
+    ended        cleanup not clean        the machine is asked until it holds nothing of it; then reservations close
+
+Three things are never taken for evidence that an attempt is over: silence, an error after a request was sent, and a folder that is absent.
+A machine that is silent is waited for, until it speaks, or an operator says that it is lost, or its deadman must have struck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from groupwise.jobs.fleet.attempts import refusals
+from groupwise.jobs.fleet.states import AttemptState, Cleanup, Outcome
+from groupwise.jobs.hosts.answers import ExitReason, ExitRecord
+from groupwise.jobs.hosts.failures import FailureClass, classify, succeeded
+
+DEADMAN_MARGIN = 60.0
+"""Seconds after which a runner's deadman has ended a job for certain: its clock began before ours."""
+
+
+class Reading(StrEnum):
+    """What is known of a member on its machine at this moment: a `MemberState`'s state, or that it is not known."""
+
+    UNREACHABLE = "unreachable"
+    UNKNOWN = "unknown"
+    """Not asked yet, or asked without an answer: anything may be true."""
+    ABSENT = "absent"
+    QUEUED = "queued"
+    """Laid out there; an engine begins it when it likes."""
+    CLAIMED = "claimed"
+    """Its supervisor lives, the command has not begun."""
+    RUNNING = "running"
+    EXITED = "exited"
+    LOST = "lost"
+    """Its supervisor is gone and has left no exit record; the command may still run."""
+    REBOOTED = "rebooted"
+    VOIDED = "voided"
+    REFUSED = "refused"
+
+
+SILENT = frozenset({Reading.UNREACHABLE, Reading.UNKNOWN})
+BEGUN = frozenset({Reading.RUNNING, Reading.EXITED, Reading.LOST, Reading.REBOOTED})
+NEVER = frozenset({Reading.VOIDED, Reading.REFUSED})
+"""Nothing of it ran there, and nothing will."""
+_MAY_GO_ON = SILENT | {Reading.CLAIMED, Reading.RUNNING}
+
+
+@dataclass(frozen=True, slots=True)
+class MemberView:
+    """One member of an attempt, and its machine."""
+
+    rank: int
+    vm_id: str
+    reading: Reading
+    exit: ExitRecord | None = None
+    """As read now or before."""
+    ended: float | None = None
+    """When that was, by a clock that all members share; None: nobody has said how long ago it was."""
+    refusal: str | None = None
+    """`code: message` of a runner that would not, or of a launch that could not be put together."""
+    highest: int | None = None
+    """Of a refusal as `lower_epoch`: that its machine has seen of the job."""
+    provided: bool = True
+    """Its machine has the files of the attempt, as far as is known: a launch that finds them lacking says so."""
+    given: bool = True
+    """Its engine has it, as far as is known; False: whoever laid it out did not come so far as to submit it."""
+    engine_says: str = ""
+    """What its engine told of it last."""
+    rejected: bool = False
+    """The launch was turned down before the runner had claimed anything, so that the folder is absent and no launch will help."""
+    lost: bool = False
+    """An operator said that the machine does not come back."""
+    deadman_over: bool = False
+    """It has been silent for longer than its deadman and the margin."""
+    drained: bool = False
+    """Nothing new is to begin there."""
+    collected: bool = False
+    """Log and artefacts are on the control side, or it is known that they never will be."""
+    collection_problem: str | None = None
+    """Why artefacts are not whole."""
+    left_out: int = 0
+    """Links, devices and the like among them, which are never fetched."""
+    quiet: bool | None = None
+    """Whether its machine was seen to run nothing of it; None: not looked."""
+    released: bool = False
+    """Its machine was seen to hold nothing of it."""
+    abandoned: bool = False
+    """What it held was given back without looking, because its machine was declared lost."""
+    gpu_problems: tuple[str, ...] = ()
+    """What its machine says is wrong with the GPUs that it holds."""
+
+    @property
+    def gone(self) -> bool:
+        """Nothing will be heard of it. A machine that answers is not gone, whatever was said about it."""
+        return (self.lost or self.deadman_over) and self.reading in SILENT
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that a decision is made of."""
+
+    job_id: str
+    epoch: int
+    state: AttemptState
+    members: tuple[MemberView, ...]
+    cancel_requested: bool = False
+    cleanup: Cleanup = Cleanup.PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class Provide:
+    """Bring the files of the attempt there, for as long as this is wanted; safe to repeat."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Have it begun there; safe to repeat."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Make it impossible that it ever begins there."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """TERM, grace, KILL for all that carries the mark of this attempt there."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Fetch the rest of its log, its artefacts and its newest checkpoint."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRelease:
+    """Ask whether its machine still runs or holds anything of it."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Give back what it held without looking: an operator says that its machine does not come back."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Write the next state; with `ended` come outcome, class and evidence, and the job moves in the same transaction."""
+
+    to: AttemptState
+    outcome: Outcome | None = None
+    failure: FailureClass | None = None
+    because: str = ""
+    """For people."""
+    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+Effect = Provide | Launch | Void | Kill | Collect | CheckRelease | Abandon | Move
+
+
+def decide(view: View) -> tuple[Effect, ...]:
+    """What to do now; nothing means: wait until something changes."""
+    assert view.members, (
+        f"attempt {view.job_id}.{view.epoch} has no members: nobody knows where it runs"
+    )
+    match view.state:
+        case AttemptState.RESERVED:
+            return _reserved(view)
+        case AttemptState.LAUNCHING:
+            return _launching(view)
+        case AttemptState.RUNNING:
+            return _running(view)
+        case AttemptState.COLLECTING:
+            return _collecting(view)
+        case AttemptState.ENDED:
+            return _ended(view)
+
+
+def over(view: View) -> bool:
+    """Nothing is left to do about it, ever."""
+    return view.state is AttemptState.ENDED and view.cleanup is Cleanup.CLEAN
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# One function for each state
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _reserved(view: View) -> tuple[Effect, ...]:
+    if view.cancel_requested:
+        return (_end(view, Outcome.VOID, because="cancelled before anything was sent"),)
+    if unfit := [m.vm_id for m in view.members if m.lost or m.drained]:
+        return (_end(view, Outcome.VOID, because=f"nothing new begins on {', '.join(unfit)}"),)
+    return (Move(AttemptState.LAUNCHING),)
+
+
+def _launching(view: View) -> tuple[Effect, ...]:
+    if all(m.reading in BEGUN for m in view.members):
+        return (Move(AttemptState.RUNNING),)
+    end = _launch_given_up(view)
+    if end is None:
+        return _begin(view)
+    return _once_still(view, end)
+
+
+def _launch_given_up(view: View) -> Move | None:
+    """How a launch ends that is not to go on; None: it goes on."""
+    ran = any(m.reading in BEGUN for m in view.members)
+    if gone := [m for m in view.members if m.gone]:
+        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone[0]))
+    if view.cancel_requested:
+        outcome = Outcome.CANCELLED if ran else Outcome.VOID
+        return _end(view, outcome, because="cancelled while it was being launched")
+    if lost := [m for m in view.members if m.lost and m.reading not in BEGUN]:
+        outcome = Outcome.FAILED if ran else Outcome.VOID
+        failure = FailureClass.HOST_LOST if ran else None
+        return _end(view, outcome, failure, _gone_because(lost[0]))
+    if refused := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
+        outcome = Outcome.FAILED if ran else Outcome.VOID
+        return _end(view, outcome, *_refused_because(refused[0]), culprit=refused[0])
+    if voided := [m for m in view.members if m.reading is Reading.VOIDED]:
+        if said := refusals.of_engine(voided[0].refusal):
+            return _end(view, Outcome.VOID, FailureClass.PREEMPTION, said, culprit=voided[0])
+        outcome = Outcome.FAILED if ran else Outcome.VOID
+        failure = FailureClass.LAUNCH_FAILURE if ran else None
+        return _end(view, outcome, failure, f"it had been made void on {voided[0].vm_id}")
+    return None
+
+
+def _begin(view: View) -> tuple[Effect, ...]:
+    """What is to begin, once all of it has its files: a member that begins long before another one gives up waiting for it."""
+    to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
+    absent = [m for m in to_begin if m.reading is Reading.ABSENT]
+    if all(m.provided for m in to_begin):
+        cut_off = [m for m in view.members if m.reading is Reading.QUEUED and not m.given]
+        return tuple(Launch(m.rank) for m in (*absent, *cut_off))
+    return tuple(Provide(m.rank) for m in absent if not m.provided)
+
+
+def _refused_because(member: MemberView) -> tuple[FailureClass, str]:
+    """A machine is named only for what it said itself."""
+    if refusals.code_of(member.refusal) in refusals.OURS:
+        message = refusals.message_of(member.refusal)
+        because = f"the control machine cannot give what the job needs: {message}"
+        return FailureClass.NOT_PROVIDED, because
+    because = f"{member.vm_id} would not start it: {member.refusal}"
+    return FailureClass.LAUNCH_FAILURE, because
+
+
+def _running(view: View) -> tuple[Effect, ...]:
+    if all(m.reading is Reading.EXITED for m in view.members):
+        return (Move(AttemptState.COLLECTING),)
+    if not view.cancel_requested and not any(_has_failed(m) for m in view.members):
+        return ()
+    return _once_still(view, _lost_while_running)
+
+
+def _has_failed(member: MemberView) -> bool:
+    """One member that cannot go on is the end of the gang; one that has done its part is not."""
+    if member.reading is Reading.EXITED:
+        return member.exit is None or not succeeded(member.exit)
+    return member.lost or member.gone or member.reading not in _MAY_GO_ON
+
+
+def _lost_while_running(view: View) -> Move:
+    """The end of an attempt that ran and of which not all members have left an exit record."""
+    missing = [m for m in view.members if m.reading is not Reading.EXITED]
+    gone = [m for m in missing if m.gone]
+    rebooted = [m for m in missing if m.reading is Reading.REBOOTED]
+    if gone:
+        failure, member = FailureClass.HOST_LOST, gone[0]
+    elif rebooted:
+        failure, member = FailureClass.REBOOT, rebooted[0]
+    else:
+        failure, member = FailureClass.SUPERVISOR_LOST, missing[0]
+    return _end(view, Outcome.FAILED, failure, _lost_because(member))
+
+
+def _collecting(view: View) -> tuple[Effect, ...]:
+    if waiting := [m for m in view.members if not m.collected and not m.gone]:
+        return tuple(Collect(m.rank) for m in waiting if m.reading not in SILENT)
+    end = _result(view)
+    if end.outcome is Outcome.CANCELLED:
+        return _once_still(view, end)
+    return (end,)
+
+
+def _ended(view: View) -> tuple[Effect, ...]:
+    effects: list[Effect] = []
+    for member in view.members:
+        if not member.released:
+            effects.extend(_towards_release(member))
+    return tuple(effects)
+
+
+def _towards_release(member: MemberView) -> tuple[Effect, ...]:
+    """A machine that was lost may come back, with the attempt on it: it is killed there, or made void, before anything is given back."""
+    match member.reading:
+        case Reading.UNREACHABLE | Reading.UNKNOWN:
+            return (Abandon(member.rank),) if member.lost and not member.abandoned else ()
+        case Reading.ABSENT | Reading.QUEUED:
+            return (Void(member.rank),)
+        case Reading.CLAIMED | Reading.RUNNING:
+            return (Kill(member.rank),)
+        case Reading.LOST:
+            return (Kill(member.rank), CheckRelease(member.rank))
+        case Reading.VOIDED if member.quiet is False:  # its folder was removed while it ran
+            return (Kill(member.rank), CheckRelease(member.rank))
+        case _:
+            return (CheckRelease(member.rank),)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Ending only when nothing runs
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _once_still(view: View, end: Move | Callable[[View], Move]) -> tuple[Effect, ...]:
+    """The end, if nothing of the attempt runs on any machine; what brings that about, if something may."""
+    restless = [m for m in view.members if not _still(view, m)]
+    if restless:
+        return tuple(effect for m in restless for effect in _towards_stillness(m))
+    return (end if isinstance(end, Move) else end(view),)
+
+
+def _still(view: View, member: MemberView) -> bool:
+    """It is proved that nothing of it runs there, nor will.
+
+    An exit record is proof enough that the command has ended, but where a cancellation is to be acknowledged its children count too. A
+    folder that was there and is not, or says `voided` after the attempt had begun, proves nothing about processes.
+    """
+    if member.gone or member.reading is Reading.REBOOTED:
+        return True
+    if member.reading is Reading.EXITED:
+        return not view.cancel_requested or member.quiet is True
+    if member.reading in NEVER:
+        return view.state is AttemptState.LAUNCHING or member.quiet is True
+    return member.reading is Reading.LOST and member.quiet is True
+
+
+def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
+    match member.reading:
+        case Reading.UNREACHABLE | Reading.UNKNOWN:
+            return ()
+        case Reading.ABSENT | Reading.QUEUED:
+            return (Void(member.rank),)
+        case Reading.CLAIMED | Reading.RUNNING:
+            return (Kill(member.rank),)
+        case Reading.LOST:
+            return (Kill(member.rank), CheckRelease(member.rank))
+        case _ if member.quiet is False:
+            return (Kill(member.rank), CheckRelease(member.rank))
+        case _:
+            return (CheckRelease(member.rank),)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# How it ended
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _result(view: View) -> Move:
+    """The end of an attempt all of whose members left an exit record."""
+    failing = [m for m in view.members if m.exit is None or not succeeded(m.exit)]
+    if not failing:
+        return _fetched(view)
+    first = min(failing, key=_cause_order)
+    if first.exit is None:
+        return _end(view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record")
+    if view.cancel_requested and first.exit.reason is ExitReason.CANCELLED:
+        return _end(view, Outcome.CANCELLED, because="cancelled")
+    if first.exit.reason is ExitReason.CANCELLED and (lost := [m for m in view.members if m.lost]):
+        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(lost[0]))
+    found = classify(first.exit, gpu_problems=first.gpu_problems)
+    return _end(view, Outcome.FAILED, found.failure, found.because, culprit=first)
+
+
+def _cause_order(member: MemberView) -> tuple[bool, float, int]:
+    """The first to fail by itself is the cause; those that were killed for its sake say nothing. Clocks of machines are not compared."""
+    record = member.exit
+    killed = record is not None and record.reason is ExitReason.CANCELLED
+    return killed, member.ended or 0.0, member.rank
+
+
+def _fetched(view: View) -> Move:
+    """The command succeeded; has what it made arrived?"""
+    if unfetched := [m for m in view.members if not m.collected]:
+        because = (
+            f"it succeeded, but {unfetched[0].vm_id} was lost before its artefacts were fetched"
+        )
+        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
+    if spoilt := [m for m in view.members if m.collection_problem]:
+        because = str(spoilt[0].collection_problem)
+        return _end(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
+    return _end(view, Outcome.SUCCEEDED, because="exit code 0")
+
+
+def _end(
+    view: View,
+    outcome: Outcome,
+    failure: FailureClass | None = None,
+    because: str = "",
+    culprit: MemberView | None = None,
+) -> Move:
+    evidence: dict[str, Any] = {
+        "because": because,
+        "members": [_evidence(m) for m in view.members],
+    }
+    if culprit or failure:
+        evidence["rank"] = (culprit or _at_fault(view.members)).rank
+    return Move(AttemptState.ENDED, outcome, failure, because, evidence)
+
+
+def _at_fault(members: Sequence[MemberView]) -> MemberView:
+    """The member that did not do as it should; rank 0 where that cannot be said."""
+    for member in members:
+        if member.gone or member.rejected or member.reading in {Reading.REFUSED, Reading.LOST}:
+            return member
+    return members[0]
+
+
+def _evidence(member: MemberView) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "rank": member.rank,
+        "vm": member.vm_id,
+        "reading": str(member.reading),
+    }
+    if member.refusal:
+        found["refusal"] = member.refusal
+    if member.highest is not None:
+        found["highest"] = member.highest
+    if member.lost:
+        found["vm_lost"] = True
+    if member.deadman_over:
+        found["deadman_over"] = True
+    if member.left_out:
+        found["left_out"] = member.left_out
+    if member.gpu_problems:
+        found["gpu_problems"] = list(member.gpu_problems)
+    if member.exit:
+        found["exit"] = {
+            "code": member.exit.code,
+            "signal": member.exit.signal,
+            "reason": str(member.exit.reason),
+            "oom_kill": member.exit.oom_kill,
+            "leftovers": member.exit.leftovers,
+            "tail": member.exit.tail[-2000:],
+        }
+    return found
+
+
+def _gone_because(member: MemberView) -> str:
+    if member.lost:
+        return f"{member.vm_id} was declared lost"
+    return f"{member.vm_id} was silent for longer than its deadman"
+
+
+def _lost_because(member: MemberView) -> str:
+    if member.gone:
+        return _gone_because(member)
+    if member.reading is Reading.REBOOTED:
+        return f"{member.vm_id} has booted since"
+    if member.reading is Reading.LOST and member.engine_says:
+        return f"what watched over it is silent, and {member.engine_says}"
+    if member.reading is Reading.LOST:
+        return f"its supervisor on {member.vm_id} was killed"
+    return f"its folder on {member.vm_id} has vanished"
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# What a machine has that nobody drives
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+class Stray(StrEnum):
+    """What to do about an attempt that a machine reports."""
+
+    LEAVE = "leave"
+    """It is live, or over there as well."""
+    KILL = "kill"
+    QUARANTINE = "quarantine"
+    """Recorded and shown; it may be the work of another control plane, or of this one before its database was set back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the database knows of a job that a machine reports."""
+
+    live_epoch: int | None
+    """Of its live attempt, if there is one with a member on this machine."""
+    highest_epoch: int
+
+
+def stray(epoch: int, reading: Reading, known: Known | None, survivors: int = 0) -> Stray:
+    """What to do about an attempt on a machine; `known` is None where the job is in no table. `survivors`: its processes without a
+    supervisor. Whoever drives it sees to those; of what nobody drives they are as good as any."""
+    runs = reading in {Reading.QUEUED, Reading.CLAIMED, Reading.RUNNING}
+    if not runs and not survivors:
+        return Stray.LEAVE
+    if known is None or epoch > known.highest_epoch:
+        return Stray.QUARANTINE
+    if epoch == known.live_epoch or not runs:
+        return Stray.LEAVE
+    return Stray.KILL

@@ -1,0 +1,129 @@
+"""The gateway: everything that a dispatcher changes outside itself goes through here, one effect after the other, by name.
+
+There are three kinds: a transaction on the database (`commit`), a request to a machine (`ask`), and a durable write on the control side's
+own disk (`write`). Between two of them a dispatcher may die, and whatever it does next has to be right for whoever goes on after it. That
+all of them pass one place makes this testable to the last instant: a hook is called before and after each, counts them in a run that
+goes well, and then dies before and after the k-th, for every k.
+
+A death is a `BaseException` that unwinds the dispatcher. Once it has been raised the gateway is shut: no `finally`, no other task of the
+dying process changes anything any more, as after kill -9. What was under way is not taken back, for it may have arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from typing import TypeVar
+
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.attempts.write_batching import Reads, Writes
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.hosts.port import Answer, Host, Request
+
+T = TypeVar("T")
+Key = TypeVar("Key")
+
+
+class Side(StrEnum):
+    """Of an effect."""
+
+    BEFORE = "before"
+    AFTER = "after"
+
+
+Hook = Callable[[str, Side], None]
+"""Called with the name of the effect; raises `Death` to die there."""
+
+
+class Death(BaseException):
+    """The process is dead from here on; only tests raise it. No `except Exception` on the way holds it up."""
+
+
+def _nothing(name: str, side: Side) -> None:
+    """A process that lives."""
+
+
+class Gateway:
+    """The one way from a dispatcher to the world."""
+
+    def __init__(self, database: Database, hook: Hook = _nothing) -> None:
+        self.database = database
+        self._writes = Writes(database)
+        self._hook = hook
+        self._dead = False
+
+    async def commit(self, name: str, fn: Callable[[Session], T]) -> T:
+        """One transaction; `fn` may be called several times, see `Database.run`."""
+        return await self._through(name, lambda: self.database.in_thread(fn))
+
+    async def commit_of(
+        self, epoch: int, name: str, fn: Callable[[Session], T], *, ends: bool = False
+    ) -> T:
+        """The same for what is short, and about one attempt: it may share its transaction with others of the same moment. Whether it `ends`
+        that attempt."""
+        return await self._through(name, lambda: self._writes.commit(epoch, fn, ends=ends))
+
+    async def look(self, fn: Callable[[Session], T]) -> T:
+        """Read the database. Changes nothing, so that it is no effect, but the dead do not look either."""
+        self._alive()
+        found = await self.database.read_in_thread(fn)
+        self._alive()
+        return found
+
+    async def look_together(self, reads: Reads[Key, T], key: Key) -> T | None:
+        """The same for what many ask for at the same moment."""
+        self._alive()
+        found = await reads.look(key)
+        self._alive()
+        return found
+
+    async def ask(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
+        """A request to a machine."""
+        return await self._through(name, call)
+
+    async def write(self, name: str, fn: Callable[[], T]) -> T:
+        """A durable write on this machine, in a thread."""
+        return await self._through(name, lambda: asyncio.to_thread(fn))
+
+    def host(self, host: Host) -> Host:
+        """The machine as seen through this gateway: each request is an effect, named by its verb."""
+        return _Watched(host, self)
+
+    async def _through(self, name: str, effect: Callable[[], Awaitable[T]]) -> T:
+        self._pass(name, Side.BEFORE)
+        try:
+            result = await effect()
+        except Exception:  # what went wrong may have had its effect all the same
+            self._pass(name, Side.AFTER)
+            raise
+        self._pass(name, Side.AFTER)
+        return result
+
+    def _pass(self, name: str, side: Side) -> None:
+        self._alive()
+        try:
+            self._hook(name, side)
+        except Death:
+            self._dead = True
+            raise
+
+    def _alive(self) -> None:
+        if self._dead:
+            raise Death
+
+
+class _Watched:
+    """A `Host` whose every request passes the gateway."""
+
+    def __init__(self, host: Host, gateway: Gateway) -> None:
+        self._host = host
+        self._gateway = gateway
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        name = f"host.{request.verb}"
+        return await self._gateway.ask(name, lambda: self._host.call(request, timeout=timeout))
+
+    async def close(self) -> None:
+        await self._host.close()

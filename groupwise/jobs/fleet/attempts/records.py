@@ -1,0 +1,757 @@
+"""What the database knows of attempts, and how their owner writes it.
+
+A dispatcher owns an attempt for as long as its lease runs, by the clock of the database. Everything that it writes about one is guarded:
+the row is looked up by epoch *and* owner, and locked. Nobody found means that another has taken over: `Stale` is raised, and whoever gets
+it drops what it has and touches nothing. A lease that ran out is no reason by itself; only who has been replaced is stale.
+
+All functions here run inside a transaction that somebody else begins and commits (`Gateway.commit`). How an attempt ends, and its job with
+it, is told in `ending.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Table,
+    and_,
+    bindparam,
+    exists,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.attempts.decide import Known, Reading
+from groupwise.jobs.fleet.queue import capacity, requeue_pending
+from groupwise.jobs.fleet.queue.elastic import Elastic, elastic_of
+from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import clock, seconds
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.jobs.hosts import answers
+from groupwise.jobs.hosts.answers import ExitRecord, MemberState, RunnerState
+
+LEASE = 25.0
+"""Seconds without renewal after which another dispatcher takes over; with the next look and some work, under half a minute."""
+LONGEST_LEASE = 120.0
+"""That anybody may set; one that ends later than in twice as long was given by another clock."""
+AHEAD = 5.0
+"""Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
+ADOPTED_AT_ONCE = 200
+"""The rest is there for other dispatchers, or for the next look."""
+NO_PROBE = ("true",)
+"""Of who wants to know of attempts alone."""
+WAITS = "waits"
+"""In the handle of a member: what it waits for in the queue of its engine."""
+GONE_IN_A_ROW = 3
+"""Checkpoints that were gone before they had come, until somebody is told: one now and then is how trainers keep only their newest."""
+
+
+class Stale(Exception):
+    """Somebody else owns this attempt now: drop everything, touch nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as its row says it is reached and used."""
+
+    vm_id: str
+    transport: str
+    ip_address: str
+    port: int
+    user: str | None
+    ssh_key_path: str | None
+    jump: Mapping[str, Any] | None
+    host_key: str | None
+    workdir: str
+    python: str
+    deadman: float | None
+    probe: tuple[str, ...] | None
+    idle_memory_mb: int
+    lost: bool
+    takes_new: bool
+    """Nobody has said that nothing new is to begin there."""
+    engine: Elastic | None = None
+    """What begins jobs in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """One member of an attempt, with what it holds."""
+
+    rank: int
+    machine: Machine
+    recorded: Reading | None
+    """What its runner said last; None where it has said nothing yet."""
+    handle: Mapping[str, Any]
+    log_offset: int
+    released: bool
+    gpus: tuple[str, ...]
+    """UUIDs."""
+    share_mb: int | None
+    slot: int | None
+    gpu_problems: tuple[str, ...]
+
+    @property
+    def exit(self) -> ExitRecord | None:
+        """As it was read before."""
+        document = self.handle.get("exit")
+        if document is None:
+            return None
+        state = {"job": "", "epoch": 0, "state": Reading.EXITED, "exit": document}
+        return answers.member_state(state).exit
+
+    @property
+    def silent_since(self) -> float | None:
+        """Seconds of the database's clock; None: it answers."""
+        return self.handle.get("silent_since")
+
+    @property
+    def elsewhere(self) -> bool:
+        """Who answers has another root than the one in which it was begun."""
+        return bool(self.handle.get("elsewhere"))
+
+    @property
+    def abandoned(self) -> bool:
+        """What it held was given back without looking."""
+        return bool(self.handle.get("abandoned"))
+
+    @property
+    def waits(self) -> str | None:
+        """In the queue of its engine: what for, as that said last."""
+        return self.handle.get(WAITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything about an attempt that its owner needs, as it stood at one moment."""
+
+    epoch: int
+    job_id: str
+    generation: int
+    number: int
+    state: AttemptState
+    cleanup: Cleanup
+    cancel_requested: bool
+    spec: Mapping[str, Any]
+    """A `JobSpec` as JSON."""
+    resources: Mapping[str, Any]
+    """`Resources` as JSON."""
+    secrets: Mapping[str, str]
+    """Variable → reference."""
+    resume_from: Mapping[str, Any] | None
+    previous_failure: str | None
+    members: tuple[MemberRow, ...]
+    now: float
+    """Seconds of the database's clock."""
+
+    @property
+    def key(self) -> str:
+        """As machines call it."""
+        return f"{self.job_id}.{self.epoch}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, Snapshot]:
+    """Those of these attempts that are still this owner's, as they all stood at one moment."""
+    rows = session.execute(_ATTEMPTS, {"epochs": epochs, "owner": owner}).all()
+    members = _members(session, [row.epoch for row in rows])
+    now = seconds(session)
+    return {
+        row.epoch: Snapshot(
+            epoch=row.epoch,
+            job_id=row.job_id,
+            generation=row.generation,
+            number=row.number,
+            state=AttemptState(row.state),
+            cleanup=Cleanup(row.cleanup),
+            cancel_requested=row.cancel_requested_at is not None,
+            spec=row.own_spec or row.spec or {},
+            resources=row.resources or {},
+            secrets=row.secrets or {},
+            resume_from=row.resume_from,
+            previous_failure=row.previous_failure,
+            members=tuple(members.get(row.epoch, ())),
+            now=now,
+        )
+        for row in rows
+    }
+
+
+_GIVEN: BindParameter[Sequence[int]] = bindparam("epochs", expanding=True)
+_ATTEMPTS = (
+    select(
+        Attempt.epoch,
+        Attempt.job_id,
+        Attempt.generation,
+        Attempt.number,
+        Attempt.state,
+        Attempt.cleanup,
+        Attempt.resume_from,
+        Attempt.previous_failure,
+        Attempt.spec.label("own_spec"),
+        Job.spec,
+        Job.resources,
+        Job.cancel_requested_at,
+        Job.request["secrets"].label("secrets"),
+    )
+    .join(Job, Job.job_id == Attempt.job_id)
+    .where(Attempt.epoch.in_(_GIVEN), Attempt.owner == bindparam("owner"))
+)
+_MEMBERS = (
+    select(
+        Member.epoch,
+        Member.rank,
+        Member.state,
+        Member.handle,
+        Member.log_offset,
+        Member.released,
+        VM,
+    )
+    .join(VM, VM.vm_id == Member.vm_id)
+    .where(Member.epoch.in_(_GIVEN))
+    .order_by(Member.epoch, Member.rank)
+)
+_HELD = (
+    select(
+        Reservation.epoch,
+        Reservation.rank,
+        Reservation.share_mb,
+        Reservation.slot,
+        GPU.uuid,
+        GPU.index,
+        GPU.observed,
+    )
+    .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
+    .where(Reservation.epoch.in_(_GIVEN))
+    .order_by(Reservation.epoch, Reservation.rank, GPU.index)
+)
+"""Columns by name, and made once: every driven attempt is read so again and again."""
+
+
+def _members(session: Session, epochs: Sequence[int]) -> dict[int, list[MemberRow]]:
+    held = _held(session, epochs)
+    found: dict[int, list[MemberRow]] = {}
+    for row in session.execute(_MEMBERS, {"epochs": epochs}):
+        own = held.get((row.epoch, row.rank), ())
+        found.setdefault(row.epoch, []).append(_member(row, own))
+    return found
+
+
+def _held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
+    """By epoch and rank; also what has been released, for a launch that is repeated is the same launch."""
+    held: dict[tuple[int, int], list[Any]] = {}
+    for row in session.execute(_HELD, {"epochs": epochs}):
+        held.setdefault((row.epoch, row.rank), []).append(row)
+    return held
+
+
+def _member(row: Any, held: Sequence[Any]) -> MemberRow:
+    gpus = [each for each in held if each.uuid is not None]
+    first = held[0] if held else None
+    return MemberRow(
+        rank=row.rank,
+        machine=machine(row.VM),
+        recorded=None if row.state is None else Reading(row.state),
+        handle=row.handle,
+        log_offset=row.log_offset,
+        released=row.released,
+        gpus=tuple(gpu.uuid for gpu in gpus),
+        share_mb=first.share_mb if first else None,
+        slot=first.slot if first else None,
+        gpu_problems=tuple(
+            f"GPU {gpu.index} ({gpu.uuid}) has vanished"
+            for gpu in gpus
+            if gpu.observed == Observed.MISSING
+        ),
+    )
+
+
+def machine(vm: VM) -> Machine:
+    """What a row says of a machine. Behind an engine nobody is asked for GPUs, and nothing ends for want of word from here."""
+    engine = elastic_of(vm.engine)
+    probe = vm.probe if engine is None else NO_PROBE
+    return Machine(
+        vm_id=vm.vm_id,
+        transport=vm.transport,
+        ip_address=vm.ip_address,
+        port=vm.port,
+        user=vm.user,
+        ssh_key_path=vm.ssh_key_path,
+        jump=vm.jump,
+        host_key=vm.host_key,
+        workdir=vm.workdir,
+        python=vm.python,
+        deadman=vm.deadman if engine is None else None,
+        probe=None if probe is None else tuple(probe),
+        idle_memory_mb=vm.idle_memory_mb,
+        lost=vm.lost_at is not None,
+        takes_new=vm.active and not vm.draining and vm.cordoned is None and vm.lost_at is None,
+        engine=engine,
+    )
+
+
+def machines(session: Session) -> list[Machine]:
+    """All of the fleet."""
+    return [machine(vm) for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id))]
+
+
+def names(session: Session) -> list[str]:
+    """Of all machines that have a row, in use or not."""
+    return list(session.scalars(select(VM.vm_id)))
+
+
+def wishes(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
+    """What people want of the open attempts of this owner: epoch → whether cancelled, and which of its machines are declared lost."""
+    found: dict[int, tuple[bool, tuple[str, ...]]] = {
+        epoch: (cancelled is not None, ())
+        for epoch, cancelled in session.execute(
+            select(Attempt.epoch, Job.cancel_requested_at)
+            .join(Job, Job.job_id == Attempt.job_id)
+            .where(Attempt.owner == owner, _open())
+        )
+    }
+    for epoch, vm_id in session.execute(
+        select(Member.epoch, Member.vm_id)
+        .join(VM, VM.vm_id == Member.vm_id)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(Attempt.owner == owner, _open(), VM.lost_at.is_not(None))
+        .order_by(Member.epoch, Member.rank)
+    ):
+        cancelled, lost = found.get(epoch, (False, ()))
+        found[epoch] = cancelled, (*lost, vm_id)
+    return found
+
+
+def sightings(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
+    """What the poller saw of the machines on which this owner has open attempts: machine → its boot, and whether it answers."""
+    rows = session.execute(
+        select(VM.vm_id, VM.boot_id, VM.contact)
+        .join(Member, Member.vm_id == VM.vm_id)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(Attempt.owner == owner, _open())
+        .distinct()
+    )
+    return {vm_id: (boot, contact == Contact.OK) for vm_id, boot, contact in rows}
+
+
+def known(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
+    """What the database knows of jobs that a machine reports."""
+    found: dict[str, Known] = {}
+    here = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
+    for job_id, epoch, live in session.execute(
+        select(Attempt.job_id, Attempt.epoch, and_(Attempt.state != AttemptState.ENDED, here))
+        .where(Attempt.job_id.in_(set(jobs)))
+        .order_by(Attempt.epoch)
+    ):
+        before = found.get(job_id, Known(None, 0))
+        found[job_id] = Known(epoch if live else before.live_epoch, epoch)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Who owns what
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def renew(session: Session, owner: str, lease: float = LEASE) -> list[int]:
+    """Keep all open attempts of this owner; their epochs."""
+    return list(
+        session.scalars(
+            update(Attempt)
+            .where(Attempt.owner == owner, _open())
+            .values(lease_until=clock() + lease)
+            .returning(Attempt.epoch)
+        )
+    )
+
+
+def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
+    """Take over open attempts whose lease has run out; their epochs, the oldest first.
+
+    One that lasts longer than any was given before the database's clock was set back; its owner has renewed it since, unless it is dead.
+    """
+    now = seconds(session)
+    found = session.scalars(
+        select(Attempt)
+        .where(
+            _open(),
+            or_(Attempt.lease_until < now, Attempt.lease_until > now + 2 * LONGEST_LEASE),
+        )
+        .order_by(Attempt.epoch)
+        .limit(ADOPTED_AT_ONCE)
+        .with_for_update(skip_locked=True)
+    ).all()
+    for attempt in found:
+        before, attempt.owner = attempt.owner, owner
+        attempt.lease_until = now + lease
+        _tell(session, attempt, owner, "attempt.adopted", {"owner": before}, {"owner": owner})
+    return [attempt.epoch for attempt in found]
+
+
+def let_go(session: Session, owner: str) -> None:
+    """This owner stops: whoever wants to may adopt its attempts at once. What runs, runs on."""
+    session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
+
+
+def let_all_go(session: Session) -> None:
+    """Whoever drove attempts is known to be gone: they may be adopted at once."""
+    session.execute(update(Attempt).where(_open()).values(lease_until=0.0))
+
+
+def _open() -> ColumnElement[bool]:
+    return or_(Attempt.state != AttemptState.ENDED, Attempt.cleanup != Cleanup.CLEAN)
+
+
+def guarded(session: Session, epoch: int, owner: str) -> Attempt:
+    """The attempt's row, locked, if it is this owner's; else Stale."""
+    locked: dict[int, Attempt] = session.info.get(_LOCKED, {})
+    attempt = locked.get(epoch) or session.scalar(_GUARDED, {"epochs": [epoch]})
+    if attempt is None or attempt.owner != owner:
+        raise Stale(f"epoch {epoch} is not {owner}'s any more")
+    return attempt
+
+
+_GUARDED = (
+    select(Attempt)
+    .where(Attempt.epoch.in_(_GIVEN))
+    .order_by(Attempt.epoch)
+    .with_for_update(key_share=True)
+)
+_LOCKED, _READ, _BLAMED = "groupwise_attempts", "groupwise_members", "groupwise_blamed"
+_JOBS = "groupwise_jobs"
+
+
+def lock(session: Session, epochs: Iterable[int], ending: Iterable[int] = ()) -> None:
+    """Attempts that are about to be written, with their members, and the jobs of those that end, at once; `guarded`, `members_of` and
+    `job_of` then find them. To be called first."""
+    given = {"epochs": sorted(set(epochs))}
+    locked = {each.epoch: each for each in session.scalars(_GUARDED, given)}
+    session.info[_LOCKED] = locked
+    if ended := [locked[epoch].job_id for epoch in ending if epoch in locked]:
+        jobs = select(Job).where(Job.job_id.in_(ended)).order_by(Job.job_id).with_for_update()
+        session.info[_JOBS] = {each.job_id: each for each in session.scalars(jobs)}
+    of: dict[int, list[Member]] = {epoch: [] for epoch in given["epochs"]}
+    blamed: set[int] = set()
+    for member, failures in session.execute(_WITH_FAILURES, given):
+        of[member.epoch].append(member)
+        if failures:
+            blamed.add(member.epoch)
+    session.info[_READ], session.info[_BLAMED] = of, blamed
+
+
+_WITH_FAILURES = (
+    select(Member, VM.launch_failures)
+    .join(VM, VM.vm_id == Member.vm_id)
+    .where(Member.epoch.in_(_GIVEN))
+    .order_by(Member.epoch, Member.rank)
+)
+
+
+def job_of(session: Session, attempt: Attempt) -> Job:
+    """Locked."""
+    jobs: dict[str, Job] = session.info.get(_JOBS, {})
+    return jobs.get(attempt.job_id) or session.get_one(
+        Job, attempt.job_id, with_for_update=True, populate_existing=True
+    )
+
+
+def members_of(session: Session, epoch: int) -> Sequence[Member]:
+    """In the order of their ranks."""
+    read: dict[int, list[Member]] = session.info.get(_READ, {})
+    if epoch in read:
+        return read[epoch]
+    return session.scalars(select(Member).where(Member.epoch == epoch).order_by(Member.rank)).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Writing down what was seen
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
+    """The next state, but for the last (`ending.end`). Done once or twice, it is the same."""
+    attempt = guarded(session, epoch, owner)
+    if attempt.state == to:
+        return
+    before, attempt.state = attempt.state, to
+    if to is AttemptState.RUNNING:
+        _begin(session, attempt)
+    _tell(session, attempt, owner, f"attempt.{to}", {"state": before}, {"state": to})
+
+
+def _begin(session: Session, attempt: Attempt) -> None:
+    """All members run, so their machines can launch."""
+    attempt.running_at = seconds(session)
+    blamed: set[int] | None = session.info.get(_BLAMED)
+    if blamed is None or attempt.epoch in blamed:
+        session.execute(_LAUNCHES, {"epoch": attempt.epoch})
+
+
+_MACHINES: Table = VM.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_LAUNCHES = (
+    update(_MACHINES)
+    .where(
+        _MACHINES.c.vm_id.in_(select(Member.vm_id).where(Member.epoch == bindparam("epoch"))),
+        _MACHINES.c.launch_failures > 0,
+    )
+    .values(launch_failures=0)
+)
+
+
+def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
+    """What a runner said of a member."""
+    guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    member.state = str(state.state)
+    waits = waits_for(state)
+    member.handle = {
+        **{name: value for name, value in member.handle.items() if name != WAITS},
+        **({} if waits is None else {WAITS: waits}),
+        **{name: value for name, value in state.handle.items() if value is not None},
+        **({} if state.exit is None else {"exit": asdict(state.exit)}),
+    }
+
+
+def waits_for(state: MemberState) -> str | None:
+    """What a member waits for in the queue of its engine, in words."""
+    return state.engine_says or None if state.state is RunnerState.QUEUED else None
+
+
+def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float) -> None:
+    """From here on a machine may have been told, with this deadman."""
+    guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    member.handle = {**member.handle, "deadman": deadman}
+
+
+def contact(
+    session: Session, epoch: int, owner: str, rank: int, *, silent: bool, elsewhere: bool = False
+) -> None:
+    """Its machine has fallen silent, or speaks again. Since when is written once, and by the clock of the database.
+
+    `elsewhere`: somebody answers, but from another root than the one in which it was begun, so that nothing is known of it either.
+    """
+    attempt = guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    if (silent, elsewhere) == ("silent_since" in member.handle, "elsewhere" in member.handle):
+        return
+    since = member.handle.get("silent_since")
+    handle = {k: v for k, v in member.handle.items() if k not in ("silent_since", "elsewhere")}
+    if silent:
+        handle["silent_since"] = seconds(session) if since is None else since
+    if elsewhere:
+        handle["elsewhere"] = True
+    member.handle = handle
+    session.flush()
+    _sum_up_contact(session, attempt, owner, member.vm_id)
+
+
+def _sum_up_contact(session: Session, attempt: Attempt, owner: str, vm_id: str) -> None:
+    """An attempt is unreachable since the first of its members is."""
+    members = members_of(session, attempt.epoch)
+    since = [m.handle["silent_since"] for m in members if "silent_since" in m.handle]
+    before = attempt.contact
+    attempt.contact = Contact.UNREACHABLE if since else Contact.OK
+    attempt.unreachable_since = min(since, default=None)
+    if before != attempt.contact:
+        kind = events.ATTEMPT_UNREACHABLE if since else events.ATTEMPT_REACHABLE
+        _tell(
+            session, attempt, owner, kind,
+            {"contact": before}, {"contact": attempt.contact}, vm_id=vm_id,
+        )  # fmt: skip
+
+
+def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None:
+    """It does not get on, for a reason that does not lie in the job: the operator is told once for each reason."""
+    attempt = guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    if member.handle.get("stuck") == why:
+        return
+    member.handle = {**member.handle, "stuck": why}
+    _tell(
+        session, attempt, owner, events.ATTEMPT_STUCK, {}, {},
+        vm_id=member.vm_id, detail={"rank": rank, "why": why},
+    )  # fmt: skip
+
+
+def not_mirrored(
+    session: Session, epoch: int, owner: str, rank: int, why: str, *, gone: bool
+) -> None:
+    """A checkpoint of it did not come. The operator is told once until one does: at once where it will never, and where it was `gone`
+    before it had come, when others before it were."""
+    attempt = guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
+    tell = not gone or in_a_row >= GONE_IN_A_ROW
+    member.handle = {**before, "missed": in_a_row, **({"not_mirrored": why} if tell else {})}
+    if tell and "not_mirrored" not in before:
+        _tell(
+            session, attempt, owner, events.JOB_CHECKPOINT_NOT_MIRRORED, {}, {},
+            vm_id=member.vm_id, detail={"why": why},
+        )  # fmt: skip
+
+
+def mirrored(session: Session, epoch: int, rank: int) -> None:
+    """One has come: whatever was wrong with those before it is over. The attempt's row is locked."""
+    member = session.get_one(Member, (epoch, rank))
+    if "missed" in member.handle:
+        over = ("missed", "not_mirrored")
+        member.handle = {k: v for k, v in member.handle.items() if k not in over}
+
+
+def leaking(
+    session: Session, epoch: int, owner: str, rank: int, holders: Sequence[Mapping[str, Any]]
+) -> None:
+    """Its machine still holds something of it: the operator is told once, and what it holds is not used."""
+    attempt = guarded(session, epoch, owner)
+    if attempt.state != AttemptState.ENDED or attempt.cleanup == Cleanup.LEAKING:
+        return
+    before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
+    member = session.get_one(Member, (epoch, rank))
+    _tell(
+        session, attempt, owner, "attempt.leaking",
+        {"cleanup": before}, {"cleanup": Cleanup.LEAKING},
+        vm_id=member.vm_id, detail={"rank": rank, "holders": [dict(h) for h in holders]},
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# What machines have that nobody drives
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int) -> bool:
+    """Write down, once, that a machine runs something that the database does not know. True where that is news."""
+    kind = events.ATTEMPT_QUARANTINED
+    told = select(Event.event_id).where(
+        Event.job_id == job_id, Event.kind == kind, Event.vm_id == vm_id, Event.epoch == epoch
+    )
+    if session.scalar(told.limit(1)) is not None:
+        return False
+    events.append(
+        session, actor=f"dispatcher:{owner}", kind=kind, job_id=job_id, epoch=epoch, vm_id=vm_id,
+        detail={"why": "it runs there and stands in no table; nothing is done to it"},
+    )  # fmt: skip
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """A member that was given up when its machine was declared lost."""
+
+    job_id: str
+    epoch: int
+    rank: int
+    gpus: tuple[str, ...]
+    share_mb: int | None
+
+
+def not_looked_at(session: Session, began: float, *, lately: bool = True) -> list[str]:
+    """Machines that nobody has asked since `began`, with or without an answer; `lately`: nor for so long before it that what was seen says
+    nothing any more. Such a fleet stood still, and its database may have been set back.
+
+    One that was silent before may answer now, so that it counts as well; one that nobody trusts is told nothing, and so runs nothing.
+    """
+    now = seconds(session)
+    rows = session.execute(
+        select(VM.vm_id, VM.observed_round, VM.facts)
+        .where(VM.active, VM.lost_at.is_(None), VM.contact != Contact.UNTRUSTED)
+        .order_by(VM.vm_id)
+    )
+    return [
+        vm_id
+        for vm_id, observed, facts in rows
+        if _asked_at(observed, facts, now)
+        < began - (capacity.stale_after(facts) if lately else 0.0)
+    ]
+
+
+def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
+    """When a machine was asked last, as far as that can be believed: a time to come is one of another clock."""
+    times = (observed, missed_at(facts))
+    return max((time for time in times if time <= now + AHEAD), default=0.0)
+
+
+def missed_at(facts: Mapping[str, Any]) -> float:
+    """When a machine gave no answer last; 0.0 where it has since, or where somebody has written no time there."""
+    found = facts.get("missed_at")
+    return found if isinstance(found, int | float) else 0.0
+
+
+def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
+    """What may still be on a machine that was declared lost."""
+    rows = session.execute(
+        select(Attempt.job_id, Member.epoch, Member.rank)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            Member.released.is_(False),
+            Attempt.state == AttemptState.ENDED,
+            Attempt.cleanup == Cleanup.CLEAN,
+        )
+        .order_by(Member.epoch, Member.rank)
+    )
+    found: list[LeftBehind] = []
+    for job_id, epoch, rank in rows:
+        held = _held(session, [epoch]).get((epoch, rank), [])
+        gpus = tuple(each.uuid for each in held if each.uuid is not None)
+        found.append(LeftBehind(job_id, epoch, rank, gpus, held[0].share_mb if held else None))
+    return found
+
+
+def left_nothing(session: Session, epoch: int, rank: int) -> None:
+    """A machine that had been lost was seen to hold nothing of this member."""
+    session.execute(
+        update(Member).where(Member.epoch == epoch, Member.rank == rank).values(released=True)
+    )
+
+
+def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
+    """A machine that was declared lost answers and holds nothing of earlier attempts: it may be used again."""
+    vm = session.get_one(VM, vm_id, with_for_update=True)
+    unfinished = session.scalar(
+        select(Member.epoch)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            or_(Attempt.state != AttemptState.ENDED, Member.released.is_(False)),
+        )
+        .limit(1)
+    )
+    if vm.lost_at is None or unfinished is not None:
+        return False
+    before, vm.lost_at = vm.lost_at, None
+    events.append(
+        session, actor=f"dispatcher:{owner}", kind=events.VM_RETURNED, vm_id=vm_id,
+        before={"lost_at": before}, after={"lost_at": None},
+    )  # fmt: skip
+    requeue_pending.wake(session, vm_ids=[vm_id], actor=f"dispatcher:{owner}")
+    return True
+
+
+def _tell(
+    session: Session,
+    attempt: Attempt,
+    owner: str,
+    kind: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    vm_id: str | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> None:
+    events.append(
+        session, actor=f"dispatcher:{owner}", kind=kind, job_id=attempt.job_id,
+        epoch=attempt.epoch, vm_id=vm_id, before=before, after=after, detail=detail,
+    )  # fmt: skip

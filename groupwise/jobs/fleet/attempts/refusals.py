@@ -1,0 +1,68 @@
+"""Why an attempt was not begun, as `code: message`, and whom the code speaks of: its machine, a GPU there, the job, or the control machine.
+
+All but the last are words of a runner. What the control machine refuses never reached one: what it does not have is to be had nowhere
+else either, so that no machine is to blame for it and no other one would be better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from groupwise.core.terminal.text import shorten
+from groupwise.jobs.fleet.states import Observed
+from groupwise.jobs.hosts.failures import LONGEST_LINE
+
+SECRET, BLOB, CHECKPOINT, DISK = "secret", "blob", "checkpoint", "disk"
+OURS = frozenset({SECRET, BLOB, CHECKPOINT, DISK})
+"""Of the control machine."""
+OF_JOBS = frozenset({"bad_spec", "unknown_program", "lower_epoch"})
+"""Of a runner, about the job or this attempt of it."""
+OF_GPUS = {
+    "gpu_busy": Observed.FOREIGN_BUSY,
+    "foreign_busy": Observed.FOREIGN_BUSY,
+    "gpu_missing": Observed.DEGRADED,
+}
+"""Of a runner, about a GPU; and as what the poller would have seen that."""
+TAKEN = frozenset({"gpu_busy"})
+"""Of a runner: another attempt, which it knows by name, has the GPU or the slot."""
+VOIDED = "voided"
+"""Of a runner: an engine gave the attempt up before it began."""
+FOR_GOOD = frozenset({"bad_spec", BLOB})
+"""No later attempt would be begun either."""
+_NAMED = 3
+"""Files that a message names."""
+
+
+def code_of(refusal: str | None) -> str:
+    """Its first word."""
+    return (refusal or "").partition(":")[0]
+
+
+def message_of(refusal: str | None) -> str:
+    """The rest of it."""
+    return (refusal or "").partition(":")[2].strip()
+
+
+def of_engine(refusal: str | None) -> str | None:
+    """Why an engine gave up what it was to begin; None: it did not."""
+    return message_of(refusal) if code_of(refusal) == VOIDED else None
+
+
+def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
+    """Files that the store does not have will not come back by themselves: whoever sent them has them."""
+    return (
+        f"{BLOB}: {_not_there(lacking)}: {error}. Submit the job anew, which sends its files, or put them back and "
+        f"`groupwise fleet retry {job_id}`"
+    )
+
+
+def of_checkpoint(step: int, path: str, lacking: Sequence[str], error: Exception) -> str:
+    """Nobody has it but the store; the job can begin with another one."""
+    return f"{CHECKPOINT}: the checkpoint of step {step}, {path}, is damaged: {_not_there(lacking)}: {error}"
+
+
+def _not_there(lacking: Sequence[str]) -> str:
+    more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    which = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + more
+    are = "is" if len(lacking) == 1 else "are"
+    return f"{which} {are} not in the fleet's store of files"

@@ -1,0 +1,217 @@
+"""One long poll for each machine, shared by all attempts that are driven there.
+
+Whoever drives an attempt asks its machine itself when it wants to know; here it is told that something has changed. `Watch` keeps one
+`wait` open per machine that names every attempt of which news may come, and hands each state to whom it concerns. A `wait` also tells the
+runner's deadman that somebody listens. So an attempt is named only while its driver hears it and has said so in the database (`hearing`):
+of a machine that is written down as silent no deadman is kept quiet, however many of our requests still reach it.
+
+A machine that does not answer is asked again with growing pauses, by `status`, which quiets nothing; as soon as it answers, everyone who
+has an attempt there is told to look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.driver import Known, Runner
+from groupwise.jobs.hosts.port import HostError
+
+log = logging.getLogger(__name__)
+
+CHANGEABLE = frozenset({RunnerState.QUEUED, RunnerState.CLAIMED, RunnerState.RUNNING})
+
+
+class Listener(Protocol):
+    """One member of an attempt that is driven here."""
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """Job and epoch."""
+        ...
+
+    @property
+    def last(self) -> MemberState | None:
+        """What was heard of it last; None: nothing, or that is not to be relied on."""
+        ...
+
+    @property
+    def hearing(self) -> bool:
+        """The database says that its machine answers."""
+        ...
+
+    def heard(self, state: MemberState) -> None:
+        """News."""
+        ...
+
+    def lost_contact(self, why: str) -> None:
+        """Its machine does not answer."""
+        ...
+
+    def contact_again(self) -> None:
+        """It answers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Seconds. Tests have shorter ones."""
+
+    poll: float = 25.0
+    """How long a machine may keep a `wait` open; below the time after which middle boxes forget connections."""
+    first: float = 1.0
+    longest: float = 30.0
+    """Between two attempts to reach a machine."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """The long poll of one machine; `run` goes on as long as somebody listens."""
+
+    vm_id: str
+    runner: Runner
+    pauses: Pauses = field(default_factory=Pauses)
+    listeners: dict[tuple[str, int], Listener] = field(
+        default_factory=dict[tuple[str, int], Listener]
+    )
+    down: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody else has heard of it."""
+
+    def add(self, listener: Listener) -> None:
+        """Tell it from now on."""
+        self.listeners[listener.name] = listener
+        self.changed.set()
+
+    def remove(self, listener: Listener) -> None:
+        """Tell it no more."""
+        if self.listeners.get(listener.name) is listener:
+            del self.listeners[listener.name]
+            self.changed.set()
+
+    def look_again(self) -> None:
+        """What a listener knows has changed otherwise than by this watch."""
+        self.changed.set()
+
+    async def run(self) -> None:
+        """Until nobody listens."""
+        pause = self.pauses.first
+        while self.listeners:
+            self.changed.clear()
+            try:
+                await (self._knock() if self.down else self._poll())
+                pause = self.pauses.first
+            except HostError as error:
+                self._silence(str(error))
+                await self._rest(random.uniform(0.5, 1.0) * pause)
+                pause = min(2 * pause, self.pauses.longest)
+
+    async def _rest(self, pause: float) -> None:
+        """Before it is asked again; shorter where somebody else has heard of it meanwhile."""
+        self.seen.clear()
+        try:
+            async with asyncio.timeout(pause):
+                await self.seen.wait()
+        except TimeoutError:
+            pass
+
+    def _silence(self, why: str) -> None:
+        if not self.down:
+            log.warning("%s does not answer: %s", self.vm_id, why)
+        self.down = True
+        for listener in list(self.listeners.values()):
+            listener.lost_contact(why)
+
+    async def _knock(self) -> None:
+        job, epoch = next(iter(self.listeners))
+        await self.runner.status(job, epoch)
+        log.info("%s answers again", self.vm_id)
+        self.down = False
+        for listener in list(self.listeners.values()):
+            listener.contact_again()
+
+    async def _poll(self) -> None:
+        """One `wait`, given up as soon as it should name others."""
+        known = {
+            name: Known(last.state, last.log_size, last.checkpoints, last.step, last.clock)
+            for name, listener in self.listeners.items()
+            if listener.hearing and (last := listener.last) and last.state in CHANGEABLE
+        }
+        if not known:
+            await self.changed.wait()
+            return
+        asked, news = time.monotonic(), False
+        states = await self._until_changed(known)
+        for state in states or ():
+            name = (state.job, state.epoch)
+            news |= name in known and _differs(state, known[name])
+            if listener := self.listeners.get(name):
+                listener.heard(state)
+        if states is not None:
+            # a machine that answers at once, whatever is asked, is not asked at once again
+            pause = self.pauses.first / (10 if news else 1)
+            await self._rest(max(0.0, asked + pause - time.monotonic()))
+
+    async def _until_changed(
+        self, known: dict[tuple[str, int], Known]
+    ) -> tuple[MemberState, ...] | None:
+        waiting = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
+        changed = asyncio.ensure_future(self.changed.wait())
+        try:
+            await asyncio.wait({waiting, changed}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result() if waiting.done() else None
+        finally:
+            for task in (waiting, changed):
+                task.cancel()
+            await asyncio.gather(waiting, changed, return_exceptions=True)
+
+
+def _differs(state: MemberState, known: Known) -> bool:
+    found = (state.state, state.log_size, state.checkpoints, state.step)
+    return found != (known.state, known.log_size, known.checkpoints, known.step)
+
+
+class Watches:
+    """The watches of all machines on which something is driven here."""
+
+    def __init__(self, spawn: Callable[[str, Watch], None], pauses: Pauses | None = None) -> None:
+        """`spawn` has the watch run in the background, and `ended` called after it."""
+        self._spawn = spawn
+        self._pauses = pauses or Pauses()
+        self._by_machine: dict[str, Watch] = {}
+
+    def listen(self, vm_id: str, runner: Runner, listener: Listener) -> Watch:
+        """Tell the listener of news of its attempt on this machine, until it is removed from the watch."""
+        watch = self._by_machine.get(vm_id)
+        if watch is None:
+            watch = self._by_machine[vm_id] = Watch(vm_id, runner, self._pauses)
+            watch.add(listener)
+            self._spawn(vm_id, watch)
+        else:
+            watch.runner = runner
+            watch.add(listener)
+        return watch
+
+    def seen(self, vm_id: str) -> None:
+        """The machine answers others: who waits before it is asked again need not."""
+        if watch := self._by_machine.get(vm_id):
+            watch.seen.set()
+
+    def ended(self, vm_id: str, watch: Watch) -> None:
+        """It runs no more; one that still has listeners, because it crashed, is begun anew."""
+        if self._by_machine.get(vm_id) is not watch:
+            return
+        del self._by_machine[vm_id]
+        for listener in list(watch.listeners.values()):
+            self.listen(vm_id, watch.runner, listener)
+
+    def clear(self) -> None:
+        """Forget them all; they are being cancelled."""
+        self._by_machine.clear()

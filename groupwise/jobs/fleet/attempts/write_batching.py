@@ -1,0 +1,204 @@
+"""What many drives want of the database at the same moment, as one transaction.
+
+A transaction costs more than the little that a drive reads or writes in it: its begin, its flush to the disk, the statements that all of
+them repeat. So while one is under way, whatever else is asked for gathers, and goes together in the next. A drive that is alone waits for
+nobody, a thousand that begin at once share a few dozen transactions.
+
+Nobody is to suffer for another: where one of the writes raises, or has to wait for a lock that somebody else holds, none of them is kept,
+and each is done again in a transaction of its own, beside the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.queue import requeue_pending
+from groupwise.jobs.fleet.store import engine, events
+from groupwise.jobs.fleet.store.database import (
+    CommitUnknown,
+    Database,
+    DatabaseFailure,
+    at_one_moment,
+)
+from groupwise.jobs.fleet.store.steps import side_by_side
+
+One = TypeVar("One")
+Result = TypeVar("Result")
+
+MOST = 64
+"""In one transaction."""
+LOCK_SECONDS = 0.2
+"""That all together wait for a lock of somebody else; alone each waits as long as any transaction does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Later(Generic[Result]):
+    """An answer that nobody else is to wait for."""
+
+    task: asyncio.Task[Result]
+
+
+class Gathered(Generic[One, Result]):
+    """Requests that come while others are being dealt with; `deal` answers many at once, in their order."""
+
+    def __init__(
+        self,
+        deal: Callable[
+            [Sequence[One]], Awaitable[Sequence[Result | BaseException | Later[Result]]]
+        ],
+    ) -> None:
+        self._deal = deal
+        self._waiting: list[tuple[One, asyncio.Future[Result]]] = []
+        self._dealing: asyncio.Task[None] | None = None
+        self._slow: set[asyncio.Task[Result]] = set()
+
+    async def ask(self, one: One) -> Result:
+        """Its answer, or what was raised. Who is cancelled while it is dealt with is held until that is over."""
+        entry = (one, asyncio.get_running_loop().create_future())
+        self._waiting.append(entry)
+        if self._dealing is None or self._dealing.done():
+            self._dealing = asyncio.create_task(self._deal_with_all())
+        try:
+            return await asyncio.shield(entry[1])
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+                entry[1].cancel()
+            await _settled(entry[1])
+            raise
+
+    async def _deal_with_all(self) -> None:
+        while self._waiting:
+            now, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            try:
+                found = await self._deal([one for one, _ in now])
+            # whatever it is belongs to those who asked, or they would wait for ever
+            except BaseException as error:  # noqa: BLE001
+                found = [error] * len(now)
+            for (_, answer), result in zip(now, found, strict=True):
+                if isinstance(result, Later):
+                    later = cast("Later[Result]", result).task
+                    self._slow.add(later)
+                    later.add_done_callback(partial(self._pass_on, answer))
+                elif isinstance(result, BaseException):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
+
+    def _pass_on(self, answer: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
+        self._slow.discard(task)
+        if task.cancelled():
+            answer.cancel()
+        elif (error := task.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(task.result())
+
+
+async def _settled(answer: asyncio.Future[Any]) -> None:
+    while not answer.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({answer})
+    if not answer.cancelled():
+        answer.exception()  # nobody is there any more to be told
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A transaction about one attempt."""
+
+    epoch: int
+    fn: Callable[[Session], Any]
+    ends: bool
+    """And so writes its job as well."""
+
+
+class Writes:
+    """Transactions of many, as few."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._gathered = Gathered[Write, Any](self._deal)
+
+    async def commit(self, epoch: int, fn: Callable[[Session], Any], *, ends: bool = False) -> Any:
+        """As `Database.in_thread`, for what is about this attempt. Whether it `ends` it."""
+        return await self._gathered.ask(Write(epoch, fn, ends))
+
+    async def _deal(self, writes: Sequence[Write]) -> Sequence[Any]:
+        if len(writes) > 1:
+            try:
+                return await self._database.in_thread(lambda session: _all(session, writes))
+            except (CommitUnknown, DatabaseFailure) as error:
+                return [error] * len(writes)
+            except Exception:  # noqa: BLE001  # of one of them, nobody knows which: each is told its own below
+                pass
+        alone = [asyncio.create_task(self._database.in_thread(write.fn)) for write in writes]
+        # One that waits for a lock of somebody else's is not waited for by those that come after it.
+        await asyncio.wait(alone, timeout=LOCK_SECONDS)
+        return [Later(task) for task in alone]
+
+
+class Reads(Generic[One, Result]):
+    """Looks of many, as few: `fn` reads all of what is asked for, by its key; None for what is not there."""
+
+    def __init__(
+        self, database: Database, fn: Callable[[Session, Sequence[One]], Mapping[One, Result]]
+    ) -> None:
+        self._database = database
+        self._fn = fn
+        self._gathered = Gathered[One, Result | None](self._deal)
+
+    async def look(self, one: One) -> Result | None:
+        """As `Database.read_in_thread`."""
+        return await self._gathered.ask(one)
+
+    async def _deal(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
+        try:
+            found = await self._read(keys)
+            return [found.get(key) for key in keys]
+        except DatabaseFailure as error:
+            return [error] * len(keys)
+        except Exception as error:  # noqa: BLE001  # one of them cannot be read, nobody knows which
+            if len(keys) == 1:
+                return [error]
+        return [answer for key in keys for answer in await self._deal([key])]
+
+    async def _read(self, keys: Sequence[One]) -> Mapping[One, Result]:
+        return await self._database.read_in_thread(lambda session: self._fn(session, keys))
+
+
+class _Apart(Exception):
+    """Together they would have to wait."""
+
+
+def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
+    try:
+        _wait_for_locks(session, LOCK_SECONDS)
+        ending = (write.epoch for write in writes if write.ends)
+        records.lock(session, (write.epoch for write in writes), ending)
+        with requeue_pending.woken_once(session):
+            with events.gathered(session), at_one_moment(session):
+                with side_by_side(session):
+                    done = [write.fn(session) for write in writes]
+                session.flush()
+            _wait_for_locks(session, engine.LOCK_SECONDS)  # waking waits for claims, which are many
+        return done
+    except OperationalError as error:
+        if getattr(error.orig, "sqlstate", None) == "55P03":
+            raise _Apart from error
+        raise
+
+
+def _wait_for_locks(session: Session, seconds: float) -> None:
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text(f"SET LOCAL lock_timeout = '{seconds}s'"))

@@ -1,0 +1,743 @@
+"""A fleet from Python, over its HTTP API: the same verbs as the command line.
+
+    fleet = FleetClient("http://127.0.0.1:8010")
+    job = fleet.submit({"arguments": ["python", "train.py"]}, files=["train.py"])
+    for piece in fleet.follow(job["job_id"]):
+        print(piece.decode(), end="")
+
+Every method gives the documents that `--json` prints, and `groupwise.jobs.fleet.direct` has the same methods for a fleet of this machine. A
+refusal is raised as `Refusal`, with the server's code and words; where no answer came, a call that may be repeated is, and `FleetAway` is
+raised when that has not helped: within seconds, but after minutes only by what follows, waits, submits or has files on their way
+(`groupwise.jobs.fleet.retry`). A submission names itself, so that repeating it makes no second job.
+
+An API may also take a question and say nothing: it hangs, or does something long. That is told soon, and the same asked once more with
+more time, since a person who sees nothing does not know that anything is waited for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import ssl
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx2
+
+from groupwise.api.schemas.fleet import (
+    ENDED_HEADER,
+    EPOCH_HEADER,
+    OFFSET_HEADER,
+    LogPart,
+    expect_few,
+    portions,
+)
+from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
+from groupwise.api.schemas.keys import VARIABLE
+from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
+from groupwise.jobs.fleet.retry import ASK_ON, AwayError, Patience, is_passing
+from groupwise.jobs.fleet.text_validation import require_passable
+from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
+from groupwise.jobs.hosts.spec import FileEntry
+
+Document = dict[str, Any]
+TRIES = 6
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+"""Seconds between tries; doubled, and drawn below that."""
+CONNECTED = 10.0
+"""Seconds for a connection."""
+PROMPT = 15.0
+"""Seconds without a word after which that is told, and the same asked again with the time that a request may take at most."""
+WAIT_SECONDS = 20.0
+"""For which one request waits for more of a log."""
+UPLOAD_PIECE = 16 * PIECE
+FILE_BUSY = "file_busy"
+OTHERS_PAUSE = 1.0
+"""Seconds between two looks at a file that somebody else sends too."""
+OTHERS_REST = 5.0
+"""Seconds in which no more of such a file comes, after which whoever waited goes on with it."""
+MOST_HASHES = 10_000
+"""That one request asks for."""
+OF_A_PROXY = frozenset({502, 503, 504})
+"""What a proxy says in place of an API that is not there."""
+log = logging.getLogger(__name__)
+
+
+class FleetAway(AwayError):
+    """The fleet's API does not answer. What was asked may have been done; a submission with the same key may be sent again."""
+
+    code = "fleet_away"
+
+    def __init__(self, message: str, *, passing: bool = True, silent: bool = False) -> None:
+        """`silent`: nobody refused it; there was no word in time."""
+        super().__init__(message, passing=passing)
+        self.silent = silent
+
+
+class FleetClient:
+    """One fleet. Use it as a context manager, or `close` it; one thread at a time."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        timeout: float = 60.0,
+        transport: httpx2.BaseTransport | None = None,
+        patience: float = ASK_ON,
+        tell: Callable[[str], None] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`key`: without it, GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
+
+        `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer, and for
+        which a file that somebody else sends too may stand still. `tell`: is told when the fleet is away, when it is back, and where an
+        answer is late; without it a warning is logged.
+        """
+        key = os.environ.get(VARIABLE) if key is None else key
+        headers = {} if not key else {"Authorization": f"Bearer {key}"}
+        self._has_key = bool(key)
+        self.url = url.rstrip("/")
+        self._sleep, self._clock = sleep, clock
+        self._tell = log.warning if tell is None else tell
+        self.patience = Patience(patience, tell=self._tell, sleep=sleep, clock=clock)
+        self._timeout = timeout
+        self._is_slow = False
+        """Whether the last answer was late: the next one is given all its time at once."""
+        self._http = httpx2.Client(base_url=self.url, headers=headers, transport=transport)
+
+    def on_behalf_of(self, who: str) -> Self:
+        """The same: an API knows whoever has the key, and nobody else."""
+        del who
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End its connections."""
+        self._http.close()
+
+    # Jobs
+
+    def submit(
+        self,
+        request: Mapping[str, Any],
+        *,
+        project: str | None = None,
+        files: Sequence[str | Path] | Mapping[str, str | Path] = (),
+        idempotency_key: str | None = None,
+    ) -> Document:
+        """Submit a job; once this returns it is on the fleet's disk.
+
+        `request`: a `groupwise.jobs.fleet.queue.request.JobRequest` as JSON: `arguments`, or a kind's columns. `files`: what it takes
+        along, by name or path → file or folder here. Submitted again with the same key it is the same job.
+        """
+        document = dict(request)
+        if files:
+            document["files"] = {**document.get("files", {}), **self.upload(files)}
+        return self._accepted("/jobs", document, project, idempotency_key)
+
+    def submit_all(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        project: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Document]:
+        """Submit several jobs, all of them or none. Submitted again with the same key they are the same jobs."""
+        expect_few(len(requests))
+        if len(requests) == 1:
+            return [self._accepted("/jobs", requests[0], project, idempotency_key)]
+        body = {"jobs": [dict(request) for request in requests]}
+        return self._accepted("/jobs/array", body, project, idempotency_key)
+
+    def _accepted(
+        self, path: str, body: Mapping[str, Any], project: str | None, named: str | None
+    ) -> Any:
+        key = new_idempotency_key() if named is None else named
+        query = {"project": project}
+        return self._patiently("POST", path, body=body, query=query, headers={HEADER: key})
+
+    def plan(self, request: Mapping[str, Any], *, project: str | None = None) -> Document:
+        """What the job would be and where it could run now; nothing is submitted."""
+        return self._json("POST", "/jobs/plan", body=request, query={"project": project})
+
+    def jobs(self, **wanted: Any) -> list[Document]:
+        """Jobs, the newest first. `wanted`: ids, status, project, name, kind, vm, label, older_than, limit, as GET /jobs takes them."""
+        if wanted.get("ids") == []:
+            return []  # in an address, none of them is none that is asked for
+        return self._json("GET", "/jobs", query=wanted)
+
+    def show(self, job_id: str) -> Document:
+        """All about one job."""
+        return self._json("GET", f"/jobs/{_part(job_id)}")
+
+    def progress(self, job_id: str) -> Document:
+        """Its status, exit code, reason, and the epochs of its attempts: little, for who asks often."""
+        return self._json("GET", f"/jobs/{_part(job_id)}/progress")
+
+    def cancel(self, job_id: str, reason: str | None = None) -> Document:
+        """Have it end; its status is `cancelled` once nothing of it is left."""
+        return self._json("POST", f"/jobs/{_part(job_id)}/cancel", body={"reason": reason})
+
+    def hold(self, job_id: str) -> Document:
+        """Have a waiting job wait until it is released."""
+        return self._json("POST", f"/jobs/{_part(job_id)}/hold")
+
+    def release(self, job_id: str) -> Document:
+        """Let a held job go on."""
+        return self._json("POST", f"/jobs/{_part(job_id)}/release")
+
+    def retry(self, job_id: str) -> Document:
+        """Begin a failed or cancelled job anew. Sent once: where no answer came, look at the job first."""
+        return self._json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
+
+    def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
+        """`cancel` for many: the document of each, or `job_id` and `error` (`code`, `message`) where it was refused."""
+        return self._changed_all("cancel", ids, reason=reason)
+
+    def hold_all(self, ids: Sequence[str]) -> list[Document]:
+        """`hold` for many, answered as `cancel_all`."""
+        return self._changed_all("hold", ids)
+
+    def release_all(self, ids: Sequence[str]) -> list[Document]:
+        """`release` for many, answered as `cancel_all`."""
+        return self._changed_all("release", ids)
+
+    def retry_all(self, ids: Sequence[str]) -> list[Document]:
+        """`retry` for many, answered as `cancel_all`; sent once."""
+        return self._changed_all("retry", ids, tries=1)
+
+    def _changed_all(
+        self, verb: str, ids: Sequence[str], *, tries: int = TRIES, **more: Any
+    ) -> list[Document]:
+        found: list[Document] = []
+        for some in portions(ids):
+            found += self._json("POST", f"/jobs/{verb}", body={"jobs": some, **more}, tries=tries)
+        return found
+
+    def prune(
+        self,
+        older_than: float,
+        *,
+        project: str | None = None,
+        status: Sequence[str] | None = None,
+        dry_run: bool = False,
+    ) -> Document:
+        """Remove jobs that ended more than so many seconds ago, with logs and artefacts: their ids, and how many bytes. Sent once."""
+        body = {
+            "older_than": older_than,
+            "project": project,
+            "status": None if status is None else list(status),
+            "dry_run": dry_run,
+        }
+        return self._json("POST", "/jobs/prune", body=body, tries=TRIES if dry_run else 1)
+
+    def wait(self, job_id: str) -> Document:
+        """The job, once it has ended."""
+        for _ in self.follow(job_id):
+            pass
+        return self.patience.ask(lambda: self.show(job_id))
+
+    # Bytes
+
+    def log(
+        self,
+        job_id: str,
+        *,
+        epoch: int | None = None,
+        offset: int = 0,
+        rank: int = 0,
+        tail: int | None = None,
+        wait: float = 0.0,
+    ) -> LogPart:
+        """The next piece of a log; without `epoch` of the newest, from its beginning, or `tail` lines before its present end.
+
+        `wait`: seconds for more to come, if there is none yet, at most 30.
+        """
+        query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
+        answer = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
+        known = EPOCH_HEADER in answer.headers
+        return LogPart(
+            data=answer.content,
+            epoch=int(answer.headers[EPOCH_HEADER]) if known else None,
+            offset=int(answer.headers[OFFSET_HEADER]) if known else 0,
+            ended=answer.headers.get(ENDED_HEADER) == "true",
+        )
+
+    def follow(
+        self, job_id: str, *, epoch: int | None = None, offset: int = 0, rank: int = 0
+    ) -> Generator[bytes]:
+        """The log as it grows, attempt after attempt, until the job has ended. Without `epoch`: from the beginning of the newest."""
+        while True:
+            more = partial(
+                self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
+            )
+            part = self.patience.ask(more)
+            if part.epoch is not None:
+                epoch, offset = part.epoch, part.offset
+            if part.data:
+                yield part.data
+            if part.ended:
+                return
+
+    def upload(
+        self,
+        files: Sequence[str | Path] | Mapping[str, str | Path],
+        *,
+        tell: Tell = tell_nobody,
+    ) -> dict[str, list[Any]]:
+        """Send files and folders of this machine; the manifest under which a job takes them along. What is there already is not sent.
+
+        A file that grows meanwhile travels as long as it was when it was looked at; one that becomes shorter is a UsageError.
+        `tell`: how far it is, first with looking at them, then with sending what is wanted.
+        """
+        found = named_files(files)
+        entries = _entries(found, tell)
+        names = {entry.sha256: name for name, entry in entries.items()}
+        every = sorted(names)
+        wanted: list[str] = []
+        for start in range(0, len(every), MOST_HASHES):
+            some = {"sha256": every[start : start + MOST_HASHES]}
+            wanted += self._patiently("POST", "/blobs/missing", body=some)["missing"]
+        total = Sum(tell, sum(entries[names[sha256]].size for sha256 in wanted))
+        for name in (names[sha256] for sha256 in wanted):
+            self._send(entries[name], found[name], partial(total.more, f"sending {name}"))
+        return {name: [each.sha256, each.mode, each.size] for name, each in entries.items()}
+
+    def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
+        """One file. Whoever finds that others send the same lets them go on, for as long as more of it comes."""
+        sha256, size = entry.sha256, entry.size
+        here, since = self._received(sha256, size), self._clock()
+        more(here)
+        with path.open("rb") as file:
+            while True:
+                file.seek(here)
+                piece = file.read(min(UPLOAD_PIECE, size - here))
+                if here < size and not piece:
+                    raise UsageError(f"{path} has become shorter while it was sent.")
+                now, stored = self._piece(sha256, size, here, piece)
+                more(now - here)
+                if stored:
+                    return
+                if now == here or now != here + len(piece):
+                    now = self._while_others_send(sha256, size, now, more)
+                if now != here:
+                    here, since = now, self._clock()
+                elif self._clock() - since > self.patience.seconds + size / SLOWEST_DISK:
+                    raise Refusal(FILE_BUSY, _stands_still(path, size, here))
+
+    def _received(self, sha256: str, size: int) -> int:
+        return self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
+
+    def _piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
+        """How much of the file is there then, and whether it is stored. While others send it nothing may have been taken."""
+        query = {"size": size, "offset": offset}
+        try:
+            answer = self._patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
+        except Refusal as refusal:
+            if refusal.code != FILE_BUSY:
+                raise
+            return offset, False
+        return (size, True) if answer["stored"] else (answer["received"], False)
+
+    def _while_others_send(
+        self, sha256: str, size: int, here: int, more: Callable[[int], None]
+    ) -> int:
+        """How much of a file is there once no more of it comes."""
+        since = self._clock()
+        while True:
+            self._sleep(OTHERS_PAUSE * random.uniform(0.5, 1))
+            now = self._received(sha256, size)
+            more(now - here)
+            if now != here:
+                here, since = now, self._clock()
+            if here >= size or self._clock() - since >= OTHERS_REST:
+                return here
+
+    def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
+        """What an attempt left: `files`, by path, with sha256, mode and bytes; without `epoch` the newest that left any."""
+        query = {"epoch": epoch, "rank": rank}
+        return self._json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
+
+    def checkpoints(self, job_id: str) -> list[Document]:
+        """Its mirrored checkpoints, the newest first; their `files` as those of artefacts."""
+        return self._json("GET", f"/jobs/{_part(job_id)}/checkpoints")
+
+    def fetch(
+        self,
+        job_id: str,
+        folder: str | Path,
+        *,
+        paths: Sequence[str] = (),
+        checkpoints: bool = False,
+        epoch: int | None = None,
+        rank: int = 0,
+        force: bool = False,
+        tell: Tell = tell_nobody,
+    ) -> Document:
+        """Bring what it left into a folder here; each file appears whole, after its hash was found right. See `download.fetch`."""
+        wanted = Wanted(paths, checkpoints, epoch, rank)
+        return fetch(self, job_id, Path(folder), wanted, force=force, tell=tell)
+
+    def artefact_pieces(
+        self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
+    ) -> Iterator[bytes]:
+        """The bytes of an artefact from an offset on."""
+        address = f"/jobs/{_part(job_id)}/artefacts/{quote(path)}"
+        return self._pieces(address, {"epoch": epoch, "rank": rank}, offset)
+
+    def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Iterator[bytes]:
+        """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
+        return self._pieces(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
+
+    def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
+        """What is cut off goes on where it ended."""
+        pause, failures, silence = FIRST_PAUSE, 0, self.patience.silence()
+        while True:
+            headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+            hurried = not self._is_slow
+            limits = self._limits(hurried)
+            try:
+                with self._http.stream(
+                    "GET", path, params=query, headers=headers, timeout=limits
+                ) as answer:
+                    if not answer.is_success:
+                        answer.read()
+                        raise self._refusal(answer)
+                    skip = offset if answer.status_code == 200 else 0  # a proxy may know no ranges
+                    for data in answer.iter_bytes():
+                        piece, skip = data[skip:], max(0, skip - len(data))
+                        offset += len(piece)
+                        pause, failures = FIRST_PAUSE, 0
+                        silence.is_over()
+                        yield piece
+                    silence.is_over()
+                    return
+            except httpx2.TransportError as error:
+                failed = self._away("GET", path, error)
+            except (FleetAway, Refusal) as error:
+                failed = error
+            silent = isinstance(failed, FleetAway) and failed.silent
+            if silent and hurried:
+                self._is_late("GET", path)
+                continue
+            failures += 1
+            if silent or failures % TRIES == 0 or not is_passing(failed):
+                silence.goes_on(failed)
+            self._sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    # Machines, people, state
+
+    def machines(self, *, removed: bool = False) -> list[Document]:
+        """All machines, with their GPUs and who holds them."""
+        return self._json("GET", "/vms", query={"removed": removed or None})
+
+    def machine(self, vm_id: str) -> Document:
+        """One of them."""
+        return self._json("GET", f"/vms/{_part(vm_id)}")
+
+    def add_machine(self, machine: Mapping[str, Any]) -> Document:
+        """Take one in: a `groupwise.api.schemas.fleet.MachineBody` as JSON."""
+        return self._json("POST", "/vms", body=machine)
+
+    def change_machine(self, vm_id: str, **wanted: Any) -> Document:
+        """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None takes
+        one away), deadman (0: never), probe, idle_memory_mb, engine (of what stands behind it, these); None: as it was."""
+        return self._json("PUT", f"/vms/{_part(vm_id)}", body=wanted)
+
+    def drain(self, vm_id: str) -> Document:
+        """Place nothing new there; what runs goes on."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/drain")
+
+    def undrain(self, vm_id: str) -> Document:
+        """Place work there again."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/undrain")
+
+    def cordon(self, vm_id: str, reason: str) -> Document:
+        """Place nothing new there, and say why."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/cordon", body={"reason": reason})
+
+    def uncordon(self, vm_id: str) -> Document:
+        """Place work there again; failed launches are forgotten."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/uncordon")
+
+    def lost(self, vm_id: str) -> Document:
+        """It will not come back: its attempts end, and its jobs go elsewhere."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/lost")
+
+    def remove(self, vm_id: str) -> Document:
+        """Take it out of the fleet."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/remove")
+
+    def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
+        """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/trust", body={"fingerprint": fingerprint})
+
+    def clear_quarantine(self, vm_id: str, gpu: str) -> Document:
+        """Let jobs have a GPU again; `gpu` is its index or UUID."""
+        return self._json("POST", f"/vms/{_part(vm_id)}/gpus/{_part(gpu)}/clear")
+
+    def projects(self) -> list[Document]:
+        """Those that the key may see."""
+        return self._json("GET", "/projects")
+
+    def change_project(self, name: str, **wanted: float | None) -> Document:
+        """Set weight, max_gpus, max_waiting; None takes a quota away."""
+        return self._json("PUT", f"/projects/{_part(name)}", body=wanted)
+
+    def keys(self) -> list[Document]:
+        """What is known of all keys."""
+        return self._json("GET", "/keys")
+
+    def make_key(
+        self,
+        role: str,
+        *,
+        projects: Sequence[str] | None = None,
+        seconds: float | None = None,
+        note: str | None = None,
+    ) -> Document:
+        """A key with the role read, act or admin. Sent once: where no answer came, nobody knows the key, and it may be revoked."""
+        body = {
+            "role": role,
+            "projects": None if projects is None else list(projects),
+            "seconds": seconds,
+            "note": note,
+        }
+        return self._json("POST", "/keys", body=body, tries=1)
+
+    def revoke_key(self, key_id: str) -> Document:
+        """From the next request on nobody is known by it."""
+        return self._json("POST", f"/keys/{_part(key_id)}/revoke")
+
+    def status(self) -> Document:
+        """Jobs by status, machines, the control plane, alarms."""
+        return self._json("GET", "/status")
+
+    def events(self, *, after: int = 0, limit: int = 100) -> list[Document]:
+        """What happened after that event, the oldest first."""
+        return self._json("GET", "/events", query={"after": after, "limit": limit})
+
+    # Asking
+
+    def _json(self, method: str, path: str, **more: Any) -> Any:
+        return self._answer(method, path, **more).json()
+
+    def _patiently(self, method: str, path: str, **more: Any) -> Any:
+        """The same, of what may be asked any number of times: where the fleet does not answer, for minutes."""
+        hurried = "content" not in more  # which takes its time on the way
+        return self.patience.ask(lambda: self._json(method, path, hurried=hurried, **more))
+
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        content: bytes | None = None,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        tries: int = TRIES,
+        hurried: bool | None = None,
+    ) -> httpx2.Response:
+        """`hurried`: where no answer comes soon it may be asked again while the first one is still at work; None: a question may."""
+        known = {name: value for name, value in (query or {}).items() if value is not None}
+        require_passable(**known)
+        require_passable(**(body or {}))
+        request = partial(
+            self._http.request,
+            *(method, path),
+            json=body,
+            content=content,
+            params=known,
+            headers=headers,
+        )
+        may_hurry = tries > 1 and (method == "GET" if hurried is None else hurried)
+        wait = float(known.get("wait", 0.0))
+        pause = FIRST_PAUSE
+        for _ in range(tries - 1):
+            soon = may_hurry and not self._is_slow
+            try:
+                return self._once(request, method, path, soon=soon, wait=wait)
+            except FleetAway as away:
+                if not away.passing or (away.silent and not soon):
+                    raise
+                if away.silent:
+                    self._is_late(method, path)
+                    continue
+            except Refusal as refusal:
+                if not refusal.kind.retry or refusal.code == FILE_BUSY:
+                    raise  # of a file it is asked first how much is there
+                pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
+            self._sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return self._once(request, method, path, soon=False, wait=wait)
+
+    def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
+        """`wait`: seconds for which the API itself is asked to wait. Bytes that are not taken at all are no slow transaction."""
+        prompt = min(PROMPT, self._timeout)
+        return httpx2.Timeout(
+            self._timeout,
+            connect=min(CONNECTED, self._timeout),
+            read=(prompt if soon else self._timeout) + wait,
+            write=prompt,
+        )
+
+    def _is_late(self, method: str, path: str) -> None:
+        self._is_slow = True
+        self._tell(f"{self.url} does not answer {method} {path} so far, and is asked again")
+
+    def _once(
+        self,
+        request: Callable[..., httpx2.Response],
+        method: str,
+        path: str,
+        *,
+        soon: bool,
+        wait: float,
+    ) -> httpx2.Response:
+        began = self._clock()
+        try:
+            answer = request(timeout=self._limits(soon, wait))
+        except httpx2.TransportError as error:
+            raise self._away(method, path, error) from error
+        self._is_slow = self._is_slow and self._clock() - began > PROMPT + wait
+        if not answer.is_success:
+            raise self._refusal(answer)
+        return answer
+
+    def _away(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
+        if (untrusted := _not_trusted(error)) is not None:
+            return FleetAway(
+                f"{self.url} shows a certificate that is not trusted here ({untrusted.verify_message}). Where an authority of your own "
+                "has signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that "
+                "name in the address.",
+                passing=False,
+            )
+        return FleetAway(
+            f"{self.url} gave no answer to {method} {path} ({type(error).__name__}: {error}). Is `groupwise fleet up --port` running "
+            "there, and the address right?",
+            passing=not isinstance(error, httpx2.UnsupportedProtocol),
+            silent=isinstance(error, httpx2.TimeoutException),
+        )
+
+    def _refusal(self, answer: httpx2.Response) -> Refusal | FleetAway:
+        """What the server said, with the client's part in it."""
+        refusal = _refusal(answer)
+        if isinstance(refusal, FleetAway) or refusal.code != "unauthorised":
+            return refusal
+        if self._has_key:
+            return Refusal(
+                refusal.code, f"{refusal.detail} The one that was sent is that of {VARIABLE}."
+            )
+        return Refusal(
+            refusal.code,
+            f"{self.url} answers only to who has a key, and none was sent: put yours into {VARIABLE}. Whoever runs the fleet makes one "
+            "with `groupwise fleet key new ROLE`.",
+        )
+
+
+def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, Path]:
+    """Files and folders of this machine as single files, by the paths under which a job takes them along: their own names, or those of a
+    mapping, where `.` is the job's folder itself. Raises UsageError for what is neither (a pipe may have no end), and for two of one name.
+    """
+    named = (
+        files.items() if isinstance(files, Mapping) else [(own_name(each), each) for each in files]
+    )
+    found: dict[str, Path] = {}
+    for name, place in named:
+        path = Path(place)
+        if path.exists() and not (path.is_dir() or path.is_file()):
+            raise UsageError(
+                f"{path} is neither a file nor a folder, and cannot travel with a job: write what comes from it into a file."
+            )
+        below = files_below(path) if path.is_dir() else {"": path}
+        top = "" if name == "." and path.is_dir() else name
+        for inner, each in below.items():
+            taken = "/".join(filter(None, (top, inner)))
+            there = found.setdefault(taken, each)
+            if there is not each and there.resolve() != each.resolve():
+                raise UsageError(
+                    f"{each} and {there} would both be {taken} in the job's working folder: give them as a mapping of "
+                    "the names there, files={'OTHER': …}."
+                )
+    return found
+
+
+def own_name(place: str | Path) -> str:
+    """Of `.` and `..` too, and of a link that of its own."""
+    return Path(os.path.abspath(place)).name
+
+
+def _stands_still(path: Path, size: int, here: int) -> str:
+    return (
+        f"{path}: somebody else sends the same file, of which {here} of {size} bytes are there, and for minutes no more has come; nor can "
+        "it be sent from here meanwhile. What is there is kept: try again later."
+    )
+
+
+def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
+    """Each as long as it is when it is opened: one that somebody writes to may have no end."""
+    total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+    entries: dict[str, FileEntry] = {}
+    for name, path in found.items():
+        digest, size = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            while piece := file.read(min(PIECE, status.st_size - size)):
+                digest.update(piece)
+                size += len(piece)
+                total.more(f"looking at {name}", len(piece))
+        entries[name] = FileEntry(digest.hexdigest(), status.st_mode & 0o777, size)
+    return entries
+
+
+def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Why the certificate of the API was refused, if that is what went wrong."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _part(name: str) -> str:
+    """A name as one part of an address. Raises UsageError for one that would be another address."""
+    if name in ("", ".", ".."):
+        raise UsageError(
+            f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit."
+        )
+    require_passable(name)
+    return quote(name, safe="")
+
+
+def _refusal(answer: httpx2.Response) -> Refusal | FleetAway:
+    """What the server said; what is no word of a fleet is told as such."""
+    try:
+        problem = Problem.model_validate(answer.json())
+    except ValueError:
+        problem = None
+    if problem is None or problem.code not in KINDS:
+        words = f"{answer.status_code} from {answer.url}, which is no fleet's answer: {answer.text[:200]}"
+        return FleetAway(words) if answer.status_code in OF_A_PROXY else Refusal("internal", words)
+    errors = [FieldError(field=each.field, message=each.message) for each in problem.errors]
+    return Refusal(problem.code, problem.detail, errors=errors, retry_after=problem.retry_after)

@@ -1,0 +1,77 @@
+"""A full disk of the control machine, told as such: who starts a fleet, or asks it, reads which disk it is and what to do.
+
+SQLite does not say so itself: where it finds no room for the file that its processes share, it speaks of an error of the disk, or cannot
+open the file at all. So the disk is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+from groupwise.core.errors import RunError, UsageError
+from groupwise.core.terminal.quantities import byte_size
+
+NEEDED = 1_000_000
+"""Bytes without which no fleet begins: an empty database has half of that, and SQLite's files beside it some."""
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
+
+
+class DiskFull(RunError):
+    """There is no room on a disk that the fleet writes to."""
+
+    code = "disk_full"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"the fleet cannot write: {words(folder)}")
+
+
+@contextlib.contextmanager
+def told_in_words(folder: Path) -> Generator[None, None, None]:
+    """Turn errors of the disk into messages: DiskFull if it is full, UsageError if this user may not write to the folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise DiskFull(folder) from error
+        if error.errno in MAY_NOT and Path(str(error.filename)).is_relative_to(folder):
+            raise UsageError(
+                f"the fleet cannot write to {error.filename}: {error.strerror}. "
+                "Let this user write there, or name another folder with --fleet."
+            ) from error
+        raise
+
+
+def is_full(folder: Path) -> bool:
+    """Whether so little is left on its disk that a database fails there."""
+    try:
+        disk = os.statvfs(_there(folder))
+    except OSError:
+        return False
+    no_names = disk.f_files > 0 and disk.f_favail == 0
+    return no_names or disk.f_bavail * disk.f_frsize < NEEDED
+
+
+def words(folder: Path) -> str:
+    """Which disk is full, and what to do: the end of a message."""
+    return (
+        f"the disk of {folder} is full{_left(folder)}. Make room there; nothing that was acknowledged is lost. "
+        "`df -h` and `df -i` say what is left."
+    )
+
+
+def _left(folder: Path) -> str:
+    try:
+        disk = os.statvfs(_there(folder))
+    except OSError:
+        return ""
+    return f" ({byte_size(disk.f_bavail * disk.f_frsize)} left for this user)"
+
+
+def _there(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next((each for each in (folder, *folder.parents) if each.exists()), folder)

@@ -1,0 +1,538 @@
+"""The dispatcher: takes jobs from the queue, and drives what it has taken until nothing is left to do about it.
+
+`GlobalJobDispatcher` is one of any number that share a database. What each does by itself, in tasks side by side:
+
+    renewing     every 8 s, one statement that keeps the lease of everything it owns. Its answer is the list of what it owns, and whatever
+                 of that is not being driven is driven from then on
+    claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
+    adopting     every 2 s: attempts whose owner has not renewed; the same function serves the start, where it finds what was left over
+    wishes       every 2 s: cancellations and lost machines wake the drives that they concern; a machine that the poller saw booted anew, or
+                 again, is asked at once, over a new connection: the kept one may be dead without knowing it
+    clearing     every ten minutes: what nobody needs any more on machines, and in the store of files here
+    reconciling  every minute: what machines run that nobody drives. A lower epoch is killed, an unknown job is written down and left
+                 alone; a machine that was declared lost and answers is emptied, and then used again
+
+A dispatcher that cannot renew stops all its drives before its lease runs out, by its own clock and from before the request: from then on
+the attempts are somebody else's. It ends no job by stopping, whether it is asked to or killed: machines go on without it.
+
+Whatever goes wrong in one task is logged and begun anew after a pause; it stops no other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets as randomness
+import socket
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.attempts.controller import (
+    CheckpointMirror,
+    Collector,
+    Desk,
+    Drive,
+    LogMirror,
+    Pauses,
+)
+from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.jobs.fleet.attempts.effects import Gateway
+from groupwise.jobs.fleet.attempts.records import LEASE, LeftBehind, Machine
+from groupwise.jobs.fleet.attempts.watching import Pauses as WatchPauses
+from groupwise.jobs.fleet.attempts.watching import Watch, Watches
+from groupwise.jobs.fleet.attempts.write_batching import Reads
+from groupwise.jobs.fleet.files.clearing import EVERY, clear_away
+from groupwise.jobs.fleet.machines.clearing import Keeping, MachineClearing, is_doctors
+from groupwise.jobs.fleet.machines.reaching import runner_of
+from groupwise.jobs.fleet.queue import admission, claim
+from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.port import Host, HostError
+
+log = logging.getLogger(__name__)
+
+CLAIMED_AT_ONCE = 50
+ADMITTED_AT_ONCE = 200
+MAY_HAVE_LEFT_PROCESSES = frozenset(
+    {RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.LOST, RunnerState.VOIDED}
+)
+"""Voided too: the folder of what runs may have been removed by hand."""
+
+
+class Bell(Protocol):
+    """As much of a doorbell as is listened to."""
+
+    async def wait(self, timeout: float) -> frozenset[str]:
+        """Ids of jobs that somebody rang for; empty at the timeout."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """Seconds. Tests have shorter ones."""
+
+    lease: float = LEASE
+    renew: float = 8.0
+    adopt: float = 2.0
+    sweep: float = 2.0
+    reconcile: float = 60.0
+    clear: float = 600.0
+    after_crash: float = 5.0
+    """Before a task that crashed is begun anew."""
+
+
+async def _nothing_is_kept(vm_ids: Collection[str]) -> None:
+    """There are no connections to close."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a dispatcher works with."""
+
+    database: Database
+    host: Callable[[Machine], Host]
+    """The way to a machine. Asked again for the same row it may give the same one; it keeps and closes them."""
+    bell: Bell
+    logs: LogMirror
+    checkpoints: CheckpointMirror
+    collector: Collector
+    store: BlobStore
+    secrets: AllowedSecrets = UNLESS_TOLD
+    doubt: Callable[[str], None] = lambda vm_id: None
+    """Connections that are kept to this machine may be dead: calls that wait there are given up."""
+    keep_only: Callable[[Collection[str]], Awaitable[None]] = _nothing_is_kept
+    """There are these machines in the fleet: connections to others are closed."""
+    folders: Sequence[Path] = ()
+    """Of logs and artefacts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How it does it."""
+
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    pauses: Pauses = field(default_factory=Pauses)
+    watch_pauses: WatchPauses = field(default_factory=WatchPauses)
+    chance: random.Random = field(default_factory=random.Random)
+    concurrency: int = 64
+    """Machines that are reconciled at once."""
+    keeping: Keeping = field(default_factory=Keeping)
+    clock: Callable[[], float] = time.monotonic
+    """Seconds of this process."""
+    began: float | None = None
+    """By the database's clock, where a poller began with it: what machines ran before it looks at them may stand in no table. None: it is
+    believed what was seen of them lately."""
+
+
+def new_owner() -> str:
+    """A name that no dispatcher has had before."""
+    return f"{socket.gethostname()}-{os.getpid()}-{randomness.token_hex(4)}"
+
+
+class GlobalJobDispatcher:
+    """One dispatcher. `run` goes on until `stop`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        tuning: Tuning | None = None,
+        *,
+        owner: str | None = None,
+        gateway: Gateway | None = None,
+    ) -> None:
+        self.owner = owner or new_owner()
+        self._parts = parts
+        self._tuning = tuning or Tuning()
+        self._gateway = gateway or Gateway(parts.database)
+        self._stopping = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        self._drives: dict[int, tuple[Drive, asyncio.Task[None]]] = {}
+        self._failed: set[int] = set()
+        """Epochs of attempts that could not be driven, of which somebody was told."""
+        self._watching: set[asyncio.Task[None]] = set()
+        self._wishes: dict[int, Any] = {}
+        self._sightings: dict[str, tuple[str | None, bool]] = {}
+        self._mine_until = 0.0
+        self._began = self._tuning.began
+        self.not_asked: list[str] | None = None
+        """Machines that have to be asked what they run before anything begins; None: that is not known yet."""
+        self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
+        self._watches = Watches(self._watch, self._tuning.watch_pauses)
+        self._desk = Desk(
+            owner=self.owner,
+            gateway=self._gateway,
+            snapshots=Reads(
+                parts.database, lambda s, epochs: records.snapshots(s, epochs, self.owner)
+            ),
+            runner=self._runner,
+            watches=self._watches,
+            logs=parts.logs,
+            checkpoints=parts.checkpoints,
+            collector=parts.collector,
+            store=parts.store,
+            secrets=parts.secrets.read,
+            spawn=self._beside,
+            chance=self._tuning.chance,
+            pauses=self._tuning.pauses,
+            clock=self._tuning.clock,
+        )
+
+    @property
+    def driven(self) -> frozenset[int]:
+        """Epochs of the attempts that it drives now."""
+        return frozenset(self._drives)
+
+    def stop(self) -> None:
+        """Let go of everything; what runs, runs on."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Until `stop`. What it owned is free for others at once."""
+        rhythm = self._tuning.rhythm
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            loops = [
+                group.create_task(self._for_ever(*each), name=each[0])
+                for each in (
+                    ("renewing", self.renew, rhythm.renew),
+                    ("adopting", self.adopt, rhythm.adopt),
+                    ("wishes", self.hear_wishes, rhythm.sweep),
+                    ("reconciling", self.reconcile, rhythm.reconcile),
+                    ("clearing", self._clear_now_and_then, 0.0),
+                    ("claiming", self._claim_when_rung, 0.0),
+                    ("guarding the lease", self._guard_lease, 0.0),
+                )
+            ]
+            await self._stopping.wait()
+            for task in loops:
+                task.cancel()
+            await self._drop_everything()
+        try:
+            await self._gateway.commit("lease.let_go", lambda s: records.let_go(s, self.owner))
+        except RunError as error:
+            log.warning("its attempts are free for others when their lease runs out: %s", error)
+
+    # The loops
+
+    async def _for_ever(
+        self, name: str, work: Callable[[], Awaitable[object]], interval: float
+    ) -> None:
+        """Again and again; no failure of one turn ends it."""
+        while True:
+            try:
+                await work()
+                await asyncio.sleep(interval)
+            except RunError as error:
+                log.warning("%s: %s", name, error)
+                await asyncio.sleep(max(interval, 0.1))
+            except Exception:  # a bug in one part must not leave every running job without a driver
+                log.exception("%s crashed and is begun anew", name)
+                await asyncio.sleep(self._tuning.rhythm.after_crash)
+
+    async def renew(self) -> None:
+        """Keep what it owns, and see that it is driven."""
+        rhythm = self._tuning.rhythm
+        asked = time.monotonic()
+        owned = await self._gateway.commit(
+            "lease.renew", lambda s: records.renew(s, self.owner, rhythm.lease)
+        )
+        self._mine_until = asked + rhythm.lease
+        for epoch in owned:
+            self.drive(epoch)
+
+    async def _guard_lease(self) -> None:
+        """Nobody who might have been replaced goes on speaking to machines."""
+        left = self._mine_until - time.monotonic()
+        if left <= 0 and self._drives:
+            log.warning("the lease of %d attempts could not be renewed", len(self._drives))
+            await self._drop_everything()
+        await asyncio.sleep(min(max(left, 0.05), 1.0))
+
+    async def adopt(self) -> Sequence[int]:
+        """Take over what nobody has renewed."""
+        asked = time.monotonic()
+        lease = self._tuning.rhythm.lease
+        adopted = await self._gateway.commit(
+            "lease.adopt", lambda s: records.adopt(s, self.owner, lease)
+        )
+        if adopted:
+            log.info("adopted %s", adopted)
+        self._own(adopted, asked + lease)
+        return adopted
+
+    async def _claim_when_rung(self) -> None:
+        """At once when it begins, at a ring, and whenever the sweep is due."""
+        await self._parts.bell.wait(self._tuning.rhythm.sweep)
+        if await self.knows_what_runs():
+            await self.claim()
+        else:
+            await self._admit()
+
+    async def knows_what_runs(self) -> bool:
+        """A database that was restored does not know what machines have begun since: after a standstill all that answer are looked at
+        before anything begins."""
+        if self.not_asked != []:
+            if self._began is None:
+                self._began = await self._gateway.look(seconds)
+            began, lately = self._began, self._tuning.began is None
+            self.not_asked = await self._gateway.look(
+                lambda s: records.not_looked_at(s, began, lately=lately)
+            )
+        return not self.not_asked
+
+    async def claim(self) -> int:
+        """Admit what is new, claim while there is something to claim; how many attempts that made."""
+        await self._admit()
+        total = 0
+        while True:
+            found = await self._claim_once()
+            total += len(found.made)
+            woken = await self._mark(found.unplaced)
+            if not (found.again or (found.made and woken)):
+                return total
+
+    async def _claim_once(self) -> claim.Round:
+        asked, lease = time.monotonic(), self._tuning.rhythm.lease
+        found = await self._gateway.commit(
+            "job.claim",
+            lambda s: claim.claim(s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE),
+        )
+        self._own([each.epoch for each in found.made], asked + lease)
+        return found
+
+    async def _mark(self, unplaced: claim.Unplaced | None) -> bool:
+        """After those that begin are on their way."""
+        if unplaced is None:
+            return False
+        return await self._gateway.commit("job.mark", lambda s: claim.mark(s, unplaced, self.owner))
+
+    async def _admit(self) -> None:
+        """Rows that people wrote by hand; the queue gets them a batch at a time."""
+        admitted = ADMITTED_AT_ONCE
+        while admitted >= ADMITTED_AT_ONCE:
+            admitted = await self._gateway.commit(
+                "job.admit", lambda s: admission.admit_new(s, ADMITTED_AT_ONCE, self._parts.secrets)
+            )
+
+    async def hear_wishes(self) -> None:
+        """Wake the drives whose attempts somebody wants ended, or whose machines have been seen to begin anew."""
+        found, seen = await self._gateway.look(
+            lambda s: (records.wishes(s, self.owner), records.sightings(s, self.owner))
+        )
+        for epoch, wish in found.items():
+            if epoch in self._drives and self._wishes.get(epoch) != wish:
+                self._drives[epoch][0].poke()
+        self._wishes = found
+        for vm_id, (boot, answers) in seen.items():
+            boot_before, answered = self._sightings.get(vm_id, (boot, answers))
+            if boot_before not in (None, boot) or (answers and not answered):
+                self._parts.doubt(vm_id)
+                self._watches.seen(vm_id)
+        self._sightings = seen
+
+    # Driving
+
+    def _own(self, epochs: Sequence[int], until: float) -> None:
+        """What was just claimed or adopted; its lease may end before the others' were to."""
+        if not epochs:
+            return
+        self._mine_until = min(self._mine_until, until) if self._drives else until
+        for epoch in epochs:
+            self.drive(epoch)
+
+    def drive(self, epoch: int) -> None:
+        """Begin to drive an attempt, unless that is being done."""
+        if epoch in self._drives or self._group is None or self._stopping.is_set():
+            return
+        drive = Drive(epoch, self._desk)
+        task = self._group.create_task(self._contained(drive), name=f"drive {epoch}")
+        self._drives[epoch] = drive, task
+
+    async def _contained(self, drive: Drive) -> None:
+        try:
+            await drive.run()
+            self._failed.discard(drive.epoch)
+        # one attempt that cannot be driven must not stop the others; it is tried again at the next renewal
+        except Exception as error:  # noqa: BLE001
+            await self._tell_of_failure(drive.epoch, error)
+        finally:
+            if self._drives.get(drive.epoch, (None,))[0] is drive:
+                del self._drives[drive.epoch]
+
+    async def _tell_of_failure(self, epoch: int, error: Exception) -> None:
+        """With its traceback once, and where people look; it may fail again every few seconds."""
+        if epoch in self._failed:
+            log.error("driving epoch %d failed again: %r", epoch, error)
+            return
+        log.error("driving epoch %d failed", epoch, exc_info=error)
+        why = f"its dispatcher fails over it, and tries again: {error!r}"
+        try:
+            await self._gateway.commit(
+                "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, why)
+            )
+            self._failed.add(epoch)
+        except Exception:  # it may be the database that this is about
+            log.exception("nobody could be told")
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """What drives do beside their loop."""
+        assert self._group is not None
+        task = self._group.create_task(_logged(work))
+        # Where it is cancelled before it began, nobody has awaited the work.
+        task.add_done_callback(lambda _: work.close())
+        return task
+
+    def _watch(self, vm_id: str, watch: Watch) -> None:
+        if self._group is None:
+            return
+        task = self._group.create_task(self._watched(vm_id, watch), name=f"watch {vm_id}")
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _watched(self, vm_id: str, watch: Watch) -> None:
+        try:
+            await watch.run()
+        except Exception:  # as for a drive
+            log.exception("watching %s failed", vm_id)
+            await asyncio.sleep(self._tuning.rhythm.after_crash)
+        self._watches.ended(vm_id, watch)
+
+    async def _drop_everything(self) -> None:
+        """All that is driven at this moment. What is begun meanwhile, under a lease that could be renewed after all, stays."""
+        tasks = [task for _, task in self._drives.values()] + list(self._watching)
+        for task in tasks:
+            task.cancel()
+        self._watches.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for epoch, (_, task) in list(self._drives.items()):
+            if (
+                task.done()
+            ):  # cancelled before it could begin, and so before it could say that it ends
+                del self._drives[epoch]
+
+    def _runner(self, machine: Machine) -> Runner:
+        host = self._gateway.host(self._parts.host(machine))
+        return runner_of(machine, host)
+
+    # Reconciling
+
+    async def reconcile(self) -> None:
+        """Look at all machines for what nobody drives."""
+        machines, names = await self._gateway.look(
+            lambda s: (records.machines(s), records.names(s))
+        )
+        await self._parts.keep_only(names)
+        limit = asyncio.Semaphore(self._tuning.concurrency)
+
+        async def one(machine: Machine) -> None:
+            async with limit:
+                await self._reconcile_one(machine)
+
+        await asyncio.gather(*(one(machine) for machine in machines))
+
+    async def _reconcile_one(self, machine: Machine) -> None:
+        try:
+            runner = self._runner(machine)
+            found = (await runner.observe(probe=records.NO_PROBE)).attempts
+            await self._deal_with_strays(machine, runner, found)
+            if machine.lost:
+                await self._welcome_back(machine, runner)
+        except HostError as error:
+            log.debug("%s is not reconciled: %s", machine.vm_id, error)
+        except RunError as error:
+            log.warning("%s is not reconciled: %s", machine.vm_id, error)
+        except Exception:  # a row written by hand must not keep the others from being looked at
+            log.exception("%s is not reconciled", machine.vm_id)
+
+    async def _deal_with_strays(
+        self, machine: Machine, runner: Runner, found: Sequence[MemberState]
+    ) -> None:
+        alive = [state for state in found if state.lives or state.may_begin]
+        if not alive:
+            return
+        jobs = {state.job for state in alive}
+        known = await self._gateway.look(lambda s: records.known(s, machine.vm_id, jobs))
+        for state in alive:
+            reading, left = Reading(state.state), state.survivors or 0
+            match stray(state.epoch, reading, known.get(state.job), left):
+                case Stray.KILL:
+                    log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
+                    await _end(runner, state)
+                case Stray.QUARANTINE:
+                    await self._quarantine(machine, state)
+                case Stray.LEAVE:
+                    pass
+
+    async def _quarantine(self, machine: Machine, state: MemberState) -> None:
+        if is_doctors(state.job, state.epoch):
+            return
+        vm_id, job, epoch = machine.vm_id, state.job, state.epoch
+        news = await self._gateway.commit(
+            "stray.quarantine", lambda s: records.quarantine(s, self.owner, vm_id, job, epoch)
+        )
+        if news:
+            log.error("%s runs %s.%d, which no table knows: it is left alone", vm_id, job, epoch)
+
+    async def _clear_now_and_then(self) -> None:
+        """Dispatchers that began together do not go on together."""
+        await asyncio.sleep(self._tuning.chance.uniform(0.5, 1.0) * self._tuning.rhythm.clear)
+        await self.clear()
+
+    async def clear(self) -> None:
+        """Take away what nobody needs any more, on machines and here."""
+        await self._clearing.clear_all(self._runner)
+        parts = self._parts
+        await self._gateway.write(
+            "store.clear",
+            lambda: clear_away(parts.database, parts.store, parts.folders, after=EVERY),
+        )
+
+    async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
+        """A machine that was declared lost answers. Nothing of the attempts that were given up may run there, ever, before it is used."""
+        vm_id = machine.vm_id
+        left = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
+        for member in left:
+            await self._empty(machine, runner, member)
+        if await self._gateway.commit(
+            "vm.returned", lambda s: records.welcome_back(s, self.owner, vm_id)
+        ):
+            log.info("%s was declared lost and is back; nothing is left there", vm_id)
+
+    async def _empty(self, machine: Machine, runner: Runner, member: LeftBehind) -> None:
+        state = await runner.void(member.job_id, member.epoch)
+        if state.state in MAY_HAVE_LEFT_PROCESSES:
+            await runner.kill(member.job_id, member.epoch, grace=0.0)
+        found = await runner.release(
+            member.job_id, member.epoch, gpus=member.gpus, share_mb=member.share_mb,
+            idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
+        )  # fmt: skip
+        if found.clean:
+            epoch, rank = member.epoch, member.rank
+            await self._gateway.commit(
+                "stray.left_nothing", lambda s: records.left_nothing(s, epoch, rank)
+            )
+
+
+async def _end(runner: Runner, state: MemberState) -> None:
+    """Whatever lives of it; what is still to begin never does."""
+    if state.may_begin:
+        state = await runner.void(state.job, state.epoch)
+    if state.lives:
+        await runner.kill(state.job, state.epoch, grace=0.0)
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:  # what is done beside a drive is tried again by it
+        log.exception("fetching failed")

@@ -1,0 +1,728 @@
+"""The command `groupwise fleet doctor`: whether database, doorbell, control plane and machines do what a fleet needs of them.
+
+    database     reachable, its tables those of this version, its clock near ours
+    own disk     room for what jobs leave
+    NATS         where one is used, by what runs or else by the settings: reachable, and no release with known holes
+    roles        alive, and not crashing again and again
+    machines     each: trusted, reachable, Python, disk, GPUs as the fleet knows them, and one tiny command from launch to exit,
+                 run with the interpreter that its jobs get: whether it has this groupwise, and a torch that sees these GPUs
+    alarms       what `fleet status` would tell of: leaking GPUs, quarantines, cordons
+
+It writes nothing to the database. On each machine it leaves nothing but the runner's file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.terminal.quantities import byte_size
+from groupwise.jobs.clouds.engines import Door
+from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.attempts.records import Machine
+from groupwise.jobs.fleet.machines import packing
+from groupwise.jobs.fleet.machines.reaching import LOCAL, door_of, host_of
+from groupwise.jobs.fleet.notify.nats import access_from, credentials
+from groupwise.jobs.fleet.processes import NATS, is_gone
+from groupwise.jobs.fleet.queue.elastic import Elastic
+from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace
+from groupwise.jobs.fleet.store import schema
+from groupwise.jobs.fleet.store.database import Database, connect, seconds
+from groupwise.jobs.fleet.store.tables import GPU
+from groupwise.jobs.fleet.verbs import keys, status
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
+from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.port import HostError, HostKeyError
+from groupwise.jobs.hosts.spec import JobSpec, Limits
+
+Level = Literal["ok", "warning", "problem", "skipped"]
+
+CLOCK_SECONDS = 5.0
+"""Between the database's clock and ours; only the former decides anything, but logs and pages show both."""
+LEAST_NATS = (2, 9, 23)
+"""Older ones let strangers in where accounts and `authorization` are mixed (CVE-2023-47090)."""
+LEAST_PYTHON = (3, 8)
+LEAST_DISK_MB = 5_000
+CRASHES = 3
+MACHINES_AT_ONCE = 16
+PATIENCE = 120.0
+"""Seconds for the tiny command to begin and end; importing torch from a slow disk takes a while."""
+NATS_SECONDS = 3.0
+LOOK = """
+import importlib.metadata, json, os, platform, sys, warnings
+said = {"python": platform.python_version()}
+try:
+    import groupwise
+    said["groupwise"] = groupwise.__version__
+except Exception as error:
+    if getattr(error, "name", None) != "groupwise":
+        said["why"] = "%s: %s" % (type(error).__name__, error)
+try:
+    with open(os.path.join(sys.prefix, "environment.json")) as file:
+        said["wheel"] = json.load(file)["wheel"]
+except (OSError, ValueError, KeyError, TypeError):
+    pass
+try:
+    said["torch"] = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    pass
+if "torch" in said and sys.argv[1] == "gpus":
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            import torch
+            said["build"] = torch.version.cuda or torch.version.hip
+            said["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except Exception as error:
+            said["torch_why"] = "%s: %s" % (type(error).__name__, error)
+    if told and not said.get("gpus"):
+        said.setdefault("torch_why", str(told[-1].message))
+print()
+print(json.dumps(said))
+"""
+"""What the tiny command does. It is given no GPU and takes none: it counts those that torch could have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One thing that was looked at."""
+
+    name: str
+    level: Level
+    measured: str
+    """What was seen."""
+    meaning: str = ""
+    """What follows from it, where it is not well."""
+    remedy: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+Tell = Callable[[Seen], None]
+
+
+def examine(place: FleetPlace, only: Sequence[str] | None, *, tell: Tell) -> None:
+    """Look at all of it, telling each thing as it is seen; `only`: these machines and nothing else of their kind."""
+    _examine(
+        place, only, lambda seen: tell(replace(seen, meaning="") if seen.level == "ok" else seen)
+    )
+
+
+def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
+    if place.is_embedded and place.settings.database is None:
+        file = place.folder / DATABASE_FILE
+        if not file.exists():
+            tell(_no_fleet(place))
+            return
+    database = connect(place.database_url)
+    try:
+        if not _database(database, tell):
+            return
+        _nats(place, database, tell)
+        if only is None:
+            tell(_own_disk(place))
+            _roles(database, tell)
+            _keys(database, tell)
+        _machines(database, only, tell)
+        _alarms(place, database, tell)
+    finally:
+        database.close()
+
+
+def _no_fleet(place: FleetPlace) -> Seen:
+    return Seen(
+        "database",
+        "problem",
+        f"there is no fleet in {place.folder}",
+        remedy="`groupwise fleet up` makes and starts one; --fleet names another folder",
+    )
+
+
+# --- database -------------------------------------------------------------------------------------
+
+
+def _database(database: Database, tell: Tell) -> bool:
+    """Whether the rest can be looked at."""
+    try:
+        current = database.at_rest(schema.is_current)
+    except GroupwiseError as error:
+        tell(Seen("database", "problem", str(error)))
+        return False
+    if not current:
+        tell(
+            Seen(
+                "database",
+                "problem",
+                f"{database.name} does not have the tables of this version",
+                remedy="`groupwise fleet migrate`",
+            )
+        )
+        return False
+    began = time.monotonic()
+    theirs = database.read(seconds)
+    took = time.monotonic() - began
+    off = theirs - time.time()
+    tell(Seen("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
+    tell(
+        Seen(
+            "clocks",
+            "ok" if abs(off) <= CLOCK_SECONDS else "warning",
+            f"the database's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this machine's",
+            "times in logs and lists do not fit together; leases and retries go by the database's alone",
+            "set the clocks by NTP",
+            {"seconds": off},
+        )
+    )
+    return True
+
+
+def _own_disk(place: FleetPlace) -> Seen:
+    """Where logs, checkpoints and artefacts of all jobs come to."""
+    left = shutil.disk_usage(place.folder).free
+    free = left // 1_000_000
+    full: Level = "problem" if left < status.LEAST_FREE else "warning"
+    return Seen(
+        "own disk",
+        "ok" if free >= LEAST_DISK_MB else full,
+        f"{byte_size(left)} free in {place.folder}",
+        "once it is full no job can end, since what it has made cannot be kept",
+        "make room there, or `groupwise fleet prune`",
+        {"free_mb": free},
+    )
+
+
+def _keys(database: Database, tell: Tell) -> None:
+    """Whether who is bound to projects can go beyond them."""
+
+    def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
+        bound = keys.bound_submitters(session)
+        projects = {name for names in bound.values() for name in names}
+        return bound, keys.where_as_us(session, projects) if bound else []
+
+    bound, where = database.read(look)
+    if where:
+        tell(
+            Seen(
+                "keys",
+                "warning",
+                f"jobs of {', '.join(bound)} may run on {', '.join(where)}",
+                "they run there as the user of the fleet itself, and can read and change its keys, its secrets and what others have",
+                f"`groupwise fleet vm set {where[0]} --project P` keeps it for project P, `vm remove {where[0]}` for nobody",
+                {"keys": list(bound), "machines": where},
+            )
+        )
+
+
+# --- NATS -----------------------------------------------------------------------------------------
+
+
+def _nats(place: FleetPlace, database: Database, tell: Tell) -> None:
+    addresses = _nats_in_use(place, database)
+    if not addresses:
+        tell(Seen("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
+    for shown, url in addresses.items():
+        tell(_secret_nats(shown) if url is None else _nats_at(shown, url))
+
+
+def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
+    """As people are shown it → the whole address, or None where nobody here knows that. What runs may have been begun with options; where
+    nothing does, the settings say what will."""
+    own = place.nats_url
+    whole = {} if own is None else {access_from(own, os.environ).shown: own}
+    facts = [each["facts"] for each in database.read(status.processes) if each["alive"]]
+    told = [each[NATS] for each in facts if NATS in each]
+    if not told:
+        return dict(whole)
+    used = {each["url"]: each["url"] if each["whole"] else None for each in told if each}
+    return {shown: whole.get(shown, url) for shown, url in used.items()}
+
+
+def _secret_nats(shown: str) -> Seen:
+    return Seen(
+        "NATS",
+        "skipped",
+        f"{shown} is used, by an address that was given with a user or token in it, which is written down nowhere",
+        remedy="name that address to this command alone: GROUPWISE_FLEET_NATS_URL=nats://…",
+    )
+
+
+def _nats_at(shown: str, url: str) -> Seen:
+    try:
+        version = asyncio.run(_nats_version(url))
+    except Exception as error:  # noqa: BLE001 — whatever its library raises, it is not reachable
+        return Seen(
+            "NATS",
+            "warning",
+            f"{shown} does not answer: {error or type(error).__name__}",
+            "no job is lost by it: dispatchers look into the database every few seconds. Nobody hears of finished jobs there",
+            "start it, or set nats_url to another address, or to off",
+        )
+    numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
+    old = numbers < LEAST_NATS
+    return Seen(
+        "NATS",
+        "warning" if old else "ok",
+        f"{shown}, version {version}",
+        "this release has known holes" if old else "",
+        f"use {'.'.join(map(str, LEAST_NATS))} or newer",
+        {"version": version},
+    )
+
+
+async def _nats_version(url: str) -> str:
+    from nats.aio.client import Client
+
+    client = Client()
+
+    async def quiet(_: Exception) -> None:
+        """The error that ends it is raised below."""
+
+    async with asyncio.timeout(NATS_SECONDS):
+        await client.connect(
+            servers=[one.strip() for one in url.split(",")],
+            allow_reconnect=False,
+            connect_timeout=int(NATS_SECONDS),
+            error_cb=quiet,
+            **credentials(access_from(url, os.environ)),
+        )
+    try:
+        return str(client.connected_server_version)
+    finally:
+        await client.close()
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+def _roles(database: Database, tell: Tell) -> None:
+    known = database.read(status.processes)
+    missing = database.read(status.missing_roles)
+    for each in known:
+        name = each["role"]
+        where = f"process {each['pid']} on {each['host']}"
+        crashes = each["facts"].get("crashes", 0)
+        if not each["alive"] and is_gone(each["pid"], each["facts"]):
+            if name in missing:
+                tell(
+                    Seen(
+                        name,
+                        "problem",
+                        f"{where} has ended without a word, and nobody else plays the role",
+                        remedy=f"`groupwise fleet {name}` starts another",
+                    )
+                )
+        elif not each["alive"]:
+            tell(
+                Seen(
+                    name,
+                    "warning" if name not in missing else "problem",
+                    f"{where} has been silent for {each['silent_seconds']:.0f} s",
+                    "it was killed, it hangs, or it cannot reach the database",
+                    f"look whether it is there; `groupwise fleet {name}` starts another",
+                )
+            )
+        elif crashes >= CRASHES:
+            tell(
+                Seen(
+                    name,
+                    "problem",
+                    f"{where} crashed {crashes} times: {each['facts'].get('last_error')}",
+                    "it is begun anew each time, and does its work badly or not at all",
+                    "its log has the whole story",
+                )
+            )
+        else:
+            tell(Seen(name, "ok", where))
+    for role in missing:
+        if role not in {each["role"] for each in known}:
+            tell(
+                Seen(
+                    role,
+                    "problem",
+                    "nobody plays this role",
+                    remedy=f"`groupwise fleet up` starts all roles, `groupwise fleet {role}` this one",
+                )
+            )
+
+
+def _alarms(place: FleetPlace, database: Database, tell: Tell) -> None:
+    told = {"role_missing", "untrusted", "unreachable", "degraded"}
+    asks = Actor("doctor")
+    for alarm in database.read(lambda s: list(status.alarms(s, asks, place.growing))):
+        if alarm["kind"] not in told:
+            tell(Seen(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
+
+
+# --- machines -------------------------------------------------------------------------------------
+
+
+def _machines(database: Database, only: Sequence[str] | None, tell: Tell) -> None:
+    machines, gpus = database.read(lambda s: (records.machines(s), _known_gpus(s)))
+    names = {machine.vm_id for machine in machines}
+    for name in only or ():
+        if name not in names:
+            there = ", ".join(sorted(names)) or "none"
+            tell(Seen(name, "problem", f"there is no such machine; there are: {there}"))
+    wanted = [each for each in machines if only is None or each.vm_id in only]
+    if not machines:
+        tell(Seen("machines", "problem", "there are none", remedy="`groupwise fleet vm add`"))
+    asyncio.run(_look_at_all(wanted, gpus, tell))
+
+
+def _known_gpus(session: Session) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for vm_id in session.scalars(select(GPU.vm_id)):
+        found[vm_id] = found.get(vm_id, 0) + 1
+    return found
+
+
+async def _look_at_all(machines: Sequence[Machine], gpus: Mapping[str, int], tell: Tell) -> None:
+    """Several at once; each is told as a whole, in the order of their names."""
+    places = asyncio.Semaphore(MACHINES_AT_ONCE)
+
+    async def one(machine: Machine) -> list[Seen]:
+        async with places:
+            return await _look_at(machine, gpus.get(machine.vm_id, 0))
+
+    for task in [asyncio.create_task(one(machine)) for machine in machines]:
+        for seen in await task:
+            tell(seen)
+
+
+async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
+    name = machine.vm_id
+    if machine.lost:
+        return [Seen(name, "skipped", "it was declared lost; it is taken back when it answers")]
+    if machine.transport != LOCAL and machine.host_key is None:
+        return [
+            Seen(
+                name,
+                "problem",
+                "its host key is not trusted",
+                "nothing but the key itself is asked of it",
+                f"`groupwise fleet vm trust {name}`",
+            )
+        ]
+    host = host_of(machine)
+    try:
+        runner = Runner(host, root=machine.workdir, python=machine.python)
+        door = door_of(machine, host)
+        if machine.engine is not None:
+            return await _of_elastic(machine.vm_id, runner, machine.engine, door)
+        return await _of_machine(machine, runner, known_gpus)
+    except HostKeyError as error:
+        return [
+            Seen(
+                name,
+                "problem",
+                str(error),
+                "it was installed anew, or this is another machine: nothing is said to it",
+                f"compare the key with the machine's own, then `groupwise fleet vm trust {name}`",
+            )
+        ]
+    except HostError as error:
+        return [
+            Seen(
+                name,
+                "problem",
+                f"it cannot be asked: {error}",
+                remedy="see that it is up, and that address, port, user and key are right (`groupwise fleet vm show`)",
+            )
+        ]
+    finally:
+        await host.close()
+
+
+async def _of_elastic(name: str, runner: Runner, engine: Elastic, door: Door | None) -> list[Seen]:
+    """What begins jobs elsewhere is asked whether it would; a command is tried where it is asked, and so with the environment of jobs,
+    but not where they run."""
+    _, found = await _answers(name, runner)
+    about = f"{name} {engine.title}"
+    if door is None or engine.problem is not None:
+        remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
+        return [*found, Seen(about, "problem", str(engine.problem), remedy=remedy)]
+    asked = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
+    try:
+        says = await door.try_options(asked.options)
+    except HostError as error:
+        remedy = f"see that it runs, and that `vm show {name}` has the right options"
+        return [*found, Seen(about, "problem", str(error), "no job begins there", remedy)]
+    found.append(Seen(about, "ok", f"{engine.said.slots} places for jobs; it would: {says}"))
+    return [*found, *await _tiny_command(name, runner, 0)]
+
+
+async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Seen]]:
+    """What is asked of every machine first."""
+    began = time.monotonic()
+    hello = await runner.hello()
+    took = time.monotonic() - began
+    answers = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
+    seen = Seen(name, "ok", answers, data={"seconds": took})
+    return hello, [seen, _python(name, hello), _disk(name, hello)]
+
+
+async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Seen]:
+    name = machine.vm_id
+    hello, found = await _answers(name, runner)
+    if hello.filesystem is not None and hello.filesystem.startswith(("nfs", "cifs", "smb")):
+        found.append(
+            Seen(
+                f"{name} work folder",
+                "problem",
+                f"{hello.root} lies on {hello.filesystem}, where locks do not hold",
+                "two jobs may get one GPU",
+                "give the machine a --workdir on a local disk",
+            )
+        )
+    observed = await runner.observe(probe=machine.probe)
+    found.append(_gpus(name, observed, known_gpus))
+    sound = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
+    found += await _tiny_command(name, runner, sound if known_gpus else 0)
+    return found
+
+
+def _python(name: str, hello: Hello) -> Seen:
+    numbers = tuple(int(each) for each in re.findall(r"\d+", hello.python)[:2])
+    return Seen(
+        f"{name} python",
+        "ok" if numbers >= LEAST_PYTHON else "problem",
+        f"python3 there is {hello.python}",
+        "the runner needs 3.8 or newer",
+        "install a newer python3 there",
+    )
+
+
+def _disk(name: str, hello: Hello) -> Seen:
+    free = hello.disk_free_mb
+    if free is None:
+        return Seen(f"{name} disk", "skipped", "nobody knows how much is free")
+    return Seen(
+        f"{name} disk",
+        "ok" if free >= LEAST_DISK_MB else "warning",
+        f"{free / 1000:.0f} GB free in {hello.root}",
+        "checkpoints will not fit, and a job whose disk is full fails",
+        "make room there",
+        {"free_mb": free},
+    )
+
+
+def _gpus(name: str, observed: Observation, known: int) -> Seen:
+    about = f"{name} GPUs"
+    probe = observed.probe
+    if probe.status == ProbeStatus.ABSENT:
+        level: Level = "problem" if known else "ok"
+        return Seen(
+            about,
+            level,
+            "there is no nvidia-smi"
+            + (f", but the fleet knows {known} GPUs of it" if known else ": no GPUs"),
+            remedy="see that the driver is installed" if known else "",
+        )
+    if probe.status != ProbeStatus.OK:
+        return Seen(
+            about,
+            "problem",
+            f"nvidia-smi {probe.status}",
+            "nothing new is placed there",
+            "run nvidia-smi there",
+        )
+    ill = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
+    if ill:
+        return Seen(
+            about,
+            "warning",
+            "; ".join(ill),
+            "these GPUs get no job",
+            "look at them with nvidia-smi",
+        )
+    models = sorted({gpu.model or "?" for gpu in observed.gpus})
+    return Seen(about, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
+
+
+async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
+    """From launch to exit, as a job would be run; the folder of it is removed. `gpus`: how many torch should see."""
+    job = f"doctor-{secrets.token_hex(5)}"
+    spec = JobSpec(
+        (runner.python, "-c", LOOK, "gpus" if gpus else "none"),
+        artefacts=(),
+        checkpoints=(),
+        limits=Limits(time_seconds=PATIENCE, grace_seconds=1.0),
+    )
+    began = time.monotonic()
+    try:
+        state = await runner.launch(Launch(job, 1, spec))
+        state = await _until_exited(runner, state, began)
+        text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
+    finally:
+        await _forget(runner, job)
+    return _judged(name, runner.python, state, text, time.monotonic() - began, gpus)
+
+
+async def _until_exited(runner: Runner, state: MemberState, began: float) -> MemberState:
+    alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
+    while state.state in alive and time.monotonic() - began < PATIENCE:
+        known = Known(state.state, state.log_size, clock=state.clock)
+        for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
+            state = each
+    return state
+
+
+async def _forget(runner: Runner, job: str) -> None:
+    try:
+        await runner.kill(job, 1, grace=0.0)
+        await runner.forget(job, 1)
+    except HostError:
+        pass  # the finding tells that the machine does not answer; a folder of some kilobytes is left there
+
+
+def _judged(
+    name: str, python: str, state: MemberState, text: str, took: float, gpus: int
+) -> list[Seen]:
+    """What its end and its last line say."""
+    about = f"{name} jobs"
+    prepare = f"`groupwise fleet vm prepare {name}`"
+    if state.refused is not None:
+        why = f"the runner refused a tiny job: {state.refused.message}"
+        remedy = f"{prepare} makes an environment for them" if "program" in why else ""
+        return [Seen(about, "problem", why, "jobs of this machine would all fail", remedy)]
+    if state.exit is None:
+        return [
+            Seen(
+                about,
+                "problem",
+                f"a tiny job did not end within {PATIENCE:.0f} s: it is {state.state}",
+            )
+        ]
+    if state.exit.code != 0:
+        why = state.exit.message or text or f"exit code {state.exit.code}"
+        return [
+            Seen(
+                about,
+                "problem",
+                f"{python} cannot be run there: {why.splitlines()[-1]}",
+                "jobs of this machine would all fail",
+                f"{prepare} makes an environment; `groupwise fleet vm set {name} --python PATH` names one that is there",
+            )
+        ]
+    said = _last_line(text)
+    found = [
+        Seen(about, "ok", f"a tiny job ran in {took:.1f} s with Python {said.get('python', '?')}")
+    ]
+    found.append(_environment(name, python, said))
+    if "groupwise" in said:
+        found.append(_torch(name, said, gpus))
+    return found
+
+
+def _last_line(text: str) -> dict[str, Any]:
+    """What it found; start-up files of the interpreter may have said something before."""
+    try:
+        return dict(json.loads(text.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        return {}
+
+
+def _environment(name: str, python: str, said: Mapping[str, Any]) -> Seen:
+    """Whether it has the groupwise that is here."""
+    about, there, here = f"{name} environment", said.get("groupwise"), packing.version()
+    remedy = f"`groupwise fleet vm prepare {name}`"
+    if "why" in said:
+        return Seen(
+            about,
+            "problem",
+            f"{python} has groupwise, and it cannot be imported: {said['why']}",
+            "jobs of the training kinds (GRPO, SFT, EVAL) fail there",
+            f"{remedy} makes an environment in which it can",
+        )
+    if there is None:
+        return Seen(
+            about,
+            "warning",
+            f"{python} has no groupwise",
+            "commands run there, training kinds (GRPO, SFT, EVAL) do not",
+            f"{remedy} makes an environment that has it",
+        )
+    if there != here:
+        return Seen(
+            about,
+            "warning",
+            f"{python} has groupwise {there}; here it is {here}",
+            "jobs there do what that release does",
+            f"{remedy} gives it this one",
+        )
+    if said.get("wheel") not in (None, _packed_here()):
+        return Seen(
+            about,
+            "warning",
+            f"{python} has groupwise {there}, packed from other code than is here now",
+            "jobs there do what that code does",
+            f"{remedy} gives it this one",
+        )
+    return Seen(about, "ok", f"{python} has groupwise {there}, as here")
+
+
+@functools.cache
+def _packed_here() -> str | None:
+    """The hash of our own wheel; None where there is nothing to pack it from, and so nothing to compare."""
+    try:
+        return packing.pack().sha256
+    except GroupwiseError:
+        return None
+
+
+def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
+    """Whether it is there, and sees the GPUs."""
+    about, torch = f"{name} torch", said.get("torch")
+    prepare = f"`groupwise fleet vm prepare {name}`"
+    if torch is None:
+        return Seen(
+            about,
+            "warning",
+            "there is none",
+            "training kinds (GRPO, SFT, EVAL) do not run there",
+            f"{prepare} brings it",
+        )
+    if not gpus:
+        return Seen(about, "ok", f"torch {torch}")
+    sees, build, why = said.get("gpus"), said.get("build"), said.get("torch_why")
+    if sees is None:
+        return Seen(
+            about,
+            "problem",
+            f"torch {torch} cannot be imported: {why}",
+            "training kinds (GRPO, SFT, EVAL) fail there",
+            prepare,
+        )
+    if build is None:
+        return Seen(
+            about,
+            "problem",
+            f"torch {torch} is a build for processors alone, and the machine has {gpus} GPUs",
+            "jobs get GPUs and do not use them",
+            f"{prepare} from an index that has the CUDA build (--index-url https://pypi.org/simple)",
+        )
+    if sees < gpus:
+        return Seen(
+            about,
+            "problem",
+            f"torch {torch} for CUDA {build} sees {sees} of {gpus} GPUs"
+            + (f": {why}" if why else ""),
+            "jobs that get the others fail, or use none",
+            f"a driver that is too old wants an older build ({prepare} --index-url …); else look at nvidia-smi there",
+        )
+    return Seen(about, "ok", f"torch {torch} for CUDA {build} sees {sees} GPUs")

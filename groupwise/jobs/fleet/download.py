@@ -1,0 +1,366 @@
+"""What a job left, brought into a folder of whoever asks: the same for a fleet that is reached directly and for one behind its API.
+
+The fleet says what there is, path → sha256, mode and size (`Source.artefacts`, `Source.checkpoints`), and gives the bytes of each file from
+an offset on. What lies in the folder is looked at before anything comes: a file that is right already is kept, one that is another is in
+the way, and nothing is fetched unless it may be replaced. Then each file comes under the name of its hash, `.<sha256>.part`, is hashed
+and flushed, and gets its own name: so what has that is whole and right. After an interruption whole files are kept, and the one that was
+on its way goes on where it ended. A file that cannot be had keeps no other from coming; it is told when all others are here.
+
+Who says what there is, is not trusted with this disk: no path leads out of the folder.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import RunError, UsageError
+from groupwise.core.terminal.text import one_line
+from groupwise.jobs.hosts.fetching import set_mode
+from groupwise.jobs.hosts.files import PIECE, hash_of
+from groupwise.jobs.hosts.spec import SHA256, FileEntry, file_entry, path_problems
+
+Document = dict[str, Any]
+Tell = Callable[[int, int, str], None]
+"""Is told how many bytes are here, of how many, and the path of the file that is on its way; or what else is done with it."""
+SHOWN = 5
+"""Paths in a message."""
+PART = re.compile(rf"\.{SHA256.pattern}\.part")
+"""What a file is called until it is whole."""
+OF_ONE_FILE = frozenset({"unknown_file", "not_found", "internal"})
+"""Refusals that others may be spared: it is gone, or has a name or a place on the fleet's disk with which somebody on the way cannot do."""
+OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
+"""What a disk says of a file that it would take under another name."""
+
+
+class Sum:
+    """Of bytes as they come, or go, for a `Tell`."""
+
+    def __init__(self, tell: Tell, of: int) -> None:
+        self._tell, self._of = tell, of
+        self._here = 0
+
+    def more(self, what: str, count: int) -> None:
+        """So many more of this."""
+        self._here += count
+        self._tell(self._here, self._of, what)
+
+
+def tell_nobody(here: int, of: int, path: str) -> None:
+    """For whoever needs no progress."""
+    del here, of, path
+
+
+class DownloadError(RunError):
+    """A file did not come, or cannot be written here. What has come is kept, and the same call goes on with it."""
+
+    code = "download"
+
+
+class _NotAsSaid(DownloadError):
+    """Other bytes came than the fleet says that the file has."""
+
+
+class Source(Protocol):
+    """A fleet, as far as files of its jobs are to be had of it."""
+
+    def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
+        """What an attempt left; without `epoch` the newest that has left anything."""
+        ...
+
+    def checkpoints(self, job_id: str) -> list[Document]:
+        """Its mirrored checkpoints, the newest first."""
+        ...
+
+    def artefact_pieces(
+        self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
+    ) -> Iterator[bytes]:
+        """The bytes of an artefact from an offset on."""
+        ...
+
+    def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Iterator[bytes]:
+        """The bytes of a file of a checkpoint, by its hash, from an offset on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of a job is to be fetched."""
+
+    paths: Sequence[str] = ()
+    """Files and folders, as the fleet lists them; none: all."""
+    checkpoints: bool = False
+    """Its mirrored checkpoints in place of its artefacts."""
+    epoch: int | None = None
+    """Of this attempt; None: the newest artefacts, and the checkpoints of all."""
+    rank: int = 0
+    """Of the member of a gang."""
+
+
+def fetch(
+    source: Source,
+    job_id: str,
+    folder: Path,
+    wanted: Wanted,
+    *,
+    force: bool = False,
+    tell: Tell = tell_nobody,
+) -> Document:
+    """Bring it into the folder; what came and what was there already, as `--json` prints it. `force`: other files there are replaced.
+
+    Raises UsageError where a path is none of the job's, or other files are in the way; DownloadError, or what the source raises.
+    """
+    if wanted.checkpoints:
+        there, left_out = _of_checkpoints(source.checkpoints(job_id), job_id, wanted), []
+    else:
+        found = source.artefacts(job_id, epoch=wanted.epoch, rank=wanted.rank)
+        there, left_out = _entries(found["files"]), found["left_out"]
+        wanted = Wanted(wanted.paths, False, found["epoch"], wanted.rank)
+    files = chosen(there, wanted.paths, job_id)
+
+    def pieces(path: str, offset: int) -> Iterator[bytes]:
+        if wanted.checkpoints:
+            return source.checkpoint_pieces(job_id, files[path].sha256, offset=offset)
+        assert wanted.epoch is not None, "the list says of which attempt it is"
+        return source.artefact_pieces(
+            job_id, path, epoch=wanted.epoch, rank=wanted.rank, offset=offset
+        )
+
+    kept = bring(files, pieces, folder, force=force, tell=tell)
+    return {
+        "job_id": job_id,
+        "folder": str(folder.absolute()),
+        "files": [
+            {"path": path, "sha256": entry.sha256, "bytes": entry.size, "kept": path in kept}
+            for path, entry in sorted(files.items())
+        ],
+        "left_out": left_out,
+    }
+
+
+def _of_checkpoints(found: Sequence[Document], job_id: str, wanted: Wanted) -> dict[str, FileEntry]:
+    """Their files. Of two attempts that wrote a checkpoint under the same path, it is the newer one's."""
+    of_it = [each for each in found if wanted.epoch in (None, each["epoch"])]
+    if not of_it:
+        which = "" if wanted.epoch is None else f" of the attempt {wanted.epoch}"
+        raise UsageError(
+            f"{job_id} has no mirrored checkpoint{which}: none was written whole, or it is its artefacts that have them."
+        )
+    newest: dict[str, Document] = {}
+    for each in of_it:
+        newest.setdefault(each["path"], each)
+    files = [_entries(each["files"]) for each in newest.values()]
+    return {path: entry for each in reversed(files) for path, entry in each.items()}
+
+
+def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
+    found: dict[str, FileEntry] = {}
+    for path, entry in files.items():
+        if wrong := path_problems("file", path):
+            raise DownloadError(f"the fleet offers what is not fetched: {wrong[0]}")
+        if (read := file_entry(entry)) is None:
+            raise DownloadError(
+                f"the fleet says no hash, mode and size of {one_line(path)}: it is of another release, or not what it seems."
+            )
+        found[path.encode(errors="replace").decode()] = read
+    return found
+
+
+def chosen(
+    files: Mapping[str, FileEntry], words: Sequence[str], job_id: str
+) -> dict[str, FileEntry]:
+    """The files that are named, or lie below a folder that is; all without words. Raises UsageError with what there is."""
+    found: dict[str, FileEntry] = {}
+    for word in words:
+        name = word.strip("/").removeprefix("./")
+        below = {p: e for p, e in files.items() if p == name or p.startswith(f"{name}/")}
+        if not below:
+            raise UsageError(f"{job_id} left no {word!r}; {_nearest(name, files)}.")
+        found |= below
+    return found if words else dict(files)
+
+
+def _nearest(name: str, files: Mapping[str, FileEntry]) -> str:
+    if not files:
+        return "it left nothing at all"
+    folders = {path[:place] for path in files for place, c in enumerate(path) if c == "/"}
+    if near := difflib.get_close_matches(name, [*folders, *files], n=1):
+        return f"did you mean {near[0]}? It left {len(files)} files"
+    return f"there {'is' if len(files) == 1 else 'are'} {_some(sorted(files))}"
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return ", ".join(paths[:SHOWN]) + more
+
+
+# Files
+
+
+def bring(
+    files: Mapping[str, FileEntry],
+    pieces: Callable[[str, int], Iterator[bytes]],
+    folder: Path,
+    *,
+    force: bool = False,
+    tell: Tell = tell_nobody,
+) -> frozenset[str]:
+    """All these files, below the folder; the paths of those that were right already. `pieces`: the bytes of one from an offset on.
+
+    Raises DownloadError where some cannot be had, once all others are here.
+    """
+    lacking: dict[str, str] = {}
+    try:
+        kept = _looked_at(files, folder, force)
+        here, of = sum(files[path].size for path in kept), sum(e.size for e in files.values())
+        for path in sorted(files.keys() - kept):
+            try:
+                _one(
+                    folder / path,
+                    files[path],
+                    pieces,
+                    path,
+                    lambda n, p=path, h=here: tell(h + n, of, p),
+                )
+            except (_NotAsSaid, Refusal, OSError) as error:
+                lacking[path] = _why_it_alone(error)
+                continue
+            here += files[path].size
+            tell(here, of, path)
+    except OSError as error:
+        raise DownloadError(
+            f"{error.filename or folder}: {error.strerror or error}. What has come is kept; the same command goes on with it."
+        ) from error
+    if lacking:
+        raise DownloadError(_told(lacking, len(files), folder))
+    return frozenset(kept)
+
+
+def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
+    """Why this file cannot be had while others may. Raises the error again where it is about more than one."""
+    if isinstance(error, _NotAsSaid):
+        return error.message
+    if isinstance(error, OSError):
+        if error.errno in OF_ITS_NAME:
+            return error.strerror or str(error)
+    elif error.code in OF_ONE_FILE:
+        return error.message
+    raise error
+
+
+def _told(lacking: Mapping[str, str], of: int, folder: Path) -> str:
+    names = sorted(lacking)
+    shown = "; ".join(f"{one_line(name)}: {lacking[name].rstrip('.')}" for name in names[:SHOWN])
+    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    others = "" if len(names) == of else f" All others are in {folder}."
+    return f"{len(names)} of {of} files did not come: {shown}{more}.{others}"
+
+
+def _looked_at(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
+    """The paths of files that are right already. Raises UsageError where others are in the way."""
+    kept = {path for path, entry in files.items() if _is_right(folder / path, entry)}
+    here = sorted(path for path in files.keys() - kept if os.path.lexists(folder / path))
+    others = [path for path in here if not force or (folder / path).is_dir()]
+    if others:
+        them = "is another file" if len(others) == 1 else "are other files"
+        raise UsageError(
+            f"{_some(others)} in {folder} {them} than the job's. --force replaces them, --to names another folder. Nothing was fetched."
+            if not force
+            else f"{_some(others)} in {folder}: a folder is where a file should be; remove it, or name another folder with --to."
+        )
+    return kept
+
+
+def _is_right(place: Path, entry: FileEntry) -> bool:
+    try:
+        found = place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if error.errno in OF_ITS_NAME:
+            return False
+        raise
+    is_file = stat.S_ISREG(found.st_mode)
+    return is_file and found.st_size == entry.size and hash_of(place) == entry.sha256
+
+
+def _one(
+    place: Path,
+    entry: FileEntry,
+    pieces: Callable[[str, int], Iterator[bytes]],
+    path: str,
+    tell: Callable[[int], None],
+) -> None:
+    """Whole and verified, or not there. What an earlier try left may be torn: then once more, from the beginning."""
+    if PART.fullmatch(place.name):
+        raise _NotAsSaid("files that are not whole yet have such names here")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(f".{entry.sha256}.part")
+    with _taken(part) as file:
+        before = os.fstat(file.fileno()).st_size
+        if before > entry.size:
+            file.truncate(0)
+            before = 0
+        try:
+            rest = pieces(path, before) if before < entry.size else iter(())
+            whole = _append(file, entry, rest, tell)
+        except Refusal:
+            if not os.fstat(file.fileno()).st_size:
+                part.unlink()
+            raise
+        if not whole and before:
+            file.truncate(0)
+            whole = _append(file, entry, pieces(path, 0), tell)
+        if not whole:
+            part.unlink()
+            raise _NotAsSaid(
+                "other bytes came than the fleet says that it has: it was damaged on its way, or there. Fetch it again."
+            )
+        set_mode(file.fileno(), entry)
+        os.fsync(file.fileno())
+        part.replace(place)
+
+
+def _taken(part: Path) -> BinaryIO:
+    """The file, open, and nobody else's. Raises DownloadError."""
+    file = part.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), part.stat()):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass  # another process is fetching it, or has just finished
+    file.close()
+    raise DownloadError(
+        f"another process is fetching into {part.parent} as well; wait until it is done, or name another folder."
+    )
+
+
+def _append(
+    file: BinaryIO, entry: FileEntry, pieces: Iterator[bytes], tell: Callable[[int], None]
+) -> bool:
+    """Write them behind what is there; whether the file is right then."""
+    hashed = hashlib.sha256()
+    file.seek(0)
+    while piece := file.read(PIECE):
+        hashed.update(piece)
+    size = os.fstat(file.fileno()).st_size
+    for piece in pieces:
+        size += len(piece)
+        if size > entry.size:
+            return False
+        hashed.update(piece)
+        file.write(piece)
+        tell(size)
+    file.flush()
+    return size == entry.size and hashed.hexdigest() == entry.sha256

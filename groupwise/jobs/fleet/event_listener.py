@@ -1,0 +1,257 @@
+"""What `groupwise fleet up` says while it runs: a line for whatever happens to jobs and machines, read from the events.
+
+It begins with those of now; what happened before stands in `groupwise fleet jobs`. Nothing depends on it: where nobody takes what it says,
+and whatever else becomes of it, the fleet goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from groupwise.core.errors import RunError
+from groupwise.core.terminal.text import one_line, shorten
+from groupwise.jobs.fleet.settings import FleetPlace
+from groupwise.jobs.fleet.states import Contact
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import VM, Event, Job
+from groupwise.jobs.fleet.verbs import status
+from groupwise.jobs.fleet.verbs.actor import Actor
+
+LOOK_SECONDS = 1.0
+READ = 200
+"""Events at once."""
+LONGEST = 120
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+log = logging.getLogger(__name__)
+
+
+class Newsreader:
+    """Says what happens, until it is cancelled."""
+
+    def __init__(
+        self, place: FleetPlace, database: Database, say: Say, url: str | None = None
+    ) -> None:
+        """`url`: of the fleet's API, where there is one."""
+        self._place = place
+        self._database = database
+        self._say = say
+        self._url = url
+        self._position = 0
+
+    async def run(self) -> None:
+        """A greeting, then the news; until it is cancelled, or cannot be heard any more."""
+        try:
+            await self._tell()
+        except OSError as error:
+            log.warning("nobody takes the news, so there are none any more: %s", error)
+        except Exception:  # a bug in what is said ends no role
+            log.exception("there are no news any more; the fleet goes on")
+
+    async def _tell(self) -> None:
+        self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
+        await self._greet()
+        self._position = await self._read(_newest)
+        while True:
+            lines, self._position = await self._when_it_answers(
+                lambda: self._database.in_thread(self._next)
+            )
+            for line in lines:
+                self._say(line)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _read(self, look: Callable[[Session], T]) -> T:
+        return await self._when_it_answers(lambda: self._database.read_in_thread(look))
+
+    async def _when_it_answers(self, look: Callable[[], Awaitable[T]]) -> T:
+        """The roles themselves tell of a database that is away."""
+        while True:
+            try:
+                return await look()
+            except RunError as error:
+                log.debug("no news: %s", error)
+                await asyncio.sleep(LOOK_SECONDS)
+
+    def _next(self, session: Session) -> tuple[list[str], int]:
+        """What has happened since the last time, and up to where that was."""
+        lines: list[str] = []
+        position = self._position
+        for event in events.after(session, position, READ):
+            position = event.event_id
+            text = _text(session, event)
+            if text is not None:
+                at = time.strftime("%H:%M:%S", time.localtime(event.at))
+                lines.append(f"{at}  {shorten(one_line(text), LONGEST)}")
+        return lines, position
+
+    async def _greet(self) -> None:
+        """As soon as the machines of the fleet have been looked at, or cannot be."""
+        for _ in range(int(15 / LOOK_SECONDS)):
+            new = await self._read(_not_looked_at)
+            if not new:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        for line in await self._read(_greeting):
+            self._say(line)
+        if self._url is not None:
+            self._say(f"Its API, for other programs: {self._url}")
+
+
+def _newest(session: Session) -> int:
+    return session.scalar(select(func.max(Event.event_id))) or 0
+
+
+def _not_looked_at(session: Session) -> int:
+    return (
+        session.scalar(
+            select(func.count())
+            .select_from(VM)
+            .where(VM.active, VM.contact == Contact.NEW, VM.lost_at.is_(None))
+        )
+        or 0
+    )
+
+
+def _greeting(session: Session) -> list[str]:
+    found = status.overview(session, Actor("up"))
+    counted, waiting = found["machines"], found["jobs"]
+    lines = [_machines(session, counted)]
+    under_way = [
+        f"{waiting[name]} {name}" for name in ("running", "queued", "pending") if waiting[name]
+    ]
+    if under_way:
+        lines.append(f"Jobs: {', '.join(under_way)}.")
+    lines += [
+        f"! {alarm['message']}: {alarm['remedy']}"
+        for alarm in found["alarms"]
+        if alarm["kind"] != "role_missing"
+    ]
+    lines.append("Ready. In another terminal:")
+    lines.append("  groupwise fleet submit -- python -c \"print('hello')\"")
+    lines.append("  groupwise fleet jobs")
+    lines.append("Ctrl-C ends the fleet; jobs that run go on without it.")
+    return lines
+
+
+def _machines(session: Session, counted: Mapping[str, Any]) -> str:
+    if counted["total"] != 1:
+        gpus = f", {counted['gpus']} GPUs" if counted["gpus"] else ""
+        return f"{counted['ready']} of {counted['total']} machines are ready{gpus}."
+    vm = session.scalars(select(VM).where(VM.active)).one()
+    if vm.engine is not None:
+        return f"One machine, {vm.vm_id}, behind which {vm.engine.get('name')} begins jobs."
+    facts = vm.facts
+    ram = facts.get("ram_mb")
+    has = [f"{facts.get('cpus') or '?'} CPUs"]
+    if ram:
+        has.append(f"{ram / 1000:.0f} GB")
+    has.append(f"{counted['gpus']} GPUs" if counted["gpus"] else _without_gpus(vm.cpu_slots))
+    return f"One machine, {vm.vm_id}: {', '.join(has)}."
+
+
+def _without_gpus(slots: int | None) -> str:
+    if slots == 0:
+        return "no GPU, and no slot for jobs without one"
+    return f"no GPU: {'one job' if slots in (None, 1) else f'{slots} jobs'} at a time"
+
+
+def _text(session: Session, event: Event) -> str | None:
+    """What an event says to somebody who watches; None: nothing that matters to them."""
+    writer = _WRITERS.get(event.kind)
+    return None if writer is None else writer(session, event)
+
+
+def _submitted(session: Session, event: Event) -> str:
+    job = session.get(Job, event.job_id)
+    name = "" if job is None or job.name is None else f" ({job.name})"
+    return f"{event.job_id}{name} submitted by {event.actor.removeprefix('user:')}"
+
+
+def _pending(session: Session, event: Event) -> str:
+    job = session.get(Job, event.job_id)
+    reasons = [] if job is None else job.blocked_reasons or []
+    return f"{event.job_id} waits" + (f": {reasons[0]}" if reasons else "")
+
+
+def _running(session: Session, event: Event) -> str:
+    job = session.get(Job, event.job_id)
+    where = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
+    gpu = "" if job is None or job.gpu_index is None else f", GPU {job.gpu_index}"
+    return f"{event.job_id} runs{where}{gpu}"
+
+
+def _ended(session: Session, event: Event) -> str:
+    what = event.kind.removeprefix("job.")
+    reason = (event.detail or {}).get("reason")
+    return f"{event.job_id} {what}" + (f": {reason}" if reason and what != "completed" else "")
+
+
+def _again(session: Session, event: Event) -> str | None:
+    if (event.before or {}).get("status") != "running":
+        return None
+    detail = event.detail or {}
+    why = detail.get("failure_class") or "failed"
+    return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({why})"
+
+
+def _steps_back(session: Session, event: Event) -> str:
+    detail = event.detail or {}
+    return f"the checkpoint of step {detail.get('step')} of {event.job_id} is damaged: it begins again {detail.get('then')}"
+
+
+def _not_mirrored(session: Session, event: Event) -> str:
+    return f"{event.job_id}: {(event.detail or {}).get('why')}"
+
+
+def _reachable(session: Session, event: Event) -> str | None:
+    """Again: that a new machine answers is what everybody expects."""
+    was = (event.before or {}).get("contact")
+    return f"{event.vm_id} answers again" if was == Contact.UNREACHABLE else None
+
+
+def _plain(session: Session, event: Event) -> str:
+    who = event.vm_id or event.job_id or ""
+    word = event.kind.partition(".")[2].replace("_", " ")
+    return f"{who} {word}"
+
+
+def _of_gpu(session: Session, event: Event) -> str:
+    return f"GPU {(event.detail or {}).get('index')} of {_plain(session, event)}"
+
+
+_WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
+    events.JOB_SUBMITTED: _submitted,
+    events.JOB_PENDING: _pending,
+    events.JOB_COMPLETED: _ended,
+    events.JOB_FAILED: _ended,
+    events.JOB_CANCELLED: _ended,
+    events.JOB_QUEUED: _again,
+    events.JOB_RETRIED: _plain,
+    events.JOB_HELD: _plain,
+    events.JOB_CANCEL_REQUESTED: _plain,
+    events.JOB_CHECKPOINT_DAMAGED: _steps_back,
+    events.JOB_CHECKPOINT_NOT_MIRRORED: _not_mirrored,
+    events.ATTEMPT_RUNNING: _running,
+    events.ATTEMPT_ADOPTED: _plain,
+    events.ATTEMPT_LEAKING: _plain,
+    events.ATTEMPT_UNREACHABLE: _plain,
+    events.ATTEMPT_REACHABLE: _plain,
+    events.VM_ADDED: _plain,
+    events.VM_LOST: _plain,
+    events.VM_UNREACHABLE: _plain,
+    events.VM_REACHABLE: _reachable,
+    events.VM_UNTRUSTED: _plain,
+    events.VM_TRUSTED: _plain,
+    events.VM_CORDONED: _plain,
+    events.GPU_ACCUSED: _of_gpu,
+    events.GPU_QUARANTINED: _of_gpu,
+}

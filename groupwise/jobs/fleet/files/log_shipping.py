@@ -1,0 +1,486 @@
+"""Lines of logs, sent on as JSON lines: to standard output, a file or an HTTP address, for whoever gathers the logs of a whole company.
+
+What a dispatcher has brought to this disk is read line by line and given to a `Sink`; how far that has come stands with the member of the
+attempt (`attempt_members.log_shipped`) and is moved only when the sink has taken the lines. So each line is sent at least once, and where
+it is sent twice, job, epoch, rank and offset are the same.
+
+A line is sent when its end is there, or its attempt is over. One that is longer than `LONGEST` is sent in pieces.
+
+What an address refuses because of what it is (too large, not to its liking) is sent in halves, and so on. A line that is refused alone is
+left out: a short one in its place says so, under the same offset. Where that is refused as well, it is not the line: the log waits, and the
+others go on. Where nothing is taken at all, everything waits.
+
+Nothing else waits for a sink: what standard output or a file does not take is written by a thread of its own, for which neither the other
+tasks of the process wait nor its end. Lines that have not been taken then are sent by the next process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from select import POLLOUT, poll
+from typing import Protocol
+
+import httpx2
+from sqlalchemy import literal, select, tuple_, update
+from sqlalchemy.orm import Session
+
+from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.files.logs import log_path
+from groupwise.jobs.fleet.states import AttemptState
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import Attempt, Job, Member
+
+INTERVAL = 1.0
+"""Seconds between two looks."""
+LONGEST_PAUSE = 60.0
+"""Seconds until a sink that does not take anything is asked again."""
+MEMBERS_AT_ONCE = 200
+PIECE = 256 * 1024
+"""Bytes of one log that are read at a time: each may be a line of its own, and becomes a hundred bytes then."""
+LARGEST = 512 * 1024
+"""Bytes that a sink is given at once: many that speak HTTP take a megabyte at most. A line of `LONGEST` has room, whatever is in it."""
+LEAST = 16 * 1024
+"""The same for an address that takes less."""
+TOO_LARGE = 413
+ELSEWHERE = frozenset({401, 404, 405, 407, 408, 410, 421, 425, 429})
+"""Answers that have nothing to do with what was sent: to whom, by whom, how often."""
+REFUSED_IN_A_ROW = 10
+"""Logs; it is hardly they, then, where nothing is taken."""
+LONGEST = 64 * 1024
+"""Bytes of a line that are sent as one."""
+TAKEN = 30.0
+"""Seconds after which it is told that standard output or a file takes nothing."""
+
+AWAY = (OSError, httpx2.HTTPError, httpx2.InvalidURL)
+"""What a sink raises that takes nothing now."""
+NONE = (0, -1)
+"""No log is ordered before this one,"""
+LAST = (2**63 - 1, 2**31 - 1)
+"""and none behind this one."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A log of which more is here than has been sent."""
+
+    job_id: str
+    project: str
+    epoch: int
+    rank: int
+    vm_id: str
+    sent: int
+    """Bytes."""
+    here: int
+    over: bool
+    """Nothing will be added."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """By which logs are ordered."""
+        return self.epoch, self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """As it is sent."""
+
+    begin: int
+    end: int
+    """Offsets in the log."""
+    told: bytes
+
+
+class Refused(Exception):
+    """These lines are not taken, however often they are sent."""
+
+    def __init__(self, status: int) -> None:
+        """Of HTTP."""
+        self.status = status
+        super().__init__(f"HTTP {status}")
+
+
+class Sink(Protocol):
+    """Takes lines, each a JSON object and a line end."""
+
+    async def take(self, lines: bytes) -> None:
+        """Once this returns they are taken. Raises OSError, httpx2.HTTPError or httpx2.InvalidURL where they are not now, Refused where
+        they never will be."""
+        ...
+
+
+_ONE_WRITES = threading.Lock()
+"""Where its role was begun anew, the writer of before may still have some lines to end."""
+
+
+class _Writer:
+    """Writes one thing after the other in a thread that may stand still for ever; asyncio's own threads are waited for at the end."""
+
+    def __init__(self, write: Callable[[bytes], None], stalled: str) -> None:
+        """`stalled`: what is said, once each time, when it stands still."""
+        self._write = write
+        self._stalled = stalled
+        self._given: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def write(self, lines: bytes) -> None:
+        """Returns when it is written. Who gives up waiting gets it written all the same, sooner or later."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="log-shipping", daemon=True)
+            self._thread.start()
+        done: Future[None] = Future()
+        self._given.put((lines, done))
+        waiting = asyncio.wrap_future(done)
+        try:
+            await asyncio.wait((waiting,), timeout=TAKEN)
+            if not waiting.done():
+                logger.warning("%s; lines of logs wait meanwhile, none is lost", self._stalled)
+            await waiting
+        finally:
+            waiting.cancel()
+
+    def _work(self) -> None:
+        while True:
+            lines, done = self._given.get()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                with _ONE_WRITES:
+                    self._write(lines)
+            except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
+def _write_all(descriptor: int, lines: bytes) -> None:
+    view = memoryview(lines)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # whoever else has it open does not want to wait for it
+            ready = poll()
+            ready.register(descriptor, POLLOUT)
+            ready.poll()
+
+
+def _own_output() -> int:
+    """Not by its buffer, which Python waits for at the end. One that was closed may be anything by now, even the database."""
+    if sys.__stdout__ is None:
+        raise OSError("this process was begun without a standard output")
+    return sys.__stdout__.fileno()
+
+
+class StandardOutput:
+    """Of this process."""
+
+    def __init__(self, descriptor: Callable[[], int] = _own_output) -> None:
+        self._descriptor = descriptor
+        self._writer = _Writer(self._write, "nobody reads standard output")
+
+    async def take(self, lines: bytes) -> None:
+        """See `Sink`."""
+        await self._writer.write(lines)
+
+    def _write(self, lines: bytes) -> None:
+        _write_all(self._descriptor(), lines)
+
+
+class File:
+    """Opened anew each time, so that it may be rotated."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = _Writer(self._append, f"{path} takes nothing")
+
+    async def take(self, lines: bytes) -> None:
+        """See `Sink`."""
+        await self._writer.write(lines)
+
+    def _append(self, lines: bytes) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            _write_all(file.fileno(), lines)
+            os.fsync(file.fileno())
+
+
+class Address:
+    """An HTTP address that takes newline-delimited JSON by POST."""
+
+    def __init__(self, url: str, transport: httpx2.AsyncBaseTransport | None = None) -> None:
+        self._url = url
+        self._transport = transport
+
+    async def take(self, lines: bytes) -> None:
+        """See `Sink`."""
+        async with httpx2.AsyncClient(timeout=30.0, transport=self._transport) as http:
+            answer = await http.post(
+                self._url, content=lines, headers={"Content-Type": "application/x-ndjson"}
+            )
+            if answer.is_client_error and answer.status_code not in ELSEWHERE:
+                raise Refused(answer.status_code)
+            answer.raise_for_status()
+
+
+def sink_of(word: str) -> Sink:
+    """What the setting `ship_logs` names: `stdout`, an http(s) address, or the path of a file."""
+    if word == "stdout":
+        return StandardOutput()
+    if word.startswith(("http://", "https://")):
+        return Address(word)
+    return File(Path(word).expanduser())
+
+
+class Shipper:
+    """Sends what is there to one sink, again and again."""
+
+    def __init__(
+        self, database: Database, logs: Path, sink: Sink, *, interval: float = INTERVAL
+    ) -> None:
+        self._database = database
+        self._logs = logs
+        self._sink = sink
+        self._interval = interval
+        self._largest = LARGEST
+        self._first = NONE
+        """Behind this log the next round begins, so that one at which rounds break off is not always the first."""
+        self._taken = 0
+        """Bytes of logs, ever."""
+        self._refused: dict[tuple[int, int], _Pause] = {}
+        """Logs of which the sink takes nothing while it takes others."""
+        self._leaving_out_is_told = False
+
+    async def run(self) -> None:
+        """For ever. A sink that does not take anything is told once, and asked again less and less often."""
+        pause = self._interval
+        while True:
+            try:
+                await self.round()
+                if pause > self._interval:
+                    logger.info("logs are taken again")
+                pause = self._interval
+            except (*AWAY, Refused, RunError) as error:
+                if pause == self._interval:
+                    logger.warning(
+                        "logs are not taken: %s; nothing is lost, it is tried again", error
+                    )
+                pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def round(self) -> int:
+        """Send all that is there now; how many bytes of logs that was."""
+        before, seen = self._taken, set[tuple[int, int]]()
+        refused: dict[tuple[int, int], Refused] = {}
+        async for log in self._all_behind():
+            seen.add(log.key)
+            if self._waits(log.key):
+                continue
+            try:
+                await self._send(log)
+                self._refused.pop(log.key, None)
+            except Refused as error:
+                refused[log.key] = error
+                new = refused.keys() - self._refused.keys()
+                if self._taken == before and len(new) >= REFUSED_IN_A_ROW:
+                    break
+            except AWAY:
+                self._first = log.key
+                raise
+        self._note(refused, seen, nothing_taken=self._taken == before)
+        return self._taken - before
+
+    async def _all_behind(self) -> AsyncIterator[Behind]:
+        """Each once, in their order, round and round."""
+        first, self._first = self._first, NONE
+        for last, until in ((first, LAST), (NONE, first)):
+            if last == until:
+                break
+            while behind := await self._database.read_in_thread(
+                partial(_behind, after=last, until=until)
+            ):
+                for log in behind:
+                    yield log
+                last = behind[-1].key
+
+    def _waits(self, key: tuple[int, int]) -> bool:
+        known = self._refused.get(key)
+        return known is not None and time.monotonic() < known.until
+
+    def _note(
+        self,
+        refused: Mapping[tuple[int, int], Refused],
+        seen: Set[tuple[int, int]],
+        *,
+        nothing_taken: bool,
+    ) -> None:
+        """Of a round that was not broken off. Raises Refused where it is the sink, as far as can be seen, and not the logs."""
+        new = {key: error for key, error in refused.items() if key not in self._refused}
+        if new and nothing_taken:
+            self._first, error = next(reversed(new.items()))
+            raise error
+        for (epoch, rank), error in new.items():
+            logger.warning(
+                "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others go on",
+                epoch,
+                rank,
+                error,
+            )
+        self._refused = {key: pause for key, pause in self._refused.items() if key in seen}
+        for key in refused:
+            before = self._refused.get(key)
+            seconds = min(2 * before.seconds, LONGEST_PAUSE) if before else 2 * self._interval
+            self._refused[key] = _Pause(time.monotonic() + seconds, seconds)
+
+    async def _send(self, log: Behind) -> None:
+        """All of one log that can be sent."""
+        while log.sent < log.here:
+            lines, end = await asyncio.to_thread(_lines, self._logs, log)
+            if end == log.sent:
+                break
+            if lines:
+                await self._give(log, lines)
+            else:
+                await self._move(log, log.sent, end)
+            log = replace(log, sent=end)
+
+    async def _give(self, log: Behind, lines: Sequence[_Line]) -> None:
+        """In halves where that is too much, or refused; one after the other, so that whoever reads them has them in their order."""
+        if await self._is_taken(log, lines):
+            await self._move(log, lines[0].begin, lines[-1].end)
+            return
+        half = len(lines) // 2
+        await self._give(log, lines[:half])
+        await self._give(log, lines[half:])
+
+    async def _is_taken(self, log: Behind, lines: Sequence[_Line]) -> bool:
+        """One line alone always is, or what says in its place that it was left out."""
+        size = sum(len(line.told) for line in lines)
+        if size > self._largest and len(lines) > 1:
+            return False
+        try:
+            await self._sink.take(b"".join(line.told for line in lines))
+        except Refused as error:
+            if error.status == TOO_LARGE:
+                self._largest = min(self._largest, max(size // 2, LEAST))
+            if len(lines) > 1:
+                return False
+            await self._leave_out(log, lines[0], error)
+        return True
+
+    async def _leave_out(self, log: Behind, line: _Line, error: Refused) -> None:
+        said = f"[{line.end - line.begin} bytes are left out here: {error}]"
+        await self._sink.take(_told(log, line.begin, said, left_out=str(error)))
+        if not self._leaving_out_is_told:
+            logger.warning(
+                "where logs are sent a line of %s was refused (%s): it is left out there, and `left_out` says so, as of all further ones",
+                log.job_id,
+                error,
+            )
+        self._leaving_out_is_told = True
+
+    async def _move(self, log: Behind, begin: int, end: int) -> None:
+        await self._database.in_thread(partial(_moved, log=log, end=end))
+        self._taken += end - begin
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """Of one log."""
+
+    until: float
+    """By the monotonic clock."""
+    seconds: float
+
+
+def _behind(session: Session, after: tuple[int, int], until: tuple[int, int]) -> list[Behind]:
+    query = (
+        select(Member, Attempt, Job.project)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(Member.log_shipped < Member.log_offset)
+        .where(tuple_(Member.epoch, Member.rank) > tuple_(*map(literal, after)))
+        .where(tuple_(Member.epoch, Member.rank) <= tuple_(*map(literal, until)))
+        .order_by(Member.epoch, Member.rank)
+        .limit(MEMBERS_AT_ONCE)
+    )
+    return [
+        Behind(
+            job_id=attempt.job_id,
+            project=project,
+            epoch=member.epoch,
+            rank=member.rank,
+            vm_id=member.vm_id,
+            sent=member.log_shipped,
+            here=member.log_offset,
+            over=attempt.state == AttemptState.ENDED,
+        )
+        for member, attempt, project in session.execute(query)
+    ]
+
+
+def _moved(session: Session, log: Behind, end: int) -> None:
+    """Forwards only: another one may have sent more meanwhile."""
+    session.execute(
+        update(Member)
+        .where(Member.epoch == log.epoch, Member.rank == log.rank, Member.log_shipped < end)
+        .values(log_shipped=end)
+    )
+
+
+def _lines(logs: Path, log: Behind) -> tuple[list[_Line], int]:
+    """The lines that can be sent, and the offset behind them. A log that was pruned has none, and is done with."""
+    data = b""
+    with (
+        contextlib.suppress(FileNotFoundError),
+        log_path(logs, log.job_id, log.epoch, log.rank).open("rb") as file,
+    ):
+        data = os.pread(file.fileno(), min(PIECE, log.here - log.sent), log.sent)
+    if not data:
+        return [], log.here
+    whole = log.over and log.sent + len(data) == log.here
+    lines: list[_Line] = []
+    for offset, part in _split(data, whole):
+        begin = log.sent + offset
+        text = part.decode("utf-8", "replace").removesuffix("\n")
+        lines.append(_Line(begin, begin + len(part), _told(log, begin, text)))
+    return lines, lines[-1].end if lines else log.sent
+
+
+def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
+    """Offset and bytes of each line, its end included; the last without one only where nothing follows, or it is too long."""
+    begin = 0
+    while begin < len(data):
+        end = data.find(b"\n", begin, begin + LONGEST) + 1
+        if not end:
+            if len(data) - begin < LONGEST and not whole:
+                return
+            end = min(begin + LONGEST, len(data))
+        yield begin, data[begin:end]
+        begin = end
+
+
+def _told(log: Behind, offset: int, line: str, **more: str) -> bytes:
+    document = {
+        "job_id": log.job_id,
+        "project": log.project,
+        "epoch": log.epoch,
+        "rank": log.rank,
+        "vm_id": log.vm_id,
+        "offset": offset,
+        "line": line,
+        **more,
+    }
+    return json.dumps(document).encode() + b"\n"

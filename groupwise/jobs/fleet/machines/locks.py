@@ -1,0 +1,282 @@
+"""What an environment is made of: a lock, which names every release.
+
+Without a file the lock is read off this installation: groupwise with the extras that are wanted, all that these need, in the releases that
+are installed here. A build of torch is no release: `2.13.0+cpu` here is `2.13.0` in the lock, and which build of it a machine gets is
+decided by the index that its pip asks. What an extra needs and is not installed here stands in the lock as groupwise states it, with its
+bounds, and pip chooses: a control machine need not have torch.
+
+A file is one as `pip freeze`, `pip-compile` and `uv export` write it: `name==version`, markers, hashes. It is read strictly: whatever
+would make pip look elsewhere (options, folders, `-e`) is refused, and so is a line that leaves the choice of a release to pip.
+groupwise never comes by name, always as the wheel that is packed here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.machines.packing import NAME, PACKAGE, installation
+
+REQUIREMENT = re.compile(
+    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:\[(?P<extras>[^\]]*)\])?\s*(?P<wanted>[^;]*?)\s*(?:;\s*(?P<marker>.*))?"
+)
+OF_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+EXTRA_CLAUSE = re.compile(r"""(?<!\s)\s*(?:\band\s+)?extra\s*==\s*['"][^'"]+['"]""")
+PINNED = re.compile(r"===?\s*[A-Za-z0-9][A-Za-z0-9.!+_-]*")
+FROM_ADDRESS = re.compile(r"@\s*(?:https|git\+https|git\+ssh)://\S+")
+HASH = re.compile(r"\s--hash[=\s]\s*(\S+)")
+SHA256_HASH = re.compile(r"sha(?:256:[0-9a-f]{64}|384:[0-9a-f]{96}|512:[0-9a-f]{128})")
+WHEEL = re.compile(r"(?P<name>[^-]+)-(?P<version>[^-]+)(?:-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """What pip is to install."""
+
+    lines: tuple[str, ...]
+    hashed: bool = False
+    """Every line has its hashes, and pip takes nothing else."""
+    left_to_pip: tuple[str, ...] = ()
+    """Names that are not pinned, since they are not installed here."""
+
+    @property
+    def text(self) -> str:
+        """As pip reads it."""
+        return "".join(f"{line}\n" for line in self.lines)
+
+
+def normal(name: str) -> str:
+    """Of a distribution: in the form in which all spellings of it are one."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def name_of_wheel(path: Path) -> str:
+    """The distribution that is in it. Raises UsageError where the file has no name of a wheel."""
+    found = WHEEL.fullmatch(path.name)
+    if found is None:
+        raise UsageError(
+            f"{path}: this is not the name of a wheel (name-version-python-abi-platform.whl)."
+        )
+    return normal(found["name"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# From this installation
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def lock_of_this_installation(
+    extras: Sequence[str], also: Sequence[str] = (), without: Collection[str] = ()
+) -> Lock:
+    """All that groupwise needs with these extras, and what else is named, as installed here. `without`: what comes as a wheel."""
+    own = installation()
+    _check_extras(own, extras)
+    walk = _Walk()
+    walk.enter(NAME, own, [normal(extra) for extra in extras])
+    for name in also:
+        walk.enter(normal(name), _installed(name), ())
+    left = _not_here(own, extras, without)
+    pins = {
+        name: _pin(name, each)
+        for name, each in walk.found.items()
+        if name != NAME and name not in without
+    }
+    lines = (*sorted(pins.values()), *(left[name] for name in sorted(left)))
+    return Lock(lines, left_to_pip=tuple(sorted(left)))
+
+
+class _Walk:
+    """Goes from a distribution to what it needs, as far as that is installed."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Distribution] = {}
+        self._seen: set[tuple[str, str]] = set()
+
+    def enter(self, name: str, each: Distribution, extras: Iterable[str]) -> None:
+        """Once for each extra, and once for none."""
+        self.found[name] = each
+        new = [extra for extra in ("", *extras) if (name, extra) not in self._seen]
+        self._seen.update((name, extra) for extra in new)
+        if not new:
+            return
+        for needed in _needs(each, new):
+            try:
+                below = distribution(needed.name)
+            except PackageNotFoundError:
+                continue  # of another system or Python; or pip brings it
+            self.enter(needed.name, below, needed.extras)
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    name: str
+    extras: tuple[str, ...]
+    line: str
+    """As a requirement, without the word about the extra that it belongs to."""
+
+
+def _needs(each: Distribution, extras: Collection[str]) -> Iterator[_Needed]:
+    """With these extras; the empty one means: without any."""
+    for text in each.requires or ():
+        found = REQUIREMENT.fullmatch(text.strip())
+        if found is None:
+            continue  # an old distribution may say anything; what it says is pip's to complain of
+        marker = found["marker"] or ""
+        of = {normal(extra) for extra in OF_EXTRA.findall(marker)} or {""}
+        if of.intersection(extras):
+            yield _Needed(normal(found["name"]), _extras(found["extras"]), _plain(found))
+
+
+def _extras(words: str | None) -> tuple[str, ...]:
+    return tuple(normal(word.strip()) for word in (words or "").split(",") if word.strip())
+
+
+def _plain(found: re.Match[str]) -> str:
+    """A requirement without the extra that it belongs to."""
+    extras = f"[{found['extras']}]" if found["extras"] else ""
+    marker = re.sub(r"^\s*and\s+", "", EXTRA_CLAUSE.sub("", found["marker"] or "")).strip()
+    return f"{found['name']}{extras}{found['wanted']}" + (f" ; {marker}" if marker else "")
+
+
+def _check_extras(own: Distribution, extras: Sequence[str]) -> None:
+    there = [normal(extra) for extra in own.metadata.get_all("Provides-Extra") or ()]
+    for extra in extras:
+        if normal(extra) not in there:
+            raise UsageError(
+                f"--extra {extra}: groupwise has no such extra; there are: {', '.join(sorted(there))}."
+            )
+
+
+def _installed(name: str) -> Distribution:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        raise UsageError(
+            f"--with {name}: it is not installed here, so there is no release to name; install it, or give its file: --wheel."
+        ) from None
+
+
+def _not_here(own: Distribution, extras: Sequence[str], without: Collection[str]) -> dict[str, str]:
+    """What groupwise itself names and is not here."""
+    found: dict[str, str] = {}
+    for needed in _needs(own, {"", *map(normal, extras)}):
+        if needed.name in without or needed.name == NAME:
+            continue
+        try:
+            distribution(needed.name)
+        except PackageNotFoundError:
+            found[needed.name] = needed.line
+    return found
+
+
+def _pin(name: str, each: Distribution) -> str:
+    """One line. What came from no index is named by the address that it came from; UsageError where that is a folder of this machine."""
+    origin = _origin(each)
+    if origin is None:
+        return f"{name}=={each.version.partition('+')[0]}"
+    url, vcs = str(origin.get("url", "")), origin.get("vcs_info")
+    if vcs and url.startswith(("https://", "ssh://")):
+        return f"{name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"
+    if url.startswith("https://") and "archive_info" in origin:
+        return f"{name} @ {url}"
+    raise UsageError(
+        f"{name} {each.version} was installed here from {url or 'somewhere'}, where a machine cannot get it. Give it as a file "
+        f"(`pip wheel --no-deps {url.removeprefix('file://') or name}`, then --wheel FILE), or a lock in which it has a release: --lock."
+    )
+
+
+def _origin(each: Distribution) -> Mapping[str, Any] | None:
+    """Where it came from, if that was no index."""
+    try:
+        return json.loads(each.read_text("direct_url.json") or "null")
+    except ValueError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# From a file
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def read_lock(path: Path, without: Collection[str] = ()) -> Lock:
+    """A lock that somebody made. Raises UsageError with the line that is none of one. `without`: what comes as a wheel."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--lock {path}: it cannot be read: {error}") from None
+    return parse_lock(text, str(path), without)
+
+
+def parse_lock(text: str, source: str, without: Collection[str] = ()) -> Lock:
+    """The same, of its text."""
+    lines: list[str] = []
+    hashed: list[bool] = []
+    for number, line in _logical_lines(text):
+        where = f"{source}:{number}"
+        kept = _checked(line, where, {NAME, *without})
+        if kept is not None:
+            lines.append(kept)
+            hashed.append("--hash=" in kept)
+            if hashed[0] != hashed[-1]:
+                raise UsageError(
+                    f"{where}: some lines have hashes and others have none; with hashes pip wants them for all: {kept.split()[0]}"
+                )
+    return Lock(tuple(lines), hashed=bool(hashed) and hashed[0])
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Without comments and blank lines; what goes on after a backslash is one. Each with the number of its first line."""
+    whole, first = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        first = first if whole else number
+        line = re.sub(r"(^|\s)#.*$", "", line)
+        if line.rstrip().endswith("\\"):
+            whole += line.rstrip()[:-1] + " "
+            continue
+        whole += line
+        if whole.strip():
+            yield first, whole.strip()
+        whole = ""
+    if whole.strip():
+        yield first, whole.strip()
+
+
+def _checked(line: str, where: str, skipped: Collection[str]) -> str | None:
+    """As it is passed on; None for what comes as a wheel."""
+    if line.startswith("-"):
+        if _is_our_tree(line):
+            return None
+        raise UsageError(
+            f"{where}: {line[:80]!r}: options are not read from a lock: --index-url and --extra-index-url are options of this command, "
+            "and what is installed from a folder (-e) goes as a file: --wheel."
+        )
+    hashes = HASH.findall(line)
+    for each in hashes:
+        if not SHA256_HASH.fullmatch(each):
+            raise UsageError(f"{where}: --hash={each[:80]}: as --hash=sha256:… is wanted.")
+    found = REQUIREMENT.fullmatch(HASH.sub("", line).strip())
+    if found is not None and normal(found["name"]) in skipped:
+        return None
+    if found is None or not (
+        PINNED.fullmatch(found["wanted"]) or FROM_ADDRESS.fullmatch(found["wanted"])
+    ):
+        raise UsageError(
+            f"{where}: {line[:120]!r}: each line of a lock names one release, as `torch==2.13.0`. `pip freeze`, `pip-compile` and "
+            "`uv export --format requirements.txt` write such a file."
+        )
+    return " ".join([_plain(found), *(f"--hash={each}" for each in hashes)])
+
+
+def _is_our_tree(line: str) -> bool:
+    """`-e` of groupwise itself, as `pip freeze` writes it."""
+    option, _, what = line.partition(" ")
+    if option not in ("-e", "--editable"):
+        return False
+    where = what.strip()
+    return where.endswith(f"#egg={NAME}") or Path(where.removeprefix("file://")) == PACKAGE.parent

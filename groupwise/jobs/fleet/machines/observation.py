@@ -1,0 +1,511 @@
+"""What a look at a machine means for the fleet: one observation, or the lack of one, written down in one transaction.
+
+The poller looks; this says what follows. Reservations are the truth about what is in use: an observation only subtracts. It can say that a
+GPU must not be given away (somebody else uses it, it is gone, it does not answer as it should, it is split by MIG), and take that word
+back; it never closes a reservation and never ends an attempt.
+
+Attempts that run there and stand in no table are written down with the machine for as long as anything of them lives there, be it without
+its supervisor or its folder, and are left alone.
+
+Absence proves nothing by itself. Only a probe that was answered whole can say that a GPU is missing; one that failed, hung or gave lines
+that nobody could read makes the machine `degraded` and leaves its GPUs as they were last seen. A machine that does not answer is
+`unreachable` after several misses in a row, and that is all that it is.
+
+Observations carry the time at which they were asked for, by the database's clock. An older one never overwrites a newer one.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import and_, func, or_, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session, aliased
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.jobs.fleet.machines.clearing import is_doctors
+from groupwise.jobs.fleet.queue import capacity, requeue_pending, untracked_processes
+from groupwise.jobs.fleet.states import Contact, Observed
+from groupwise.jobs.fleet.store import epochs, events
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.gpus import note_observed
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
+from groupwise.jobs.hosts import keys
+from groupwise.jobs.hosts.answers import (
+    MOST_EPOCH,
+    MemberState,
+    Observation,
+    ProbeStatus,
+    RunnerState,
+    SeenApp,
+    SeenGPU,
+)
+from groupwise.jobs.hosts.spec import JOB_ID
+
+MISSES = 3
+"""In a row make a machine unreachable."""
+MISSES_APART = 5.0
+"""Seconds between two misses that count, so that several pollers do not count the same silence."""
+LONGEST = 500
+"""Characters of a problem."""
+ACTOR = "poller"
+HELD_UNTIL = "held_until"
+"""Among the facts of a machine: what its unknown attempts keep their jobs back for."""
+NAME = re.compile(rf"({JOB_ID.pattern})\.(0|[1-9][0-9]{{0,18}})")
+"""Of an attempt, as its processes carry it; whoever can start one there can have it carry anything."""
+
+logger = logging.getLogger(__name__)
+
+
+def apply(
+    session: Session,
+    vm_id: str,
+    asked_at: float,
+    seen: Observation,
+    *,
+    look_seconds: float | None = None,
+) -> bool:
+    """Write down what a machine looked like when it was asked at `asked_at`. False: a newer look stands there, or nobody wants it.
+
+    `look_seconds`: when the next look follows, where whoever looks keeps to that.
+    """
+    strays = _strays(session, vm_id, seen)
+    jobs = untracked_processes.lock(session, {each.job for each in strays})
+    vm = _locked(session, vm_id)
+    now = seconds(session)
+    if vm is None or not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm):
+        return False
+    was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
+    was_usable = _usable(vm) and was_fresh
+    _answered(session, vm, seen)
+    trouble = None if vm.engine else _trouble_of_probe(session, vm, seen)
+    vm.degraded, vm.problem = trouble is not None, trouble
+    vm.observed_round = asked_at
+    held, ran = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
+    quarantined = _quarantined(vm, now, seen, strays)
+    vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
+    _hold_back(session, vm, jobs, ran)
+    epochs.raise_above(session, [each.epoch for each in seen.attempts])
+    vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+    has_gpus = vm.engine is None and seen.probe.status is ProbeStatus.OK
+    more = has_gpus and _write_gpus(session, vm, asked_at, now, seen)
+    session.flush()
+    more |= held != untracked_processes.holding(vm.facts)
+    if more or (_usable(vm) and not was_usable):
+        requeue_pending.wake(session, vm_ids=[vm_id], actor=ACTOR)
+    return True
+
+
+def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
+    """Write down that a machine gave no answer when it was asked at `asked_at`; how many times in a row it has given none."""
+    vm = _locked(session, vm_id)
+    now = seconds(session)
+    if vm is None or not _is_newer(asked_at, vm.observed_round, now):
+        return 0
+    counted_at = records.missed_at(vm.facts)
+    vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+    if not _is_barred(vm):  # which key it showed is still what its operator has to know
+        vm.problem = problem[:LONGEST]
+    if vm.misses and not _is_newer(asked_at - MISSES_APART, counted_at, now):
+        return vm.misses
+    vm.misses += 1
+    vm.facts = {**vm.facts, "missed_at": asked_at}
+    if vm.misses >= MISSES and vm.contact in (Contact.NEW, Contact.OK):
+        before, vm.contact = vm.contact, Contact.UNREACHABLE
+        vm.unreachable_since = now
+        _tell(session, vm, events.VM_UNREACHABLE, before, detail={"problem": vm.problem})
+        logger.warning("machine %s does not answer: %s", vm_id, vm.problem)
+    return vm.misses
+
+
+def _is_newer(asked_at: float, known: float, now: float) -> bool:
+    """Whether a look at `asked_at` is newer than what is known. What is dated in the future was written before the clock of the database
+    was set back."""
+    return asked_at > known or known > now + records.AHEAD
+
+
+def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False) -> None:
+    """A machine that nobody trusts yet showed this key, or a trusted one showed this instead of the pinned one.
+
+    `pin`: the first key of a machine is believed. A key that has changed never is; nothing more is done with the machine until an operator
+    has looked.
+    """
+    vm = _locked(session, vm_id)
+    if vm is None:
+        return
+    if vm.host_key == str(shown):
+        if vm.contact == Contact.UNTRUSTED:
+            _believe(session, vm, shown, "it shows the pinned key")
+        return
+    if vm.host_key is None and pin:
+        vm.host_key = str(shown)
+        _believe(session, vm, shown, "trust_on_first_use: nobody has looked at the first key")
+        return
+    if vm.contact == Contact.UNTRUSTED and vm.seen_host_key == str(shown):
+        return
+    before, vm.contact, vm.seen_host_key = vm.contact, Contact.UNTRUSTED, str(shown)
+    vm.misses, vm.unreachable_since = 0, None
+    vm.problem, changed = _about_key(vm, shown), vm.host_key is not None
+    detail = {
+        "fingerprint": shown.fingerprint,
+        "changed": changed,
+        "pinned": _fingerprint(vm.host_key),
+    }
+    _tell(session, vm, events.VM_UNTRUSTED, before, detail=detail)
+    logger.log(logging.ERROR if changed else logging.WARNING, "machine %s: %s", vm_id, vm.problem)
+
+
+def not_trusted(session: Session, vm_id: str, problem: str) -> None:
+    """A key on the way to a machine is not trusted, or cannot be read: that of its jump host, or what stands in its row."""
+    vm = _locked(session, vm_id)
+    if vm is None or (vm.contact == Contact.UNTRUSTED and vm.problem == problem[:LONGEST]):
+        return
+    before, vm.contact, vm.problem = vm.contact, Contact.UNTRUSTED, problem[:LONGEST]
+    _tell(session, vm, events.VM_UNTRUSTED, before, detail={"problem": vm.problem})
+    logger.error("machine %s: %s", vm_id, vm.problem)
+
+
+def barred(session: Session) -> frozenset[str]:
+    """Machines that showed another key than the one that is pinned: only their key is looked at."""
+    rows = session.scalars(select(VM).where(VM.active, VM.contact == Contact.UNTRUSTED))
+    return frozenset(vm.vm_id for vm in rows if _is_barred(vm))
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def _locked(session: Session, vm_id: str) -> VM | None:
+    """Its row, so that two pollers write one after the other; None: it has left the fleet."""
+    vm = session.get(VM, vm_id, with_for_update={"key_share": True}, populate_existing=True)
+    return vm if vm is not None and vm.active else None
+
+
+def _is_barred(vm: VM) -> bool:
+    """It showed another key than the pinned one; a connection that was made before says nothing against that."""
+    return vm.contact == Contact.UNTRUSTED and vm.seen_host_key not in (None, vm.host_key)
+
+
+def _believe(session: Session, vm: VM, shown: keys.HostKey, why: str) -> None:
+    before, vm.contact, vm.problem, vm.seen_host_key = vm.contact, Contact.NEW, None, None
+    detail = {"fingerprint": shown.fingerprint, "why": why}
+    _tell(session, vm, events.VM_TRUSTED, before, detail=detail)
+
+
+def _usable(vm: VM) -> bool:
+    return vm.contact == Contact.OK and not vm.degraded
+
+
+def _answered(session: Session, vm: VM, seen: Observation) -> None:
+    if vm.boot_id is not None and vm.boot_id != seen.boot_id:
+        events.append(
+            session,
+            actor=ACTOR,
+            kind=events.VM_REBOOTED,
+            vm_id=vm.vm_id,
+            before={"boot_id": vm.boot_id},
+            after={"boot_id": seen.boot_id},
+        )
+    vm.boot_id = seen.boot_id
+    before = vm.contact
+    vm.contact, vm.misses, vm.unreachable_since, vm.seen_host_key = Contact.OK, 0, None, None
+    if before != Contact.OK:
+        _tell(session, vm, events.VM_REACHABLE, before)
+
+
+def _facts(seen: Observation) -> dict[str, Any]:
+    return {
+        "load": [round(each, 2) for each in seen.load],
+        "cpus": seen.cpus,
+        "ram_mb": seen.ram_mb,
+        "ram_free_mb": seen.ram_free_mb,
+        "disk_free_mb": seen.disk_free_mb,
+        "unremoved": list(seen.unremoved),
+        "machine_time": seen.time,
+        "missed_at": None,
+    }
+
+
+def _quarantined(
+    vm: VM, now: float, seen: Observation, strays: Iterable[MemberState]
+) -> dict[str, Any]:
+    """What is there and nobody knows: its runner's own finds, and attempts that live and stand in no table, since they were first seen."""
+    before = {each["detail"]: each["since"] for each in untracked_processes.in_quarantine(vm)}
+    found: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
+    for each in strays:
+        name = f"{each.job}.{each.epoch}"
+        about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
+        holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
+        found.append({"what": untracked_processes.ATTEMPT, "detail": name, **about, **holds})
+    return {"quarantined": found}
+
+
+def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState]:
+    """Attempts that live there and stand in no table."""
+    living = _living(seen)
+    known = records.known(session, vm_id, {e.job for e in living}) if living else {}
+    found: list[MemberState] = []
+    for each in living:
+        reading, left = Reading(each.state), each.survivors or 0
+        verdict = stray(each.epoch, reading, known.get(each.job), left)
+        if verdict is Stray.QUARANTINE and not is_doctors(each.job, each.epoch):
+            found.append(each)
+    return found
+
+
+def _living(seen: Observation) -> list[MemberState]:
+    """Attempts of which something lives; also where somebody has removed the folder, and only processes tell of it."""
+    bare: dict[str, MemberState] = {}
+    for each in seen.quarantined:
+        if each.what == "process" and (found := NAME.fullmatch(each.detail)):
+            job, epoch = found.group(1), int(found.group(2))
+            if epoch <= MOST_EPOCH:
+                bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
+    there = (each for each in seen.attempts if each.lives or each.may_begin)
+    return [*there, *bare.values()]
+
+
+def _hold_back(session: Session, vm: VM, jobs: set[str], ran: set[str]) -> None:
+    """Jobs do not begin beside what runs of them here unknown; those of which it ran until now may. `jobs`: those that are locked, which
+    are all that were there."""
+    runs = _unknown_jobs(vm)
+    if ended := ran - runs:
+        session.flush()  # where else it runs is asked of all machines
+        untracked_processes.let_go(session, ended, vm.facts.get(HELD_UNTIL))
+    if runs:
+        vm.facts = {**vm.facts, HELD_UNTIL: untracked_processes.hold_back(session, runs & jobs)}
+
+
+def _unknown_jobs(vm: VM) -> set[str]:
+    return {each["job_id"] for each in untracked_processes.in_quarantine(vm)}
+
+
+def _is_whole(seen: Observation) -> bool:
+    """Whether the probe's answer tells of every GPU that there is."""
+    return seen.probe.status is ProbeStatus.OK and not seen.probe.lines_not_read
+
+
+def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None:
+    """Why the GPUs of a machine are not known, or who is on them; None: they are, or it has none."""
+    probe = seen.probe
+    if probe.status is ProbeStatus.ABSENT:
+        known = select(GPU.gpu_id).where(GPU.vm_id == vm.vm_id).limit(1)
+        if session.scalar(known) is None:
+            return None
+    words = _WORDS.get(probe.status)
+    if words is None and probe.lines_not_read:
+        words = "nvidia-smi gives lines that nobody can read"
+    if words is None and probe.apps in _WORDS and probe.apps is not ProbeStatus.ABSENT:
+        words = f"who is on its GPUs is not known: {_WORDS[probe.apps]}"
+    if words is None:
+        return None
+    code = f" (exit {probe.exit})" if probe.exit else ""
+    said = "; ".join(probe.lines_not_read[:3]) or probe.said.strip()
+    return (words + code + (f": {said}" if said else ""))[:LONGEST]
+
+
+_WORDS = {
+    ProbeStatus.ABSENT: "it had GPUs, and now there is no nvidia-smi: see that the driver is installed and on PATH",
+    ProbeStatus.FAILED: "nvidia-smi failed",
+    ProbeStatus.HUNG: "nvidia-smi hangs",
+    ProbeStatus.GARBAGE: "nvidia-smi answers what nobody can read",
+}
+
+
+def _about_key(vm: VM, shown: keys.HostKey) -> str:
+    command = f"groupwise fleet vm trust {vm.vm_id} {shown.fingerprint}"
+    if vm.host_key is None:
+        return (
+            f"it shows the host key {shown.fingerprint}, which nobody has trusted yet. Compare it with the machine's own "
+            f"(ssh-keygen -lf /etc/ssh/ssh_host_{_short(shown)}_key.pub there), then `{command}`"
+        )
+    return (
+        f"its host key has CHANGED: it shows {shown.fingerprint}, pinned is {_fingerprint(vm.host_key)}. Somebody may stand between, or "
+        f"it was set up anew; nothing is sent there. If the new one is right: `{command}`"
+    )
+
+
+def _short(key: keys.HostKey) -> str:
+    return key.type.removeprefix("ssh-").partition("-")[0]
+
+
+def _fingerprint(key: str | None) -> str | None:
+    try:
+        return None if key is None else keys.parse(key).fingerprint
+    except UsageError:  # a row that was written by hand
+        return "unreadable"
+
+
+def _tell(
+    session: Session,
+    vm: VM,
+    kind: str,
+    before: str,
+    *,
+    detail: Mapping[str, Any] | None = None,
+) -> None:
+    events.append(
+        session,
+        actor=ACTOR,
+        kind=kind,
+        vm_id=vm.vm_id,
+        before={"contact": before},
+        after={"contact": vm.contact},
+        detail=detail,
+    )
+
+
+# --- its GPUs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Epochs whose attempts hold something of a GPU, or held it when the machine was asked; by the GPU's number."""
+
+    epochs: Mapping[int, frozenset[int]]
+    names: Mapping[int, str]
+    """Epoch → `<job>.<epoch>`."""
+
+    def own(self, gpu_id: int) -> frozenset[str]:
+        return frozenset(self.names[epoch] for epoch in self.epochs.get(gpu_id, ()))
+
+
+def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Observation) -> bool:
+    """Whether a GPU may be given away that could not before."""
+    own = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)  # as who ends an attempt
+    locked = session.scalars(own.with_for_update(key_share=True))
+    rows = {gpu.uuid: gpu for gpu in locked}
+    twice = _named_twice(seen.gpus)
+    apps_known = seen.probe.apps is ProbeStatus.OK
+    more, new = False, set[str]()
+    for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
+        if shown.uuid not in rows:
+            new.add(shown.uuid)
+            rows[shown.uuid] = GPU(
+                vm_id=vm.vm_id, uuid=shown.uuid, index=shown.index, observed=Observed.OK
+            )
+            session.add(rows[shown.uuid])
+    session.flush()
+    held = _held(session, vm.vm_id, asked_at)
+    twins = _twins(session, vm, [gpu.uuid for gpu in seen.gpus])
+    for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
+        gpu = rows[shown.uuid]
+        _copy(gpu, shown, now)
+        apps = [app for app in seen.apps if app.uuid == shown.uuid]
+        judged = _judged(shown, apps, held.own(gpu.gpu_id), vm.idle_memory_mb)
+        if shown.uuid in twice:
+            judged = Observed.DEGRADED, "its UUID was shown twice"
+        if twin := twins.get(gpu.gpu_id):
+            judged = (
+                Observed.DEGRADED,
+                f"{twin} has the same one: the machine stands in the fleet twice",
+            )
+        if judged[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
+            judged = Observed.FOREIGN_BUSY, gpu.detail
+        more |= note_observed(session, gpu, *judged, actor=ACTOR) and judged[0] is Observed.OK
+        more |= shown.uuid in new and judged[0] is Observed.OK
+    if _is_whole(seen):
+        for uuid in rows.keys() - {gpu.uuid for gpu in seen.gpus}:
+            why = "the machine shows it no more"
+            note_observed(session, rows[uuid], Observed.MISSING, why, actor=ACTOR)
+    _keep_history(session, [rows[gpu.uuid] for gpu in seen.gpus], now)
+    return more
+
+
+def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
+    """Of GPUs that another machine showed first and still has: gpu_id → that machine. A card is in one machine, whatever that is called."""
+    own, first = aliased(GPU), aliased(GPU)
+    rows = session.execute(
+        select(own.gpu_id, first.vm_id)
+        .join(first, and_(first.uuid == own.uuid, first.gpu_id < own.gpu_id))
+        .join(VM, VM.vm_id == first.vm_id)
+        .where(
+            own.vm_id == vm.vm_id, own.uuid.in_(uuids),
+            first.vm_id != vm.vm_id, first.observed != Observed.MISSING, VM.active,
+        )
+    )  # fmt: skip
+    return dict(rows.all())
+
+
+def _named_twice(gpus: Iterable[SeenGPU]) -> set[str]:
+    names = [gpu.uuid for gpu in gpus]
+    return {name for name in names if names.count(name) > 1}
+
+
+def _copy(gpu: GPU, shown: SeenGPU, now: float) -> None:
+    """What a probe leaves out stays as it was, where it does not change; what changes all the time is not known now."""
+    gpu.index = shown.index
+    gpu.model = shown.model or gpu.model
+    gpu.memory_mb = shown.memory_mb if shown.memory_mb is not None else gpu.memory_mb
+    gpu.memory_used_mb = shown.memory_used_mb
+    gpu.utilisation = shown.utilisation
+    gpu.temperature = shown.temperature
+    gpu.observed_at = now
+
+
+def _judged(
+    shown: SeenGPU, apps: list[SeenApp], own: frozenset[str], idle_memory_mb: int
+) -> tuple[Observed, str | None]:
+    """Whether it may be given away as far as can be seen. `own`: attempts of ours that may be at work on it."""
+    if shown.mig:
+        return Observed.MIG, f"{len(shown.mig_devices)} MIG devices"
+    if shown.problems:
+        return Observed.DEGRADED, "; ".join(shown.problems)[:LONGEST]
+    foreign = [app for app in apps if app.attempt not in own]
+    if foreign:
+        return Observed.FOREIGN_BUSY, _who(foreign)
+    used = shown.memory_used_mb
+    if not apps and not own and used is not None and used > idle_memory_mb:
+        return Observed.FOREIGN_BUSY, "memory is in use by nobody who can be seen"
+    return Observed.OK, None
+
+
+def _who(apps: list[SeenApp]) -> str:
+    """Without amounts, which change at every look."""
+    named = sorted({app.attempt or (f"pid {app.pid}" if app.pid else "somebody") for app in apps})
+    return f"in use by {', '.join(named[:5])}" + (" and others" if len(named) > 5 else "")
+
+
+def _held(session: Session, vm_id: str, asked_at: float) -> _Held:
+    query = (
+        select(Reservation.gpu_id, Reservation.epoch, Attempt.job_id)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .where(
+            Reservation.vm_id == vm_id,
+            and_(
+                Reservation.gpu_id.is_not(None),
+                or_(Reservation.released_at.is_(None), Reservation.released_at >= asked_at),
+            ),
+        )
+    )
+    by_gpu: dict[int, set[int]] = {}
+    names: dict[int, str] = {}
+    for gpu_id, epoch, job_id in session.execute(query):
+        if gpu_id is not None:
+            by_gpu.setdefault(gpu_id, set()).add(epoch)
+        names[epoch] = f"{job_id}.{epoch}"
+    return _Held({gpu_id: frozenset(epochs) for gpu_id, epochs in by_gpu.items()}, names)
+
+
+def _keep_history(session: Session, gpus: list[GPU], now: float) -> None:
+    """The first look of each minute. What is old goes elsewhere (`files/clearing.py`), with that of GPUs that nobody looks at any more."""
+    minute = int(now // 60)
+    lines = [
+        {
+            "gpu_id": gpu.gpu_id,
+            "minute": minute,
+            "memory_used_mb": gpu.memory_used_mb,
+            "utilisation": gpu.utilisation,
+            "temperature": gpu.temperature,
+        }
+        for gpu in gpus
+    ]
+    if not lines:
+        return
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    session.execute(insert(GPUHistory).on_conflict_do_nothing(), lines)

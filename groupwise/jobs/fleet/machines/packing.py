@@ -1,0 +1,115 @@
+"""Groupwise itself as a wheel, packed from what is installed here, so that a machine runs exactly what its control plane does.
+
+No package index is asked: what carries our name there may be somebody else's. Nor is anything built: a wheel of a package in plain Python
+is its files, the metadata of its installation and a list of both, and these are here whether it was installed from a wheel or from a source
+tree. The same files make the same bytes, so the name of an environment changes with the code and not with the day.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+from groupwise.core.errors import UsageError
+
+NAME = "groupwise"
+PACKAGE = Path(__file__).parents[3]
+"""The folder of this very code."""
+VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+METADATA = ("METADATA", "entry_points.txt")
+WHEEL = "Wheel-Version: 1.0\nGenerator: groupwise\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+LONG_AGO = (1980, 1, 1, 0, 0, 0)
+"""The earliest time that a zip file can say."""
+PLAIN_FILE = 0o100644 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A wheel, in memory: a few megabytes."""
+
+    version: str
+    data: bytes
+
+    @property
+    def file_name(self) -> str:
+        """As wheels are named."""
+        return f"{NAME}-{self.version}-py3-none-any.whl"
+
+    @property
+    def sha256(self) -> str:
+        """Of the whole file."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+def pack() -> Packed:
+    """The wheel of this very code. Raises UsageError where it is not installed, or its metadata are of another release."""
+    installed = installation()
+    if installed.version != version():
+        raise UsageError(
+            f"the code here is groupwise {version()}, and its metadata say {installed.version}: it was updated in place. "
+            "Install it again (`pip install -e .` in its folder), so that both fit together."
+        )
+    info = f"{NAME}-{installed.version}.dist-info"
+    files = {**_code(), **{f"{info}/{name}": data for name, data in _metadata(installed)}}
+    record = f"{info}/RECORD"
+    lines = [_recorded(name, data) for name, data in sorted(files.items())]
+    files[record] = ("\n".join([*lines, f"{record},,"]) + "\n").encode()
+    return Packed(installed.version, _zipped(files))
+
+
+def version() -> str:
+    """Of this very code, as it says itself."""
+    found = VERSION.search((PACKAGE / "__init__.py").read_text("utf-8"))
+    assert found is not None, f"{PACKAGE}/__init__.py says no version"
+    return found[1]
+
+
+def installation() -> Distribution:
+    """What the interpreter knows of its groupwise."""
+    try:
+        return distribution(NAME)
+    except PackageNotFoundError:
+        raise UsageError(
+            "groupwise runs here without being installed, so nobody knows what it needs: `pip install -e .` in its folder installs it."
+        ) from None
+
+
+def _code() -> dict[str, bytes]:
+    """Every file of the package but what Python makes of them."""
+    found: dict[str, bytes] = {}
+    for path in sorted(PACKAGE.rglob("*")):
+        inside = path.relative_to(PACKAGE)
+        hidden = any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
+        if path.is_file() and not hidden:
+            found[f"{NAME}/{inside.as_posix()}"] = path.read_bytes()
+    return found
+
+
+def _metadata(installed: Distribution) -> Iterator[tuple[str, bytes]]:
+    yield "WHEEL", WHEEL.encode()
+    for name in METADATA:
+        text = installed.read_text(name)
+        if text is not None:
+            yield name, text.encode()
+
+
+def _recorded(name: str, data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f"{name},sha256={digest},{len(data)}"
+
+
+def _zipped(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            entry = zipfile.ZipInfo(name, LONG_AGO)
+            entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, PLAIN_FILE
+            archive.writestr(entry, files[name])
+    return packed.getvalue()

@@ -1,0 +1,95 @@
+"""How a machine is reached: from what its row says to a `Host`, and to the key that it shows.
+
+Dispatcher and poller ask here. Nothing is connected yet when a `Host` is made; a machine without a pinned key gets one that refuses every
+call, and can only be asked for its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.jobs.clouds.engines import ENGINES, Door, EngineKind
+from groupwise.jobs.clouds.engines import Way as WayToEngine
+from groupwise.jobs.fleet.attempts.records import Machine
+from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.keys import HostKey
+from groupwise.jobs.hosts.local import LocalHost
+from groupwise.jobs.hosts.port import Host, HostUnreachable
+from groupwise.jobs.hosts.ssh import Address, Patience, SshHost, read_host_key
+
+LOCAL = "local"
+"""The transport of the machine that the control plane itself runs on."""
+
+
+def host_of(machine: Machine, patience: Patience | None = None) -> Host:
+    """The machine, to be called; whoever made it closes it."""
+    if machine.transport == LOCAL:
+        kind = _kind(machine)
+        return LocalHost(also=() if kind is None else kind.variables)
+    return SshHost(_address(machine), jump=jump_address(machine.jump), patience=patience)
+
+
+def runner_of(machine: Machine, host: Host) -> Runner:
+    """What is spoken to there. What an engine has begun that nobody knows any more is known by its files alone."""
+    door = door_of(machine, host)
+    return (
+        Runner(host, root=machine.workdir, python=machine.python) if door is None else door.runner
+    )
+
+
+def door_of(machine: Machine, host: Host) -> Door | None:
+    """To what stands behind it; None: nothing, or what this fleet does not know."""
+    kind = _kind(machine)
+    if kind is None or machine.engine is None:
+        return None
+    said = machine.engine.said
+    return kind.door(WayToEngine(host, machine.workdir, machine.python, said.address))
+
+
+def _kind(machine: Machine) -> EngineKind | None:
+    return None if machine.engine is None else ENGINES.get(machine.engine.said.name)
+
+
+async def shown_key(machine: Machine) -> HostKey:
+    """The key that a machine shows; nothing else is asked of it. Raises HostUnreachable; HostKeyError for the jump host's."""
+    return await read_host_key(machine.ip_address, machine.port, jump=jump_address(machine.jump))
+
+
+def same_way(one: Machine, other: Machine) -> bool:
+    """Whether a connection made for the one serves for the other."""
+    return _way(one) == _way(other)
+
+
+def _way(machine: Machine) -> tuple[Any, ...]:
+    return machine.transport, _address(machine), machine.jump, _kind(machine)
+
+
+def _address(machine: Machine) -> Address:
+    return Address(
+        machine.ip_address,
+        machine.user or "",
+        machine.port,
+        machine.ssh_key_path,
+        machine.host_key,
+    )
+
+
+def jump_address(row: Mapping[str, Any] | None) -> Address | None:
+    """The host that a machine is reached through. Written by hand, perhaps: what is missing has the value that SSH gives it."""
+    if not row:
+        return None
+    try:
+        port = int(row.get("port") or 22)
+    except (AttributeError, TypeError, ValueError):
+        raise HostUnreachable(
+            f"jump is {ascii(row)[:200]}: an object is wanted, with host, port (a number), user, ssh_key_path and host_key"
+        ) from None
+    key_path, host_key = row.get("ssh_key_path"), row.get("host_key")
+    return Address(
+        str(row.get("host", "")),
+        str(row.get("user", "")),
+        port,
+        None if key_path is None else str(key_path),
+        None if host_key is None else str(host_key),
+    )

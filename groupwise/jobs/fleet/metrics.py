@@ -1,0 +1,53 @@
+"""A fleet in numbers for Prometheus, made of the same document that `groupwise fleet status` shows.
+
+What to watch: `groupwise_fleet_alarms` by kind (any above 0 wants somebody's look), `groupwise_fleet_jobs` by status, the share of GPUs
+that are free while jobs are pending, and the age of the last word of each role, which every fleet has a series for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from groupwise.api.http.prometheus import family, one
+from groupwise.jobs.fleet.verbs.status import NEEDED_ROLES
+
+
+def render(overview: Mapping[str, Any]) -> Iterator[str]:
+    """The lines. `overview`: see `groupwise.jobs.fleet.verbs.status.overview`."""
+    jobs = [({"status": status}, count) for status, count in overview["jobs"].items()]
+    yield from family("fleet_jobs", "gauge", "Jobs by status.", jobs)
+    machines = overview["machines"]
+    yield from one("fleet_machines", "gauge", "Machines of the fleet.", machines["total"])
+    yield from one("fleet_machines_ready", "gauge", "Those that take work.", machines["ready"])
+    yield from one("fleet_gpus", "gauge", "GPUs that were seen.", machines["gpus"])
+    yield from one(
+        "fleet_gpus_available",
+        "gauge",
+        "Those that a job could have now.",
+        machines["gpus_available"],
+    )
+    waiting = overview["oldest_waiting_seconds"]
+    yield from one(
+        "fleet_oldest_waiting_seconds", "gauge", "Of the job that has waited longest.", waiting
+    )
+    counted = Counter(alarm["kind"] for alarm in overview["alarms"])
+    alarms = [({"kind": kind}, count) for kind, count in sorted(counted.items())]
+    yield from family("fleet_alarms", "gauge", "What somebody should look at.", alarms)
+    processes = overview["processes"]
+    alive = Counter(process["role"] for process in processes if process["alive"])
+    roles = sorted({*NEEDED_ROLES, *(process["role"] for process in processes)})
+    living = [({"role": role}, alive[role]) for role in roles]
+    yield from family("fleet_role_processes", "gauge", "Living processes of each role.", living)
+    silent = [({"role": role}, _silence(role, processes)) for role in roles]
+    yield from family(
+        "fleet_role_silent_seconds", "gauge", "Since the last word of anybody in the role.", silent
+    )
+
+
+def _silence(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
+    """Infinite where nobody has played it for a day: a series that ends would end the alert that is about it."""
+    heard = (each["silent_seconds"] for each in processes if each["role"] == role)
+    return min(heard, default=math.inf)

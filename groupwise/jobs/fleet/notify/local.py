@@ -1,0 +1,153 @@
+"""The doorbell of one machine: within this process, and between processes through datagram sockets in the fleet's folder.
+
+`groupwise fleet up` listens at a socket of its own in `<folder>/doorbells/`; `groupwise fleet submit`, in another process, sends the ids
+to every socket of this machine that lies there. One that refuses belongs to a process that is gone, and is removed by whoever finds it. A
+listener whose buffer is full has enough to wake up for: what does not fit is dropped.
+
+Several machines may share the folder. A socket is heard on its own machine alone and refuses everybody else, alive or not: so its name
+says which run of which system it belongs to, and those of others are left alone. (Those of a machine that has lost its power stay, a
+few bytes each.)
+
+Only a process that waits makes a socket. Names of sockets are short whatever the folder is called, since they are opened relative to it
+(through /proc/self/fd; elsewhere by their whole path, which most systems limit to about a hundred characters).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from groupwise.jobs.fleet.notify.base import LARGEST, ids_in, messages
+from groupwise.jobs.fleet.notify.pending_ids import Pile
+
+FOLDER = "doorbells"
+DESCRIPTORS = Path("/proc/self/fd")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SENT = LARGEST // 2
+"""Bytes of one datagram; those of the system's default buffers are larger."""
+
+logger = logging.getLogger(__name__)
+
+
+class LocalDoorbell:
+    """Rings here and in the other processes of this machine that use the same fleet folder; None: here only."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder / FOLDER if folder is not None else None
+        self._heard = Pile()
+        self._socket: socket.socket | None = None
+        self._system = _system()
+        self._name = f"{self._system}-{os.getpid()}-{secrets.token_hex(4)}.sock"
+        self._listening = False
+
+    def open(self) -> None:
+        """See `Doorbell`: ringing needs nothing here."""
+
+    def ring(self, job_ids: Iterable[str]) -> None:
+        """See `Doorbell`."""
+        rung = frozenset(job_ids)
+        self._heard.put(rung)
+        if self._folder is None or not rung:
+            return
+        try:
+            names = [n for n in os.listdir(self._folder) if n.startswith(f"{self._system}-")]
+            others = [n for n in names if n != self._name]
+            if others:
+                _send(self._folder, others, list(messages(sorted(rung), SENT)))
+        except OSError as error:
+            if error.errno != errno.ENOENT:  # nobody has ever listened there
+                logger.debug("nobody could be woken through %s: %s", self._folder, error)
+
+    async def wait(self, timeout: float) -> frozenset[str]:
+        """See `Doorbell`."""
+        if not self._listening:
+            self._listening = True
+            self._listen()
+        return await self._heard.wait(timeout)
+
+    async def close(self) -> None:
+        """See `Doorbell`."""
+        if self._socket is not None and self._folder is not None:
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+            with suppress(FileNotFoundError):
+                os.unlink(self._folder / self._name)
+
+    def _listen(self) -> None:
+        if self._folder is None:
+            return
+        ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _Opened(self._folder) as opened:
+                ear.bind(opened.address(self._name))
+        except OSError as error:
+            ear.close()
+            logger.warning(
+                "no doorbell in %s (%s): jobs that other processes submit wait for the next sweep",
+                self._folder,
+                error,
+            )
+            return
+        self._socket = ear
+        asyncio.get_running_loop().add_reader(ear.fileno(), self._read, ear)
+
+    def _read(self, ear: socket.socket) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                # One byte more than is read at all, so that a message that was cut off is seen to be too long.
+                self._heard.put(ids_in(ear.recv(LARGEST + 1)))
+
+
+def _system() -> str:
+    """This machine since it was started, in eight letters."""
+    try:
+        system = BOOT_ID.read_bytes()
+    except OSError:  # no Linux
+        system = socket.gethostname().encode()
+    return hashlib.sha256(system).hexdigest()[:8]
+
+
+class _Opened:
+    """A folder held open, so that addresses of sockets in it are short."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> _Opened:
+        self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def address(self, name: str) -> str:
+        """Of the socket `name` in the folder."""
+        if DESCRIPTORS.is_dir():
+            return str(DESCRIPTORS / str(self._descriptor) / name)
+        return str(self._folder / name)
+
+
+def _send(folder: Path, names: list[str], texts: list[bytes]) -> None:
+    with (
+        _Opened(folder) as opened,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out,
+    ):
+        for name in names:
+            try:
+                for text in texts:
+                    out.sendto(text, opened.address(name))
+            except ConnectionRefusedError:
+                with suppress(FileNotFoundError):
+                    os.unlink(folder / name)
+            except (BlockingIOError, FileNotFoundError):
+                pass  # it has enough to wake up for; or it has just gone

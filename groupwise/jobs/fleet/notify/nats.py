@@ -1,0 +1,387 @@
+"""NATS as a doorbell, and as the wire on which ends of jobs are told: `jobs.new`, `jobs.completed`, `jobs.errored`.
+
+`NatsLink` keeps one connection in the background: nobody waits for it to start, it tries for ever, and the log has one line when the server
+goes and one when it comes. Each connection is a new client with a new subscription, asked every few seconds whether it still answers:
+one that reconnects by itself, or whose reader has died of a message that it could not read, can be deaf without anybody noticing.
+
+`NatsDoorbell` rings and hears ids of jobs on a subject of core NATS. It is not told who published, and believes nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from groupwise.jobs.fleet.notify.base import LARGEST, ids_in, messages
+from groupwise.jobs.fleet.notify.pending_ids import Pile
+from groupwise.jobs.fleet.tasks import ended
+
+NEW_JOBS = "jobs.new"
+CONNECTING = 2
+"""Seconds for one server to answer."""
+CHECKED = 5.0
+"""Seconds between two questions whether the server still answers."""
+ANSWERING = 5
+"""Seconds for the answer."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+"""Seconds between two attempts to connect; doubled each time."""
+SENDING = 1.0
+"""Seconds that closing waits for what was rung to be sent."""
+SENT = LARGEST // 4
+"""Bytes of one message."""
+KEPT_MESSAGES, KEPT_BYTES = 10_000, 16 * 1024 * 1024
+"""Of one subscription, not yet read; more are dropped."""
+
+logger = logging.getLogger(__name__)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a pong came after its ping was given up: that ends the reader of nats-py, which is noticed by asking it."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
+
+
+logging.getLogger(Client.__module__).addFilter(_is_news)
+
+
+class NatsAway(Exception):
+    """The server cannot be reached, or did not acknowledge in time: what was published may have arrived or not."""
+
+
+class NatsRefused(NatsAway):
+    """The server does not let us publish there, and says so beside its acknowledgement: of what was published nothing may have arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class NatsAccess:
+    """Where NATS is and how it lets us in. What is secret stands in no settings: `access_from` finds it in the environment."""
+
+    url: str
+    """One or several, separated by commas: nats://localhost:4222, tls://…"""
+    token: str | None = None
+    user: str | None = None
+    password: str | None = None
+    credentials: Path | None = None
+    """A `.creds` file."""
+    ca: Path | None = None
+    """Certificates that are believed instead of the system's."""
+    certificate: Path | None = None
+    key: Path | None = None
+    """Our own certificate, where the server wants one."""
+
+    @property
+    def shown(self) -> str:
+        """Without what may be secret."""
+        parts = [urlsplit(one.strip()) for one in self.url.split(",")]
+        return ",".join(f"{p.scheme}://{p.netloc.rpartition('@')[2]}" for p in parts)
+
+    @property
+    def is_shown_whole(self) -> bool:
+        """Whether `shown` is enough to get there, with what stands in the environment."""
+        return "@" not in self.url
+
+    def __repr__(self) -> str:
+        return f"NatsAccess({self.shown})"
+
+
+def access_from(url: str, environment: Mapping[str, str]) -> NatsAccess:
+    """Access by the variables that the `nats` command reads too: NATS_TOKEN, NATS_USER, NATS_PASSWORD, NATS_CREDS, NATS_CA, …"""
+
+    def path(name: str) -> Path | None:
+        return Path(environment[name]).expanduser() if environment.get(name) else None
+
+    return NatsAccess(
+        url=url,
+        token=environment.get("NATS_TOKEN") or None,
+        user=environment.get("NATS_USER") or None,
+        password=environment.get("NATS_PASSWORD") or None,
+        credentials=path("NATS_CREDS"),
+        ca=path("NATS_CA"),
+        certificate=path("NATS_CERT"),
+        key=path("NATS_KEY"),
+    )
+
+
+class NatsLink:
+    """A connection that is there whenever the server is. `heard` gets the payload of each message on `subject`, once told to listen."""
+
+    def __init__(
+        self,
+        access: NatsAccess,
+        subject: str | None = None,
+        heard: Callable[[bytes], None] | None = None,
+        absent: int = logging.INFO,
+    ) -> None:
+        """`absent`: the level at which is told that it was not there from the start."""
+        self._access = access
+        self._absent = absent
+        self._subject = subject
+        self._heard = heard
+        self._listening = False
+        self._client: Client | None = None
+        self._there = asyncio.Event()
+        self._tried = asyncio.Event()
+        self._stirred = asyncio.Event()
+        """Something for the keeper to look at."""
+        self._keeper: asyncio.Task[None] | None = None
+        self._was_there: bool | None = None
+        self._last_error: Exception | None = None
+        self._complained: set[str] = set()
+        self._refusals: list[str] = []
+        """What the server has not allowed of the publication that is under way, in its words."""
+        self._refused: dict[str, str] = {}
+        """By subject, until something is taken there."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a connection now."""
+        return self._there.is_set()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be published; None: nothing is known that would be in the way."""
+        return "; ".join(self._refused.values()) or None if self.is_there else "it is not there"
+
+    @property
+    def largest(self) -> int:
+        """Bytes of a message that the server takes."""
+        return self._client.max_payload if self._client is not None else LARGEST
+
+    def open(self) -> None:
+        """Connect in the background, and stay connected."""
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+
+    def listen(self) -> None:
+        """From now on, hear what is published on the subject."""
+        if not self._listening:
+            self._listening = True
+            self._stirred.set()
+        self.open()
+
+    async def until_there(self) -> None:
+        """Wait for a connection, for as long as it takes."""
+        await self._there.wait()
+
+    async def until_tried(self) -> None:
+        """Wait until the first attempt to connect has succeeded or failed."""
+        await self._tried.wait()
+
+    async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
+        """Publish (subject, payload) pairs in order; return when the server has taken all of them. Raises NatsAway, NatsRefused.
+
+        One at a time: what the server refuses it tells beside, and before its acknowledgement.
+        """
+        client = self._client
+        self._refusals.clear()
+        if client is None:
+            raise NatsAway(f"NATS at {self._access.shown} is not there")
+        try:
+            async with asyncio.timeout(timeout):
+                for subject, payload in texts:
+                    await client.publish(subject, payload)
+                # The library's ping overtakes what waits to be written; by its answer that is written, and the next ping stands behind it.
+                await client.rtt()
+                await client.rtt()
+        except Exception as error:
+            raise NatsAway(f"NATS at {self._access.shown}: {_said(error)}") from error
+        for subject, _ in texts:
+            self._refused.pop(subject, None)
+        if self._refusals:
+            self._refused.update((subject, self._refusals[0]) for subject, _ in texts)
+            raise NatsRefused(f"NATS at {self._access.shown}: {self._refusals[0]}")
+
+    async def close(self) -> None:
+        """End the connection."""
+        await ended(self._keeper)
+        self._keeper = None
+
+    async def _keep(self) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            client = Client()
+            reason = "the connection ended"
+            try:
+                await self._connect(client)
+                pause = FIRST_PAUSE
+                self._came(client)
+                await self._stay(client)
+            except Exception as error:  # noqa: BLE001 — whatever a foreign server and its library raise: the fleet goes on without them
+                reason = _said(self._last_error or error)
+            finally:
+                self._client = None
+                self._there.clear()
+                await _closed(client)
+            self._tried.set()
+            self._went(reason)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _connect(self, client: Client) -> None:
+        servers = [one.strip() for one in self._access.url.split(",")]
+        self._last_error = None
+        async with asyncio.timeout((CONNECTING + 1) * len(servers)):
+            await client.connect(
+                servers=servers,
+                name="groupwise-fleet",
+                allow_reconnect=False,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0,
+                connect_timeout=CONNECTING,
+                closed_cb=self._closed,
+                error_cb=self._failed,
+                **credentials(self._access),
+            )
+            await client.rtt()
+
+    async def _stay(self, client: Client) -> None:
+        """Return when the connection has ended; raise when the server answers no more."""
+        subscribed = False
+        while not client.is_closed:
+            self._stirred.clear()
+            if self._listening and self._subject is not None and not subscribed:
+                subscribed = True
+                await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
+                    self._subject,
+                    cb=self._hear,
+                    pending_msgs_limit=KEPT_MESSAGES,
+                    pending_bytes_limit=KEPT_BYTES,
+                )
+            await client.rtt(timeout=ANSWERING)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CHECKED):
+                    await self._stirred.wait()
+
+    async def _hear(self, message: Msg) -> None:
+        if self._heard is not None:
+            self._heard(message.data)
+
+    async def _closed(self) -> None:
+        self._stirred.set()
+
+    async def _failed(self, error: Exception) -> None:
+        """What the library says beside its calls: while it connects the reason of the failure, later that something is not permitted."""
+        self._last_error = error
+        said = _said(error)
+        if not self.is_there or "permissions" not in said.lower():
+            return
+        if "publish" in said.lower():  # and not a subscription
+            self._refusals.append(said)
+        if said not in self._complained:
+            self._complained.add(said)
+            logger.warning("NATS at %s: %s", self._access.shown, said)
+
+    def _came(self, client: Client) -> None:
+        self._client = client
+        self._last_error = None
+        self._there.set()
+        self._tried.set()
+        if self._was_there is not True:
+            logger.info("NATS at %s is there", self._access.shown)
+        self._was_there = True
+
+    def _went(self, reason: str) -> None:
+        if self._was_there is not False:
+            logger.log(
+                self._absent if self._was_there is None else logging.WARNING,
+                "NATS at %s %s (%s). It is tried again until it comes; the database is looked at regularly, so that no job waits for it",
+                self._access.shown,
+                "is not there" if self._was_there is None else "has gone",
+                reason,
+            )
+        self._was_there = False
+
+
+class NatsDoorbell:
+    """Ids on a subject of core NATS. `link` is not shared: closing this closes it."""
+
+    def __init__(self, access: NatsAccess, subject: str = NEW_JOBS) -> None:
+        self._subject = subject
+        self._heard = Pile()
+        self._unsent = Pile()
+        self._link = NatsLink(access, subject, lambda payload: self._heard.put(ids_in(payload)))
+        self._sender: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begin to connect, in the background: what is rung from now on goes out as soon as there is a server."""
+        self._link.open()
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send())
+
+    def ring(self, job_ids: Iterable[str]) -> None:
+        """See `Doorbell`. Sent once `open` or `wait` was called; kept until then, up to a bound."""
+        rung = frozenset(job_ids)
+        self._heard.put(rung)
+        self._unsent.put(rung)
+
+    async def wait(self, timeout: float) -> frozenset[str]:
+        """See `Doorbell`."""
+        self._link.listen()
+        self.open()
+        return await self._heard.wait(timeout)
+
+    async def close(self) -> None:
+        """See `Doorbell`."""
+        await ended(self._sender)
+        if rung := self._unsent.take():
+            self._link.open()
+            with suppress(NatsAway, TimeoutError):
+                async with asyncio.timeout(SENDING):
+                    await self._link.until_tried()
+                    await self._publish(rung)
+        await self._link.close()
+
+    async def _send(self) -> None:
+        while True:
+            await self._link.until_there()
+            rung = await self._unsent.wait(None)
+            try:
+                await self._publish(rung)
+            except NatsRefused:
+                pass  # and would be again; the link has said so, and sweeps find the jobs
+            except NatsAway:
+                self._unsent.put(rung)
+                await asyncio.sleep(FIRST_PAUSE)
+            except asyncio.CancelledError:  # closing sends it
+                self._unsent.put(rung)
+                raise
+
+    async def _publish(self, rung: frozenset[str]) -> None:
+        texts = [(self._subject, text) for text in messages(sorted(rung), SENT)]
+        await self._link.publish(texts, SENDING)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def credentials(access: NatsAccess) -> dict[str, Any]:
+    """What a client connects with. Raises OSError where one of its files cannot be read."""
+    options: dict[str, Any] = {
+        "token": access.token,
+        "user": access.user,
+        "password": access.password,
+        "user_credentials": access.credentials,
+    }
+    if access.ca or access.certificate or "tls://" in access.url:
+        context = ssl.create_default_context(cafile=access.ca)
+        if access.certificate is not None:
+            context.load_cert_chain(access.certificate, access.key)
+        options["tls"] = context
+    return {name: value for name, value in options.items() if value is not None}
+
+
+async def _closed(client: Client) -> None:
+    with suppress(Exception):  # it is given up, in whatever state it is
+        async with asyncio.timeout(CONNECTING):
+            await client.close()

@@ -1,0 +1,149 @@
+"""PostgreSQL as a doorbell: LISTEN and NOTIFY, on connections of its own that come back by themselves.
+
+A dispatcher listens on one connection, whoever rings sends on another; neither holds up the transactions of the fleet. The first ring is
+sent at once, those of the next moment together, because NOTIFY takes a lock of the whole server at commit. With more ids than fit into
+one message the rest is left out: whoever is woken looks at the whole queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import psycopg
+from psycopg.sql import SQL, Identifier
+
+from groupwise.jobs.fleet.notify.base import ids_in, messages
+from groupwise.jobs.fleet.notify.pending_ids import Pile
+from groupwise.jobs.fleet.tasks import ended
+
+CHANNEL = "groupwise_jobs"
+SENT = 7_900
+"""Bytes of one notification; PostgreSQL takes less than 8000."""
+GATHERED = 0.02
+"""Seconds after a notification in which further rings are gathered for the next."""
+CHECKED = 10.0
+"""Seconds of silence after which the listening connection is asked whether it still is one, and for the answer."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
+"""Seconds between two attempts to connect; doubled each time."""
+SENDING = 1.0
+"""Seconds that closing waits for what was rung to be sent."""
+
+logger = logging.getLogger(__name__)
+
+Connection = psycopg.AsyncConnection[tuple[object, ...]]
+
+
+class PostgresDoorbell:
+    """Ids as notifications of a database: `arguments` are what psycopg connects with (`Database.connection_arguments`)."""
+
+    def __init__(self, arguments: Mapping[str, Any], channel: str = CHANNEL) -> None:
+        self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-doorbell"}
+        self._channel = channel
+        self._heard = Pile()
+        self._unsent = Pile()
+        self._listener: asyncio.Task[None] | None = None
+        self._sender: asyncio.Task[None] | None = None
+        self._silent = False
+        self._refusal_is_told = False
+        self.is_listening = False
+        """Whether notifications are heard now."""
+
+    def open(self) -> None:
+        """See `Doorbell`."""
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._kept(self._send))
+
+    def ring(self, job_ids: Iterable[str]) -> None:
+        """See `Doorbell`."""
+        rung = frozenset(job_ids)
+        self._heard.put(rung)
+        self._unsent.put(rung)
+
+    async def wait(self, timeout: float) -> frozenset[str]:
+        """See `Doorbell`."""
+        self.open()
+        if self._listener is None:
+            self._listener = asyncio.create_task(self._kept(self._listen))
+        return await self._heard.wait(timeout)
+
+    async def close(self) -> None:
+        """See `Doorbell`."""
+        await ended(self._sender, self._listener)
+        if rung := self._unsent.take():
+            with suppress(psycopg.Error, OSError, TimeoutError):
+                async with asyncio.timeout(SENDING), await self._connected() as connection:
+                    await self._notify(connection, rung)
+
+    async def _kept(self, work: Callable[[Connection], Awaitable[None]]) -> None:
+        """Do the work on a connection, and on a new one whenever that breaks."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                async with asyncio.timeout(CHECKED):
+                    connection = await self._connected()
+                pause = FIRST_PAUSE
+                async with connection:
+                    await work(connection)
+            except (psycopg.Error, OSError, TimeoutError) as error:
+                self._broke(error)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _connected(self) -> Connection:
+        return await psycopg.AsyncConnection.connect(autocommit=True, **self._arguments)
+
+    async def _listen(self, connection: Connection) -> None:
+        await connection.execute(SQL("LISTEN {}").format(Identifier(self._channel)))
+        self.is_listening = True
+        if self._silent:
+            logger.info("notifications of PostgreSQL are heard again")
+            self._silent = False
+        try:
+            while True:
+                async for notification in connection.notifies(timeout=CHECKED):
+                    self._heard.put(ids_in(notification.payload.encode("utf-8", "replace")))
+                async with asyncio.timeout(CHECKED):
+                    await connection.execute("SELECT 1")
+        finally:
+            self.is_listening = False
+
+    async def _send(self, connection: Connection) -> None:
+        while True:
+            rung = await self._unsent.wait(None)
+            try:
+                async with asyncio.timeout(CHECKED):
+                    await self._notify(connection, rung)
+            except psycopg.Error as error:
+                if connection.closed:
+                    self._unsent.put(rung)
+                    raise
+                self._refused(error)
+            except BaseException:  # cancelled, too: nothing that was rung is dropped on the way
+                self._unsent.put(rung)
+                raise
+            await asyncio.sleep(GATHERED)
+
+    async def _notify(self, connection: Connection, rung: frozenset[str]) -> None:
+        for text in islice(messages(sorted(rung), SENT), 1):
+            await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text.decode()))
+
+    def _refused(self, error: psycopg.Error) -> None:
+        """The connection is well, and would refuse the same again; meanwhile no other could be sent."""
+        if not self._refusal_is_told:
+            logger.warning("PostgreSQL refuses notifications (%s): sweeps find their jobs", error)
+        self._refusal_is_told = True
+
+    def _broke(self, error: Exception) -> None:
+        if not self._silent:
+            logger.warning(
+                "notifications of PostgreSQL are not heard (%s). It is tried again until it comes; "
+                "the database is looked at regularly, so that no job waits for it",
+                str(error).strip() or type(error).__name__,
+            )
+        self._silent = True

@@ -1,0 +1,349 @@
+"""The poller: looks at every machine of the fleet, all the time, and writes down what it saw.
+
+A scheduler keeps, for each machine, when it is due, and starts a look at it then; no machine has two at once, so that one that hangs holds
+up nobody but itself. The list of machines comes from the database every few seconds: a row that somebody has inserted is enough. Rounds are
+spread over the interval and jittered. A machine that has missed several looks is asked ever more rarely, up to a bound; the first answer
+ends that. Connections are kept.
+
+Nothing but its key is asked of a machine whose key nobody has trusted. What an answer, or none, means is told in `observation.py`. Several
+pollers on one fleet see the same and write it one after the other, newest last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.attempts.records import Machine
+from groupwise.jobs.fleet.machines import observation
+from groupwise.jobs.fleet.machines.reaching import (
+    LOCAL,
+    door_of,
+    host_of,
+    runner_of,
+    same_way,
+    shown_key,
+)
+from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.tasks import ended
+from groupwise.jobs.hosts.keys import HostKey, parse
+from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
+from groupwise.jobs.hosts.ssh import Patience
+
+logger = logging.getLogger(__name__)
+
+
+class Clock(Protocol):
+    """Time as the poller sees it; tests have their own."""
+
+    def now(self) -> float:
+        """Seconds, from any beginning, never backwards."""
+        ...
+
+    async def pause(self, seconds: float, until: asyncio.Event) -> None:
+        """Return after so many seconds, or when the event is set."""
+        ...
+
+
+class RealClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        """See `Clock`."""
+        return time.monotonic()
+
+    async def pause(self, seconds: float, until: asyncio.Event) -> None:
+        """See `Clock`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await until.wait()
+        except TimeoutError:
+            pass
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds, but for how many looks there are at once."""
+
+    interval: float = 15.0
+    """Between two looks at a machine, give or take a tenth."""
+    longest: float = 60.0
+    """Between two looks at one that does not answer."""
+    listed: float = 2.0
+    """Between two looks at the list of machines."""
+    probe: float = 10.0
+    """That nvidia-smi has on a machine."""
+    answer: float = 20.0
+    """For a whole look, connection included."""
+    spread: float = 0.02
+    """For each machine, over which the first looks after a start are spread."""
+    connect: float = 5.0
+    """For a new connection."""
+    at_once: int = 256
+    """Looks that are under way at machines that answered last time."""
+    unsure_at_once: int = 64
+    """At others: new connections, and time spent in vain."""
+    least: float = 1.0
+    """Between the end of a look and the next."""
+
+    def after(self, misses: int) -> float:
+        """From the beginning of a look to that of the next, when the machine has given no answer so many times in a row."""
+        further = max(0, misses - observation.MISSES + 1)
+        return min(self.interval * 2.0 ** min(further, 16), max(self.longest, self.interval))
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """A machine, and where its looks stand."""
+
+    machine: Machine
+    due: float
+    host: Host | None = None
+    look: asyncio.Task[None] | None = None
+    misses: int = 0
+    answered: bool = False
+    """The last time that it was asked."""
+    barred: bool = False
+    """It showed another key than the pinned one."""
+
+
+class Poller:
+    """Looks at all machines until it is cancelled."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        pace: Pace | None = None,
+        trust_on_first_use: bool = False,
+        reach: Callable[[Machine], Host] | None = None,
+        read_key: Callable[[Machine], Awaitable[HostKey]] = shown_key,
+        clock: Clock | None = None,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._database = database
+        self._pace = pace or Pace()
+        self._trust = trust_on_first_use
+        patience = Patience(connect=self._pace.connect)
+        self._reach = reach or partial(host_of, patience=patience)
+        self._read_key = read_key
+        self._clock = clock or RealClock()
+        self._chance = chance or random.Random()
+        self._places = {
+            True: asyncio.Semaphore(self._pace.at_once),
+            False: asyncio.Semaphore(self._pace.unsure_at_once),
+        }
+        """By whether the machine answered last time, so that those that do not hold up none of those that do."""
+        self._watched: dict[str, _Watched] = {}
+        self._queue: list[tuple[float, str]] = []
+        self._stirred = asyncio.Event()
+        self._never = asyncio.Event()
+        self._ahead = 0.0
+        """The database's clock less ours."""
+        self._complained = False
+        self.lags: deque[float] = deque(maxlen=10_000)
+        """Seconds between when looks were due and when they began, at machines that answer; of the last ones."""
+
+    async def run(self) -> None:
+        """Look, for ever."""
+        listing = asyncio.create_task(self._keep_listing())
+        try:
+            while True:
+                self._begin_due()
+                self._stirred.clear()
+                pause = self._queue[0][0] - self._clock.now() if self._queue else self._pace.listed
+                if pause > 0:
+                    await self._clock.pause(pause, self._stirred)
+                else:
+                    await asyncio.sleep(0)
+        finally:
+            await ended(listing)
+            await asyncio.gather(*(self._let_go(each) for each in self._watched.values()))
+
+    # --- which machines ---------------------------------------------------------------------------
+
+    async def _keep_listing(self) -> None:
+        first = True
+        while True:
+            try:
+                before = self._clock.now()
+                now, machines, barred = await self._database.read_in_thread(
+                    lambda s: (seconds(s), records.machines(s), observation.barred(s))
+                )
+                self._ahead = now - (before + self._clock.now()) / 2
+                await self._take_list(machines, first)
+                for vm_id, watched in self._watched.items():
+                    watched.barred = vm_id in barred
+                first, self._complained = False, False
+            except RunError as error:
+                self._complain(error)
+            except Exception:  # one look at the list must not be the last
+                logger.exception("the list of machines cannot be read")
+            await self._clock.pause(self._pace.listed, self._never)
+
+    async def _take_list(self, machines: list[Machine], first: bool) -> None:
+        """New ones are looked at now; those of the start one after the other, lest all connect at once."""
+        listed = {machine.vm_id: machine for machine in machines}
+        over = min(self._pace.interval, self._pace.spread * len(listed)) if first else 0.0
+        for vm_id in self._watched.keys() - listed.keys():
+            await self._let_go(self._watched.pop(vm_id))
+        for vm_id, machine in listed.items():
+            watched = self._watched.get(vm_id)
+            if watched is None:
+                self._watched[vm_id] = watched = _Watched(machine, 0.0)
+                self._due_in(watched, self._chance.uniform(0.0, over))
+            elif watched.machine != machine:
+                await self._change(watched, machine)
+
+    async def _change(self, watched: _Watched, machine: Machine) -> None:
+        same = same_way(watched.machine, machine)
+        watched.machine = machine
+        if not same:
+            await self._let_go(watched)
+            watched.misses, watched.answered = 0, False
+            self._due_in(watched, 0.0)
+
+    async def _let_go(self, watched: _Watched) -> None:
+        """A look under way was at what the machine is no more."""
+        await ended(watched.look)
+        watched.look = None
+        await self._close(watched)
+
+    async def _close(self, watched: _Watched) -> None:
+        host, watched.host = watched.host, None
+        if host is not None:
+            with suppress(
+                TimeoutError
+            ):  # what a machine does not answer any more is not waited for
+                async with asyncio.timeout(self._pace.connect):
+                    await host.close()
+
+    # --- when -------------------------------------------------------------------------------------
+
+    def _due_in(self, watched: _Watched, delay: float) -> None:
+        watched.due = self._clock.now() + delay
+        heapq.heappush(self._queue, (watched.due, watched.machine.vm_id))
+        self._stirred.set()
+
+    def _begin_due(self) -> None:
+        now = self._clock.now()
+        while self._queue and self._queue[0][0] <= now:
+            due, vm_id = heapq.heappop(self._queue)
+            watched = self._watched.get(vm_id)
+            if watched is not None and watched.due == due:
+                assert watched.look is None, "the next look is due only after the last has ended"
+                watched.look = asyncio.create_task(self._look(watched))
+
+    async def _look(self, watched: _Watched) -> None:
+        async with self._places[watched.answered]:
+            began = self._clock.now()
+            if watched.answered:
+                self.lags.append(began - watched.due)
+            try:
+                watched.answered = await self._look_now(watched)
+                self._complained = False
+            except RunError as error:
+                self._complain(error)
+            except Exception as error:  # a row written by hand must not end the looks at it
+                logger.exception("the look at machine %s failed", watched.machine.vm_id)
+                await self._missed_oddly(watched, error)
+        watched.look = None
+        if self._watched.get(watched.machine.vm_id) is watched:
+            pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
+            self._due_in(watched, max(began + pause - self._clock.now(), self._pace.least))
+
+    async def _missed_oddly(self, watched: _Watched, error: Exception) -> None:
+        """Whoever wrote the row is to see it there."""
+        watched.misses += 1
+        watched.answered = False
+        vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
+        asked_at = self._clock.now() + self._ahead
+        try:
+            await self._database.in_thread(lambda s: observation.missed(s, vm_id, asked_at, text))
+        except RunError as away:
+            self._complain(away)
+
+    def _complain(self, error: RunError) -> None:
+        if not self._complained:
+            logger.warning("what machines show cannot be written down: %s", error)
+        self._complained = True
+
+    # --- a look -----------------------------------------------------------------------------------
+
+    async def _look_now(self, watched: _Watched) -> bool:
+        """Whether it answered, be it with a key that nobody trusts."""
+        machine, asked_at = watched.machine, self._clock.now() + self._ahead
+        try:
+            if machine.transport != LOCAL and (machine.host_key is None or watched.barred):
+                await self._ask_for_key(watched)
+            else:
+                await self._observe(watched, asked_at)
+        except HostError as error:
+            watched.misses += 1
+            text = str(error) or type(error).__name__
+            await self._database.in_thread(
+                lambda s: observation.missed(s, machine.vm_id, asked_at, text)
+            )
+            return False
+        watched.misses = 0
+        return True
+
+    async def _observe(self, watched: _Watched, asked_at: float) -> None:
+        machine, pace = watched.machine, self._pace
+        if watched.host is None:
+            watched.host = self._reach(machine)
+        runner, door = runner_of(machine, watched.host), door_of(machine, watched.host)
+        try:
+            seen = await runner.observe(
+                probe=machine.probe, probe_timeout=pace.probe, timeout=pace.answer
+            )
+            if door is not None:
+                await door.ask()
+        except HostKeyError as error:
+            await self._close(watched)
+            await self._key_differs(watched, error)
+        else:
+            await self._database.in_thread(
+                lambda s: observation.apply(
+                    s, machine.vm_id, asked_at, seen, look_seconds=pace.interval
+                )
+            )
+
+    async def _key_differs(self, watched: _Watched, error: HostKeyError) -> None:
+        """The machine's key, or that of the host on the way to it? There, only reading it once more tells; nothing else is asked."""
+        if error.seen is None:
+            await self._way_not_trusted(watched, error)
+        elif watched.machine.jump:
+            await self._ask_for_key(watched)
+        else:
+            await self._shown(watched, parse(error.seen))
+
+    async def _ask_for_key(self, watched: _Watched) -> None:
+        """And for nothing else."""
+        try:
+            shown = await self._read_key(watched.machine)
+        except HostKeyError as error:
+            await self._way_not_trusted(watched, error)
+        else:
+            await self._shown(watched, shown)
+
+    async def _shown(self, watched: _Watched, key: HostKey) -> None:
+        vm_id = watched.machine.vm_id
+        await self._database.in_thread(
+            lambda s: observation.key_shown(s, vm_id, key, pin=self._trust)
+        )
+
+    async def _way_not_trusted(self, watched: _Watched, error: HostKeyError) -> None:
+        vm_id, text = watched.machine.vm_id, str(error)
+        await self._database.in_thread(lambda s: observation.not_trusted(s, vm_id, text))

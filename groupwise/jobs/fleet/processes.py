@@ -1,0 +1,138 @@
+"""The processes of the control plane, as they stand in the database: who is there, and who surely is not any more.
+
+Each process has a row for each of its roles, and renews it every few seconds. Whoever ends in order takes its rows away. One that was
+killed leaves them, and by its silence alone nobody can tell it from one that hangs. So a row also says which process it is: where it ran,
+the system knows whether it still does. Whoever begins to play a role takes the rows of those away that are gone for certain; about a
+process elsewhere nobody knows more than that it is silent.
+
+In an embedded fleet a lock on a file of its folder says it better: it ends with its process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Collection, Generator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.store.tables import ControlProcess
+
+ROLES = ("dispatcher", "poller", "requeue", "tracker")
+API = "api"
+"""A process that answers, and does nothing else."""
+PROCESS = "process"
+"""In `facts`: what tells a process from all others that have its pid."""
+NATS = "nats"
+"""In `facts` of who uses it: its address as people are shown it, and whether that is enough to get there; None: none is used."""
+TELLING = "telling"
+"""In `facts` of a tracker that has a NATS to tell of ends: `trouble`, what it knows to be in the way of that, or None."""
+NEWS = "tracker.nats"
+"""The reader of events that tells NATS of ends, by the name of its position."""
+FOLDER = "folder"
+"""In `facts` of who uses the fleet's folder: what tells that one from all others, see `files.folders`."""
+RELEASE = "release"
+"""In `facts`: of Groupwise."""
+NOT_ASKED = "not_asked"
+"""In `facts` of a dispatcher: machines that it has to know asked before it begins anything; not there: there are none."""
+OVER = ("Z", "X")
+"""States of what has ended, and stands in the system's table until its parent has asked how."""
+
+
+@contextlib.contextmanager
+def alone(folder: Path, role: str) -> Generator[None, None, None]:
+    """No other process of this machine plays the role for this folder meanwhile."""
+    with _lock_file(folder, role).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(_taken(folder, role, _holder(file))) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _lock_file(folder: Path, role: str) -> Path:
+    return folder / f"{role}.lock"
+
+
+def _holder(file: IO[str]) -> str | None:
+    """Its pid."""
+    file.seek(0)
+    pid = file.read(32).strip()
+    return pid if pid.isdecimal() else None
+
+
+def _taken(folder: Path, role: str, pid: str | None) -> str:
+    who = f"process {pid}" if pid else "another process"
+    return (
+        f"the fleet in {folder} has its {role} already: {who}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
+        f"{f'`kill {pid}` ends it, ' if pid else ''}and --fleet names another folder for another fleet."
+    )
+
+
+def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
+    """The process that plays a role for this folder, in words for people; None: nobody does, but for the roles `but`."""
+    for role in (*ROLES, API):
+        with (
+            contextlib.suppress(FileNotFoundError),
+            _lock_file(folder, role).open(encoding="utf-8") as file,
+        ):
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if role not in but:
+                    return f"its {role} (process {_holder(file) or 'unknown'})"
+    return None
+
+
+def identity(pid: int) -> dict[str, Any] | None:
+    """Of a process that is seen from here: in which run of the system, among which pids, since when. None: there is none, or no Linux."""
+    about = _seen(pid)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        among = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+    return None if about is None else {"boot_id": boot, "pids": among, "ticks": about[1]}
+
+
+def _seen(pid: int) -> tuple[str, int] | None:
+    """Its state, and the clock ticks from the start of the system to its own."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = text[text.rindex(")") + 2 :].split()
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):  # it has just ended, perhaps
+        return None
+
+
+def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
+    """Whether the process of a row has ended for certain: it ran on this system, and its pid is nobody's now, or another's."""
+    then: dict[str, Any] = facts.get(PROCESS) or {}
+    own = identity(os.getpid())
+    if own is None:
+        return False
+    if any(then.get(name) != own[name] for name in ("boot_id", "pids")):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # somebody else's, and there
+        pass
+    now = _seen(pid)
+    return now is not None and (now[0] in OVER or now[1] != then.get("ticks"))
+
+
+def forget_gone(session: Session, role: str, *, alone: bool) -> None:
+    """Take away the rows of those who have played the role and are gone. `alone`: nobody but the caller can be playing it."""
+    rows = session.scalars(select(ControlProcess).where(ControlProcess.role == role))
+    gone = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
+    session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(gone)))

@@ -1,0 +1,528 @@
+"""What the fleet has free.
+
+`view` reads machines, GPUs and open reservations into the views of `placement.py`, together with what is withheld for jobs that have
+waited for long and how much each project uses of its quota. `claim.py` places jobs on it, `requeue_pending.py` tries on it who could begin,
+`pending_reasons.py` says by it why a job waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from sqlalchemy import case, func, or_, select
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.fleet import UNPREPARED
+from groupwise.jobs.fleet.queue import untracked_processes
+from groupwise.jobs.fleet.queue.elastic import elastic_of
+from groupwise.jobs.fleet.queue.placement import (
+    NOTHING_AVOIDED,
+    NOTHING_HELD,
+    PATIENCE_SECONDS,
+    Avoid,
+    Blocked,
+    Held,
+    Machine,
+    MachineGPU,
+    Placement,
+    apply,
+    has_room,
+    place,
+    room,
+    withhold,
+)
+from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey, best_of_shapes
+from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.states import AttemptState, Contact, Observed
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
+
+STALE_SECONDS = 120.0
+"""A machine that was not observed for longer gets nothing new; it is polled every 15, unless told otherwise."""
+STALE_LOOKS = 4
+"""Nor one that is looked at more rarely, and was not for so many times as long as between two looks."""
+LOOK_SECONDS = "look_seconds"
+"""Beside the facts of a machine: how often its poller looks at it."""
+MOST_PATIENT = 16
+"""Jobs for which something is withheld at once; those for which nothing could be are not counted."""
+MOST_ASKED = 256
+"""Jobs that have waited for long, of which those are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """GPUs of a project. One of which it holds several shares is one."""
+
+    most: int
+    held: frozenset[int] = frozenset()
+    """gpu_id of each."""
+    of_engines: int = 0
+    """That engines were asked for, beside those."""
+
+    @property
+    def used(self) -> int:
+        """All together."""
+        return len(self.held) + self.of_engines
+
+    def has_room_for(self, resources: Resources) -> bool:
+        """On whichever GPUs."""
+        wanted = _gpus_of(resources)
+        return not wanted or self.used + wanted <= self.most
+
+
+@dataclass(slots=True)
+class View:
+    """What is free at one moment, less what was placed on it since."""
+
+    now: float
+    machines: dict[str, Machine]
+    patient: deque[tuple[RankKey, Resources, str]] = field(
+        default_factory=deque[tuple[RankKey, Resources, str]]
+    )
+    """Jobs, of projects, that have waited for long, in their order, and for which it has not been found out yet what to withhold: that is
+    done when somebody behind them looks."""
+    held: list[tuple[RankKey, Held]] = field(default_factory=list[tuple[RankKey, Held]])
+    """What is withheld for others of them, in their order."""
+    quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
+    """Of projects that have one."""
+    roomy: list[str] | None = None
+    """Machines that have anything free; fewer and fewer. None: nobody has looked yet."""
+
+    def look(
+        self,
+        resources: Resources,
+        project: str,
+        key: RankKey,
+        avoid: Avoid = NOTHING_AVOIDED,
+    ) -> Placement | Blocked:
+        """Room for a job, or why there is none."""
+        if (why := self.over_quota(resources, project)) is not None:
+            return why
+        open_to_it = self._open_to(resources, project, self.machines.values())
+        held = self.held_before(key)
+        found = place(resources, open_to_it, held_for_others=held, avoid=avoid)
+        if isinstance(found, Blocked) and self._may_take_no_more(resources, project):
+            uses, share = _uses(project, self.quotas[project]), resources.share_mb
+            return Blocked((f"{uses}, and those have no room for a share of {share} MB",))
+        return found
+
+    def room_for(
+        self, resources: Resources, project: str, key: RankKey, avoid: Avoid = NOTHING_AVOIDED
+    ) -> Placement | None:
+        """The same placement without reasons: machines that have nothing free for anybody, most of a full fleet, are passed over."""
+        if self.over_quota(resources, project):
+            return None
+        open_to_it = self._open_to(resources, project, self._with_room())
+        return room(resources, open_to_it, self.held_before(key), avoid)
+
+    def take(self, placement: Placement, resources: Resources, project: str) -> None:
+        """Book it, so that what is looked at next sees what is left."""
+        apply(placement, resources, self.machines)
+        if quota := self.quotas.get(project):
+            taken = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
+            asked = sum(resources.gpu_count for seat in placement.seats if not seat.gpus)
+            self.quotas[project] = replace(
+                quota, held=quota.held | taken, of_engines=quota.of_engines + asked
+            )
+
+    def is_full(self, after: RankKey | None = None) -> bool:
+        """Nothing whatever is free, or nothing for who stands behind this job, so that none need be looked at."""
+        held = NOTHING_HELD if after is None else self.held_before(after)
+        return not any(has_room(machine, held) for machine in self._with_room())
+
+    def _with_room(self) -> list[Machine]:
+        names = self.machines if self.roomy is None else self.roomy
+        self.roomy = [name for name in names if has_room(self.machines[name])]
+        return [self.machines[name] for name in self.roomy]
+
+    def over_quota(self, resources: Resources, project: str) -> Blocked | None:
+        """Why the project may not have that much more, wherever it were; a share may be one of a GPU that it has already."""
+        quota, wanted = self.quotas.get(project), _gpus_of(resources)
+        if quota is None or quota.has_room_for(resources):
+            return None
+        if resources.share_mb is not None and self._shared_by(project):
+            return None
+        return Blocked(
+            (f"{_uses(project, quota)}, {wanted} wanted",),
+            never=wanted > quota.most,
+        )
+
+    def _may_take_no_more(self, resources: Resources, project: str) -> bool:
+        quota = self.quotas.get(project)
+        return quota is not None and not quota.has_room_for(resources)
+
+    def _shared_by(self, project: str) -> frozenset[int]:
+        """GPUs of which the project holds shares."""
+        held = self.quotas[project].held
+        return frozenset(
+            gpu.gpu_id
+            for machine in self.machines.values()
+            for gpu in machine.gpus
+            if gpu.gpu_id in held and not gpu.whole
+        )
+
+    def _open_to(
+        self, resources: Resources, project: str, among: Iterable[Machine]
+    ) -> Iterable[Machine]:
+        """Where a job may go at all: to no machine that is kept for others, and one whose project may have no more GPUs, to those that it
+        has."""
+        among = [
+            each
+            if each.projects is None or project in each.projects
+            else replace(each, closed=True)
+            for each in among
+        ]
+        if not self._may_take_no_more(resources, project):
+            return among
+        own = self._shared_by(project)
+        kept = ((each, tuple(g for g in each.gpus if g.gpu_id in own)) for each in among)
+        return [replace(each, gpus=gpus) for each, gpus in kept if gpus]
+
+    def held_before(self, key: RankKey) -> Held:
+        """What is withheld for others: those that stand before it in the queue."""
+        while self.patient and self.patient[0][0] < key:
+            other, resources, project = self.patient.popleft()
+            if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
+                self.withhold_for(resources, project, other)
+        together = NOTHING_HELD
+        for other, held in self.held:
+            if other < key:
+                together = together.and_also(held)
+        return together
+
+    def withhold_for(self, resources: Resources, project: str, key: RankKey) -> None:
+        """Keep for this job what it will need, unless others before it do."""
+        if all(other != key for other, _ in self.held):
+            before = self.held_before(key)
+            open_to_it = self._open_to(resources, project, self.machines.values())
+            kept = withhold(resources, open_to_it, job_id=key[1], held=before)
+            if kept.gpus or kept.slots:
+                self.held.append((key, kept))
+                self.held.sort(key=lambda entry: entry[0])
+
+
+def _uses(project: str, quota: Quota) -> str:
+    return f"project {project} uses {quota.used} of its {quota.most} GPUs"
+
+
+def _gpus_of(resources: Resources) -> int:
+    return resources.gpu_count * resources.machines
+
+
+def view(session: Session, projects: Collection[str]) -> View:
+    """What is free now, what is withheld, and the quotas of these projects."""
+    now = seconds(session)
+    patient = _patient(session, now)
+    counted = {*projects, *(project for _, _, project in patient)}
+    taken = _taken(session, None)
+    limits = {
+        name: Quota(most, frozenset(taken.of_project.get(name, ())), taken.of_engines.get(name, 0))
+        for name, most in _limits(session, counted).items()
+    }
+    return View(now, _machines(session, now, None, taken), deque(patient), quotas=limits)
+
+
+def machines(
+    session: Session, now: float, vm_ids: Collection[str] | None = None
+) -> dict[str, Machine]:
+    """The machines of the fleet, or these of them, as placement sees them."""
+    return _machines(session, now, vm_ids, _taken(session, vm_ids))
+
+
+def _machines(
+    session: Session, now: float, vm_ids: Collection[str] | None, taken: _Taken
+) -> dict[str, Machine]:
+    of_these = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
+    rows = session.execute(select(*_VM_COLUMNS).where(of_these)).all()
+    gpus = _gpus(session, vm_ids, taken)
+    found: dict[str, Machine] = {}
+    for row in rows:
+        facts: Mapping[str, Any] = row.facts or {}
+        strays = untracked_processes.holding(facts)
+        engine = elastic_of(row.engine)
+        own = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+        slots = engine.said.slots if engine else _cpu_slots(row.cpu_slots, own)
+        labels: Mapping[str, Any] = row.labels or {}
+        found[row.vm_id] = Machine(
+            vm_id=row.vm_id,
+            gpus=own,
+            trouble=_trouble(row, now) or (engine and engine.problem),
+            projects=kept_for(row.projects),
+            slots=slots,
+            taken_slots=strays.slots.intersection(range(slots)).union(
+                taken.slots.get(row.vm_id, ())
+            ),
+            labels={name: str(value) for name, value in labels.items()},
+            prepared=row.python != UNPREPARED,
+            cpus=_whole(facts.get("cpus")),
+            ram_mb=_whole(facts.get("ram_mb")),
+            disk_free_mb=_whole(facts.get("disk_free_mb")),
+            promised_cpus=taken.cpus.get(row.vm_id, 0),
+            promised_ram_mb=taken.ram_mb.get(row.vm_id, 0),
+            engine=engine,
+        )
+    return found
+
+
+def _cpu_slots(column: int | None, gpus: Sequence[MachineGPU]) -> int:
+    return int(not gpus) if column is None else column
+
+
+def _beside(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
+    """What is left of it by attempts that stand in no table."""
+    share = strays.shares_mb.get(gpu.uuid, 0)
+    if not share and gpu.uuid not in strays.whole:
+        return gpu
+    whole = gpu.whole or gpu.uuid in strays.whole
+    return replace(gpu, whole=whole, shares_mb=gpu.shares_mb + share)
+
+
+_VM_COLUMNS = (
+    VM.vm_id,
+    VM.labels,
+    VM.python,
+    VM.facts,
+    VM.cpu_slots,
+    VM.engine,
+    VM.projects,
+    VM.lost_at,
+    VM.contact,
+    VM.problem,
+    VM.draining,
+    VM.cordoned,
+    VM.degraded,
+    VM.observed_round,
+)
+
+
+def kept_for(column: Any) -> frozenset[str] | None:
+    """Whose jobs alone a machine takes; None: any project's. What is no list, in a column that anybody may write, names none."""
+    if column is None:
+        return None
+    named = cast("list[Any]", column) if isinstance(column, list) else []
+    return frozenset(map(str, named))
+
+
+def _trouble(row: Any, now: float) -> str | None:
+    """Why nothing new is placed on a machine."""
+    problem = f": {row.problem}" if row.problem else ""
+    age, stale = now - row.observed_round, stale_after(row.facts)
+    reasons = (
+        (row.lost_at is not None, "given up as lost"),
+        (row.contact == Contact.NEW, "not observed yet (is a poller running?)"),
+        (
+            row.contact == Contact.UNTRUSTED,
+            f"its host key is not trusted: `groupwise fleet vm trust {row.vm_id}`",
+        ),
+        (row.contact != Contact.OK, f"unreachable{problem}"),
+        (row.draining, "draining"),
+        (row.cordoned is not None, f"cordoned: {row.cordoned}"),
+        (row.degraded, f"its GPUs cannot be read{problem}"),
+        (age > stale, f"not observed for over {_minutes(stale)} (is a poller running?)"),
+    )
+    return next((why for applies, why in reasons if applies), None)
+
+
+def stale_after(facts: Mapping[str, Any] | None) -> float:
+    """Seconds after which what was seen of a machine says nothing any more."""
+    looks = (facts or {}).get(LOOK_SECONDS)
+    rarely = STALE_LOOKS * looks if isinstance(looks, int | float) else 0.0
+    return max(STALE_SECONDS, rarely)
+
+
+def _minutes(seconds: float) -> str:
+    return "two minutes" if seconds == STALE_SECONDS else f"{seconds / 60:.0f} minutes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What open reservations hold."""
+
+    whole: set[int] = field(default_factory=set[int])
+    shares: dict[int, int] = field(default_factory=dict[int, int])
+    slots: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    cpus: dict[str, int] = field(default_factory=dict[str, int])
+    ram_mb: dict[str, int] = field(default_factory=dict[str, int])
+    """By machine, of the jobs that asked for some."""
+    of_project: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    """GPUs, whole or shared, that count for its quota."""
+    of_engines: dict[str, int] = field(default_factory=dict[str, int])
+    """How many more engines were asked for."""
+
+
+_COUNTS = or_(Attempt.state != AttemptState.ENDED, VM.contact != Contact.UNREACHABLE)
+"""For a quota. What is over, on a machine that has fallen silent, stays reserved there until it answers; its project goes on elsewhere."""
+GPUS_OF_ENGINE = case(
+    (Reservation.gpu_id.is_(None), func.coalesce(Job.resources["gpus"].as_integer(), 0)), else_=0
+)
+"""Beside a reservation: the GPUs that an engine was asked for. A job that has a CPU slot of a machine wants none."""
+
+
+def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
+    # Outer joins keep PostgreSQL from beginning with all jobs, of which there are many more than reservations.
+    query = (
+        select(
+            Reservation.vm_id,
+            Reservation.gpu_id,
+            Reservation.slot,
+            Reservation.share_mb,
+            Reservation.epoch,
+            _COUNTS.label("counts"),
+            Job.project,
+            GPUS_OF_ENGINE.label("of_engine"),
+            Job.resources["cpus"].as_integer().label("cpus"),
+            Job.resources["ram_mb"].as_integer().label("ram_mb"),
+        )
+        .outerjoin(Attempt, Attempt.epoch == Reservation.epoch)
+        .outerjoin(Job, Job.job_id == Attempt.job_id)
+        .outerjoin(VM, VM.vm_id == Reservation.vm_id)
+        .where(Reservation.released_at.is_(None))
+    )
+    if vm_ids is not None:
+        query = query.where(Reservation.vm_id.in_(vm_ids))
+    found, members = _Taken(), set[tuple[str, int]]()
+    for row in session.execute(query):
+        if row.gpu_id is None:
+            found.slots.setdefault(row.vm_id, set()).add(row.slot)
+            if row.counts:
+                so_far = found.of_engines.get(row.project, 0)
+                found.of_engines[row.project] = so_far + row.of_engine
+        elif row.share_mb is None:
+            found.whole.add(row.gpu_id)
+        else:
+            found.shares[row.gpu_id] = found.shares.get(row.gpu_id, 0) + row.share_mb
+        if row.gpu_id is not None and row.counts:
+            found.of_project.setdefault(row.project, set()).add(row.gpu_id)
+        if (row.vm_id, row.epoch) not in members:
+            members.add((row.vm_id, row.epoch))
+            found.cpus[row.vm_id] = found.cpus.get(row.vm_id, 0) + (row.cpus or 0)
+            found.ram_mb[row.vm_id] = found.ram_mb.get(row.vm_id, 0) + (row.ram_mb or 0)
+    return found
+
+
+def _gpus(
+    session: Session, vm_ids: Collection[str] | None, taken: _Taken
+) -> dict[str, list[MachineGPU]]:
+    query = select(
+        GPU.vm_id,
+        GPU.gpu_id,
+        GPU.index,
+        GPU.uuid,
+        GPU.model,
+        GPU.memory_mb,
+        GPU.observed,
+        GPU.detail,
+        GPU.quarantined,
+    ).order_by(GPU.vm_id, GPU.index, GPU.gpu_id)
+    if vm_ids is not None:
+        query = query.where(GPU.vm_id.in_(vm_ids))
+    found: dict[str, list[MachineGPU]] = {}
+    for row in session.execute(query):
+        vm_id, gpu_id, index, uuid, model, memory_mb, observed, detail, quarantined = row
+        found.setdefault(vm_id, []).append(
+            MachineGPU(
+                gpu_id,
+                index,
+                uuid,
+                model,
+                memory_mb,
+                trouble=_gpu_trouble(observed, detail, quarantined),
+                whole=gpu_id in taken.whole,
+                shares_mb=taken.shares.get(gpu_id, 0),
+            )
+        )
+    return found
+
+
+_OBSERVED: Mapping[str, str] = {
+    Observed.FOREIGN_BUSY: "is in use by somebody outside of the fleet",
+    Observed.MISSING: "is not there any more",
+    Observed.DEGRADED: "does not answer as it should",
+    Observed.MIG: "is split by MIG, which is not placed on",
+}
+
+
+def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> str | None:
+    if quarantined is not None:
+        return f"is quarantined: {quarantined}"
+    if observed == Observed.OK:
+        return None
+    words = _OBSERVED.get(observed, f"is {observed}")
+    return f"{words} ({detail})" if detail else words
+
+
+def _whole(value: Any) -> int | None:
+    """What a runner said of itself, if it is a number."""
+    return int(value) if isinstance(value, int | float) else None
+
+
+def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = True) -> set[str]:
+    """Nobody else books on these projects until the end; those without a quota are not locked. The names of those that are.
+
+    Who holds some already does not wait for more, since somebody else may hold those and wait for these: `waiting` False.
+    """
+    if not projects:
+        return set()
+    query = select(Project.name).where(Project.name.in_(projects), Project.max_gpus.is_not(None))
+    locked = query.order_by(Project.name).with_for_update(key_share=True, skip_locked=not waiting)
+    return set(session.scalars(locked))
+
+
+def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
+    """What these projects may have and use, where they have a quota."""
+    limits = _limits(session, projects)
+    if not limits:
+        return {}
+    used = (
+        select(Job.project, Reservation.gpu_id, GPUS_OF_ENGINE)
+        .select_from(Reservation)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .join(VM, VM.vm_id == Reservation.vm_id)
+        .where(Reservation.released_at.is_(None), Job.project.in_(limits), _COUNTS)
+    )
+    held: dict[str, set[int]] = {}
+    of_engines: dict[str, int] = {}
+    for project, gpu_id, asked in session.execute(used):
+        if gpu_id is not None:
+            held.setdefault(project, set()).add(gpu_id)
+        of_engines[project] = of_engines.get(project, 0) + asked
+    return {
+        name: Quota(most, frozenset(held.get(name, ())), of_engines.get(name, 0))
+        for name, most in limits.items()
+    }
+
+
+def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:
+    """GPUs that these may have at once, where that is limited."""
+    query = select(Project.name, Project.max_gpus).where(Project.name.in_(projects))
+    rows = session.execute(query).all() if projects else ()
+    return {name: most for name, most in rows if most is not None}
+
+
+def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
+    """Jobs that something is withheld for: the best of each pending shape, and those that were woken but not placed yet.
+
+    A job that takes one unit alone needs no help while it stands in the queue: it is simply the next.
+    """
+    since = now - PATIENCE_SECONDS
+    found: dict[str, tuple[RankKey, Resources, str]] = {}
+    for best in best_of_shapes(session):
+        held_back = best.not_before > now
+        if not held_back and best.waiting_since is not None and best.waiting_since <= since:
+            found[best.key[1]] = (best.key, best.resources, best.project)
+    queued = (
+        select(Job.job_id, Job.rank, Job.resources, Job.project)
+        .where(QUEUED, Job.waiting_since <= since, Job.not_before <= now, Job.rank.is_not(None))
+        .order_by(Job.waiting_since)
+        .limit(MOST_ASKED)
+    )
+    for job_id, rank, document, project in session.execute(queued):
+        assert rank is not None
+        resources = Resources.model_validate(document or {})
+        if _gpus_of(resources) > 1 or resources.machines > 1:
+            found[job_id] = ((rank, job_id), resources, project)
+    return sorted(found.values(), key=lambda entry: entry[0])[:MOST_ASKED]

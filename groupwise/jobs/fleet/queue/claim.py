@@ -1,0 +1,731 @@
+"""Jobs from the queue onto machines: the transaction that makes attempts, with all that they hold, and the one for jobs without room.
+
+A dispatcher calls `claim`. It takes the best-ranked jobs that may begin, locked so that no other dispatcher takes them too, looks at the
+fleet once (`capacity.view`) and plans where each would go. Then it locks the machines of that plan, in the order of their names, reads
+them anew and books what is still free: attempt, members, reservations and the job's move to running. What somebody else has taken
+meanwhile stays queued for the next round. The database refuses a second reservation of a GPU whatever this file does; such a job is
+rolled back alone.
+
+Jobs that found no room become pending, all queued ones of the same shape with them, so that the head of the queue never fills up with
+jobs that cannot begin. That is a transaction of its own, `mark`, so that nobody who is to begin waits for it: it looks anew, and a job that
+was not marked because its dispatcher died is simply met again. `requeue_pending.py` says how they come back and why none is forgotten.
+
+Locks are taken in one order everywhere: jobs, projects, machines, their GPUs, marking; several of one kind by their names or numbers. Who
+has marked waits for no row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Table,
+    and_,
+    bindparam,
+    func,
+    insert,
+    null,
+    or_,
+    select,
+    tuple_,
+    update,
+)
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from groupwise.api.http.addresses import is_loopback
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.queue import capacity, kinds, pending_reasons, requeue_pending
+from groupwise.jobs.fleet.queue.capacity import Quota, View
+from groupwise.jobs.fleet.queue.pending_reasons import Unmet
+from groupwise.jobs.fleet.queue.placement import PATIENCE_SECONDS, Avoid, Blocked, Placement, Seat
+from groupwise.jobs.fleet.queue.request import Columns
+from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey
+from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.states import AttemptState, JobStatus, Outcome
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.tables import (
+    GPU,
+    VM,
+    Attempt,
+    Checkpoint,
+    Job,
+    Member,
+    Reservation,
+    this_moment,
+)
+from groupwise.jobs.hosts.failures import FailureClass
+from groupwise.jobs.hosts.spec import as_json
+
+log = logging.getLogger(__name__)
+
+MOST_MARKED = 100
+"""Jobs that become pending in one transaction; the rest follows in the next."""
+MOST_LOOKS = 8
+"""At the queue in one transaction, further behind each time."""
+ELSEWHERE = frozenset(
+    {
+        FailureClass.LAUNCH_FAILURE,
+        FailureClass.GPU_FAULT,
+        FailureClass.HOST_LOST,
+        FailureClass.REBOOT,
+        FailureClass.SUPERVISOR_LOST,
+    }
+)
+"""After these the next attempt goes to another machine, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """An attempt that was made: reserved, and owned by whoever claimed it."""
+
+    job_id: str
+    epoch: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What came of one look at the queue."""
+
+    made: Sequence[Claimed] = ()
+    unplaced: Unplaced | None = None
+    """What is to be marked, if anything."""
+    again: bool = False
+    """Some were made, and there may be more that can begin now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """Jobs that were met in the queue and could not begin."""
+
+    dependent: Sequence[_Candidate]
+    """They are to come after jobs that have not ended yet."""
+    blocked: Sequence[_Candidate]
+    """For each shape the first that found no room."""
+    drained: bool
+    """There was nothing else in the queue."""
+
+
+def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
+    """Make attempts for up to `limit` queued jobs, leased to `owner`."""
+    now = seconds(session)
+    jobs = _candidates(session, now, limit)
+    if not jobs:
+        requeue_pending.wake_unnoticed(session, None)
+        return Round()
+    plan = _Plan()
+    found = _look(session, plan, jobs)
+    drained = _plan_all(session, found, plan, jobs, limit)
+    made = _book(session, found, plan, Lease(owner, lease_seconds))
+    more = len(made) < len(plan.placed) or not (drained or plan.full)
+    if plan.dependent or plan.blocked:
+        blocked = sorted(plan.blocked.values(), key=lambda each: each.key)
+        unplaced = Unplaced(plan.dependent, blocked, drained)
+        return Round(made, unplaced, again=bool(made) and more)
+    woken = requeue_pending.wake_unnoticed(session, found) if drained else 0
+    return Round(made, again=bool(made) and (more or bool(woken)))
+
+
+def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
+    """Jobs become pending that still cannot begin, now that nobody can release anything unnoticed; whether others were woken instead."""
+    actor = f"dispatcher:{owner}"
+    requeue_pending.lock_marking(session)
+    with events.gathered(session):
+        _let_wait_for_jobs(session, unplaced.dependent, actor)
+        if not unplaced.blocked and not unplaced.drained:
+            return False
+        found = capacity.view(session, {job.project for job in unplaced.blocked})
+        _let_wait_for_room(session, unplaced.blocked, found, actor)
+    return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, found))
+
+
+def _look(session: Session, plan: _Plan, jobs: Sequence[_Candidate]) -> View:
+    """The fleet, with the quotas of these jobs' projects locked, since what is booked counts on them."""
+    projects = {job.project for job in jobs}
+    locked = capacity.lock_quotas(session, projects)
+    found = capacity.view(session, projects)
+    plan.projects.update(projects)
+    plan.quotas.update({name: found.quotas[name] for name in locked})
+    return found
+
+
+# --- candidates -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A queued job, as far as a claim needs it."""
+
+    job_id: str
+    project: str
+    shape: str
+    rank: float
+    resources: Resources
+    generation: int
+    spent: Mapping[str, Any]
+    waiting_since: float | None
+    after: Sequence[str]
+    smaller: bool
+
+    @property
+    def key(self) -> tuple[float, str]:
+        return (self.rank, self.job_id)
+
+
+def _candidates(
+    session: Session,
+    now: float,
+    limit: int,
+    passed_over: Collection[str] = (),
+    after: RankKey | None = None,
+) -> list[_Candidate]:
+    """The best-ranked jobs that may begin and that nobody else is claiming; locked until the end.
+
+    None of the shapes in `passed_over`, and none that stands before `after`.
+    """
+    chosen = (
+        select(Job.job_id)
+        .where(
+            QUEUED,
+            Job.rank.is_not(None),
+            Job.not_before <= now,
+            Job.cancel_requested_at.is_(None),
+            Job.shape.not_in(passed_over),
+            *([] if after is None else [tuple_(Job.rank, Job.job_id) > after]),
+        )
+        .order_by(Job.rank, Job.job_id)
+        .limit(limit)
+        .with_for_update(skip_locked=True, key_share=True)
+        .cte("chosen")
+        .prefix_with("MATERIALIZED", dialect="postgresql")
+    )
+    rows = session.execute(
+        select(
+            Job.job_id,
+            Job.project,
+            Job.shape,
+            Job.rank,
+            Job.resources,
+            Job.generation,
+            Job.spent,
+            Job.waiting_since,
+            Job.request["after"].label("follows"),
+            Job.request["allow_smaller_batch"].label("smaller"),
+        )
+        .join(chosen, chosen.c.job_id == Job.job_id)
+        .order_by(Job.rank, Job.job_id)
+    ).all()
+    return [
+        _Candidate(
+            row.job_id,
+            row.project,
+            row.shape,
+            row.rank,
+            Resources.model_validate(row.resources or {}),
+            row.generation,
+            row.spent or {},
+            row.waiting_since,
+            row.follows or (),
+            bool(row.smaller),
+        )
+        for row in rows
+    ]
+
+
+@dataclass(slots=True)
+class _Earlier:
+    """What was tried of this generation so far."""
+
+    number: int = 0
+    """Of the next one."""
+    previous_failure: str | None = None
+    machines: set[str] = field(default_factory=set[str])
+    """Where it failed by no fault of its own."""
+    gpus: set[int] = field(default_factory=set[int])
+    """That it called broken, or did not get where it was to have them."""
+    slots: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """Likewise."""
+
+    @property
+    def avoid(self) -> Avoid:
+        """What it gets only where nothing else will do."""
+        return Avoid(frozenset(self.machines), frozenset(self.gpus), frozenset(self.slots))
+
+
+def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _Earlier]:
+    generations = {job.job_id: job.generation for job in jobs}
+    rows = session.execute(
+        select(
+            Attempt.job_id,
+            Attempt.generation,
+            Attempt.number,
+            Attempt.outcome,
+            Attempt.failure_class,
+            Attempt.epoch,
+            Member.vm_id,
+        )
+        .join(Member, Member.epoch == Attempt.epoch)
+        .where(Attempt.job_id.in_(generations))
+        .order_by(Attempt.epoch, Member.rank)
+    ).all()
+    found: dict[str, _Earlier] = {}
+    blamed: dict[int, _Earlier] = {}
+    for row in rows:
+        if row.generation != generations[row.job_id]:
+            continue
+        earlier = found.setdefault(row.job_id, _Earlier())
+        earlier.number = row.number + (
+            row.outcome != Outcome.VOID
+        )  # one that never ran is no attempt
+        earlier.previous_failure = row.failure_class or earlier.previous_failure
+        if row.failure_class in ELSEWHERE:
+            earlier.machines.add(row.vm_id)
+        if row.failure_class in (FailureClass.GPU_FAULT, FailureClass.LAUNCH_FAILURE):
+            blamed[row.epoch] = earlier
+    if blamed:
+        _note_what_they_had(session, blamed)
+    return found
+
+
+def _note_what_they_had(session: Session, blamed: Mapping[int, _Earlier]) -> None:
+    """GPUs and slots of attempts that failed for their sake, perhaps: the GPUs that their reason names, or all where it names none."""
+    had = session.execute(
+        select(
+            Reservation.epoch,
+            Reservation.vm_id,
+            Reservation.gpu_id,
+            Reservation.slot,
+            GPU.uuid,
+            Attempt.evidence["because"].as_string().label("because"),
+        )
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
+        .where(Reservation.epoch.in_(blamed))
+    ).all()
+    named = {(row.epoch, row.gpu_id) for row in had if row.uuid and row.uuid in (row.because or "")}
+    naming = {epoch for epoch, _ in named}
+    for row in had:
+        earlier = blamed[row.epoch]
+        if row.gpu_id is None:
+            earlier.slots.add((row.vm_id, row.slot))
+        elif row.epoch not in naming or (row.epoch, row.gpu_id) in named:
+            earlier.gpus.add(row.gpu_id)
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Where candidates would go, by a look at the fleet without locks."""
+
+    before: dict[str, _Earlier] = field(default_factory=dict[str, _Earlier])
+    placed: list[tuple[_Candidate, Placement]] = field(
+        default_factory=list[tuple[_Candidate, Placement]]
+    )
+    dependent: list[_Candidate] = field(default_factory=list[_Candidate])
+    blocked: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
+    """By shape."""
+    projects: set[str] = field(default_factory=set[str])
+    """Of all candidates so far."""
+    quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
+    """Of those of them that have one and are locked, so that nobody else books on them; as they were before anything was planned."""
+    full: bool = False
+    """Nothing is left for anybody behind them."""
+    busy: set[str] = field(default_factory=set[str])
+    """Projects whose quota somebody else is booking on."""
+
+    def earlier(self, job: _Candidate) -> _Earlier:
+        """What was tried of it before."""
+        return self.before.get(job.job_id) or _Earlier()
+
+
+def _plan_all(
+    session: Session, found: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
+) -> bool:
+    """Plan these candidates, then others behind them while there are too few; whether the queue ended meanwhile.
+
+    A head of the queue that cannot begin hides nobody.
+    """
+    wanted = limit
+    for _ in range(MOST_LOOKS):
+        plan.before.update(_earlier_attempts(session, jobs))
+        unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
+        plan.dependent.extend(job for job in jobs if job.job_id in unmet)
+        may_begin = [job for job in jobs if job.job_id not in unmet]
+        _plan(found, plan, [job for job in may_begin if job.project not in plan.busy])
+        if len(jobs) < wanted:
+            return True
+        wanted = limit - len(plan.placed)
+        plan.full = found.is_full(jobs[-1].key)
+        if not wanted or plan.full:
+            return False
+        jobs = _candidates(session, found.now, wanted, plan.blocked, jobs[-1].key)
+        _look_at_quotas(session, found, plan, {job.project for job in jobs})
+    return False
+
+
+def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collection[str]) -> None:
+    """Of projects that come in addition. The jobs of those that somebody else is booking on are left for the next round."""
+    added = set(projects) - plan.projects
+    locked = capacity.lock_quotas(session, added, waiting=False)
+    limits = capacity.quotas(session, added)
+    quotas = {name: quota for name, quota in limits.items() if name in locked}
+    found.quotas.update(quotas)
+    plan.projects.update(added)
+    plan.quotas.update(quotas)
+    plan.busy.update(set(limits) - locked)
+
+
+def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
+    for job in jobs:
+        if job.shape in plan.blocked:
+            continue
+        avoid = plan.earlier(job).avoid
+        placement = found.room_for(job.resources, job.project, job.key, avoid)
+        if placement is not None:
+            found.take(placement, job.resources, job.project)
+            plan.placed.append((job, placement))
+            continue
+        plan.blocked[job.shape] = job
+        if _is_patient(job, found) and not found.over_quota(job.resources, job.project):
+            found.withhold_for(job.resources, job.project, job.key)
+
+
+def _is_patient(job: _Candidate, found: View) -> bool:
+    return job.waiting_since is not None and found.now - job.waiting_since >= PATIENCE_SECONDS
+
+
+# --- booking --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Whose an attempt is, and for how many seconds unless renewed."""
+
+    owner: str
+    seconds: float
+
+
+def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Claimed]:
+    """Machines locked and read anew: what is still free there is booked."""
+    if not plan.placed:
+        return []
+    names = sorted({seat.vm_id for _, placement in plan.placed for seat in placement.seats})
+    rows = session.execute(
+        select(VM.vm_id, VM.ip_address)
+        .where(VM.vm_id.in_(names))
+        .order_by(VM.vm_id)
+        .with_for_update(key_share=True)
+    )
+    addresses = {row.vm_id: row.ip_address for row in rows}
+    fresh = View(
+        found.now, capacity.machines(session, found.now, names), held=found.held, quotas=plan.quotas
+    )
+    now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
+    resume = _checkpoints(session, [job for job, _ in plan.placed])
+    bookings: list[_Booking] = []
+    for job, planned in plan.placed:
+        earlier = plan.earlier(job)
+        placement = fresh.look(job.resources, job.project, job.key, earlier.avoid)
+        if isinstance(placement, Blocked):
+            continue  # somebody was quicker; the next round looks at the whole fleet
+        assert len(placement.seats) == len(planned.seats)
+        placement = _led(placement, addresses)
+        fresh.take(placement, job.resources, job.project)
+        bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
+    claimed = _made(session, bookings, lease, now)
+    actor = f"dispatcher:{lease.owner}"
+    events.append_many(session, [event for each in claimed for event in _events(each, actor)])
+    return claimed
+
+
+def _led(placement: Placement, addresses: Mapping[str, str]) -> Placement:
+    """Rank 0 is where all others meet, so it is not a machine that only itself finds by its address."""
+    seats = sorted(placement.seats, key=lambda seat: is_loopback(addresses[seat.vm_id]))
+    return replace(placement, seats=tuple(seats))
+
+
+@dataclass(frozen=True, slots=True)
+class _Booking:
+    """What becomes an attempt."""
+
+    job: _Candidate
+    placement: Placement
+    earlier: _Earlier
+    resume: dict[str, Any] | None
+
+
+def _made(
+    session: Session, bookings: Sequence[_Booking], lease: Lease, now: float
+) -> list[Claimed]:
+    """All of them at once; where that is refused, one by one, without those for which it is."""
+    if not bookings:
+        return []
+    try:
+        with session.begin_nested():
+            return _make_attempts(session, bookings, lease, now)
+    except IntegrityError:
+        # a row without its lock: a GPU was reserved, or an attempt made, by somebody else
+        if len(bookings) == 1:
+            return []
+    return [made for each in bookings for made in _made(session, [each], lease, now)]
+
+
+def _make_attempts(
+    session: Session, bookings: Sequence[_Booking], lease: Lease, now: float
+) -> list[Claimed]:
+    """A statement for each table, however many they are."""
+    rows = [
+        {
+            "job_id": each.job.job_id,
+            "generation": each.job.generation,
+            "number": each.earlier.number,
+            "state": AttemptState.RESERVED,
+            "owner": lease.owner,
+            "lease_until": now + lease.seconds,
+            "previous_failure": each.earlier.previous_failure,
+            "created_at": now,
+            "resume_from": each.resume,
+            "spec": _smaller_spec(session, each.job),
+        }
+        for each in bookings
+    ]
+    made = insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True)
+    epochs = session.scalars(made, rows).all()
+    numbered = list(zip(epochs, bookings, strict=True))
+    seats = [
+        (epoch, rank, seat, each.job)
+        for epoch, each in numbered
+        for rank, seat in enumerate(each.placement.seats)
+    ]
+    session.execute(
+        insert(Member),
+        [{"epoch": epoch, "rank": rank, "vm_id": seat.vm_id} for epoch, rank, seat, _ in seats],
+    )
+    session.execute(
+        insert(Reservation),
+        [
+            row
+            for epoch, rank, seat, job in seats
+            for row in _reservations(job, epoch, rank, seat, now)
+        ],
+    )
+    _set_running(session, bookings)
+    return [Claimed(each.job.job_id, epoch, each.placement) for epoch, each in numbered]
+
+
+def _reservations(
+    job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
+) -> Iterable[dict[str, Any]]:
+    common = {"vm_id": seat.vm_id, "epoch": epoch, "rank": rank, "reserved_at": now}
+    if seat.slot is not None:
+        yield {**common, "gpu_id": None, "slot": seat.slot, "share_mb": None}
+    for gpu in seat.gpus:
+        yield {**common, "gpu_id": gpu.gpu_id, "slot": None, "share_mb": job.resources.share_mb}
+
+
+def _set_running(session: Session, bookings: Sequence[_Booking]) -> None:
+    places = [(each.job.job_id, each.placement.seats[0]) for each in bookings]
+    session.connection().execute(
+        _RUNNING,
+        [
+            {
+                "job": job_id,
+                "log": f"logs/{job_id}.log",
+                "vm": seat.vm_id,
+                "gpu": seat.gpus[0].index if seat.gpus else None,
+            }
+            for job_id, seat in places
+        ],
+    )
+
+
+_JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_RUNNING = (
+    update(_JOBS)
+    .where(_JOBS.c.job_id == bindparam("job"))
+    .values(
+        status=JobStatus.RUNNING,
+        assigned_vm=bindparam("vm"),
+        log_path=bindparam("log"),
+        gpu_index=bindparam("gpu"),
+        start_time=this_moment(),
+        waiting_since=None,
+        blocked_reasons=null(),
+        blocked_on=None,
+    )
+)
+
+
+def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
+    seats = [
+        {"vm": seat.vm_id, "gpus": [gpu.uuid for gpu in seat.gpus], "slot": seat.slot}
+        for seat in claimed.placement.seats
+    ]
+    common = {
+        "actor": actor,
+        "job_id": claimed.job_id,
+        "epoch": claimed.epoch,
+        "vm_id": claimed.placement.seats[0].vm_id,
+    }
+    return [
+        {
+            **common,
+            "kind": events.JOB_RUNNING,
+            "before": {"status": JobStatus.QUEUED},
+            "after": {"status": JobStatus.RUNNING},
+        },
+        {
+            **common,
+            "kind": events.ATTEMPT_RESERVED,
+            "after": {"state": AttemptState.RESERVED},
+            "detail": {"seats": seats},
+        },
+    ]
+
+
+def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
+    """What each job goes on from: its newest complete checkpoint (`store/checkpoints.py`), also where it was begun anew by `retry`."""
+    rows = session.scalars(
+        select(Checkpoint)
+        .where(Checkpoint.job_id.in_([job.job_id for job in jobs]), Checkpoint.damaged_at.is_(None))
+        .order_by(*NEWEST_FIRST)
+    )
+    newest: dict[str, Checkpoint] = {}
+    for row in rows:
+        newest.setdefault(row.job_id, row)
+    return {
+        job_id: {
+            "step": row.step,
+            "path": row.path,
+            "epoch": row.epoch,
+            "manifest": row.manifest,
+        }
+        for job_id, row in newest.items()
+    }
+
+
+def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
+    """After the GPU's memory was too small: the spec with a smaller batch, where the job allows it and its kind knows one."""
+    times = job.spent.get(FailureClass.GPU_OOM, 0)
+    if not times or not job.smaller:
+        return None
+    row = session.get_one(Job, job.job_id)
+    columns = {name: getattr(row, name) for name in Columns.model_fields}
+    try:
+        spec = kinds.smaller({**columns, "job_id": row.job_id, "request": row.request}, times)
+    except (
+        UsageError
+    ) as error:  # its kind has gone, or is another one by now: the frozen command is what there is
+        log.warning("%s is tried again with the batch that it had: %s", job.job_id, error)
+        return None
+    return None if spec is None else as_json(spec)
+
+
+# --- those that do not begin ----------------------------------------------------------------------
+
+
+def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
+    unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
+    still_queued = (
+        select(Job.job_id)
+        .where(QUEUED, Job.cancel_requested_at.is_(None), Job.job_id.in_(unmet))
+        .order_by(Job.job_id)
+        .with_for_update(skip_locked=True, key_share=True)
+    )
+    for job_id in session.scalars(still_queued).all() if unmet else ():
+        _wait_for_job(session, job_id, unmet[job_id], actor)
+
+
+def _wait_for_job(session: Session, job_id: str, unmet: Unmet, actor: str) -> None:
+    if unmet.hopeless:
+        values: dict[str, Any] = {
+            "status": JobStatus.FAILED,
+            "failure_reason": unmet.reason,
+            "end_time": this_moment(),
+        }
+    else:
+        values = {
+            "status": JobStatus.PENDING,
+            "blocked_reasons": [unmet.reason],
+            "blocked_on": unmet.job_id,
+        }
+    session.execute(
+        update(Job)
+        .where(Job.job_id == job_id)
+        .values(waiting_since=None, **values)
+        .execution_options(synchronize_session=False)
+    )
+    detail = {"reason": unmet.reason}
+    to = values["status"]
+    events.append_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
+
+
+def _let_wait_for_room(
+    session: Session, heads: Sequence[_Candidate], found: View, actor: str
+) -> None:
+    """Those that stand first in their shapes, and what stands behind them."""
+    left = MOST_MARKED
+    unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in heads})
+    for job in heads:
+        if not left:
+            break
+        if job.job_id in unmet:
+            continue  # what it comes after was begun anew meanwhile
+        answer = found.look(job.resources, job.project, job.key)
+        if isinstance(answer, Blocked):
+            left -= _wait_for_room(session, job, answer, found, actor, left)
+
+
+def _depends() -> ColumnElement[bool]:
+    """It is to come after other jobs."""
+    after = Job.request["after"].as_string()
+    return and_(after.is_not(None), after.not_in(("[]", "null")))
+
+
+def _wait_for_room(
+    session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
+) -> int:
+    """The job and those that stand behind it with the same shape, `most` of them; how many there were."""
+    query = (
+        select(Job.job_id)
+        .where(
+            QUEUED,
+            Job.shape == job.shape,
+            Job.rank >= job.rank,
+            Job.cancel_requested_at.is_(None),
+            # Who waits for a job, or for a time, does not wait for room: it is looked at when it is its turn. The first of them has been.
+            Job.not_before <= found.now,
+            or_(~_depends(), Job.job_id == job.job_id),
+        )
+        .order_by(Job.rank, Job.job_id)
+        .limit(most)
+        .with_for_update(skip_locked=True, key_share=True)
+    )
+    ids = session.scalars(query).all()
+    # Who waits for the project's quota does not wait for a place, so that none is kept for it.
+    waits_for_a_place = found.over_quota(job.resources, job.project) is None
+    session.execute(
+        update(Job)
+        .where(Job.job_id.in_(ids))
+        .values(
+            status=JobStatus.PENDING,
+            blocked_reasons=list(why.reasons),
+            blocked_on=None,
+            waiting_since=func.coalesce(Job.waiting_since, found.now)
+            if waits_for_a_place
+            else None,
+        )
+        .execution_options(synchronize_session=False)
+    )
+    detail = {"reasons": list(why.reasons)}
+    events.append_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor, detail)
+    return len(ids)

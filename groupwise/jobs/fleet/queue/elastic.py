@@ -1,0 +1,114 @@
+"""Machines behind which an engine begins jobs: Slurm's login node, or one that reaches Ray's head, as a row of the fleet, as large as its
+operator says.
+
+Such a row has places instead of GPUs (`slots`): so many jobs may wait for its engine or run there, together. Which machine a job gets, and
+which GPUs, is the engine's to decide, and nothing of it stands in the fleet's tables. So what a job asks for is compared with what the row
+is said to have, and asked of the engine in the words of its own program.
+
+The column `vms.engine` is a `groupwise.api.schemas.fleet.EngineBody` as JSON, and people write it by hand: what cannot be read takes no
+job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from groupwise.api.schemas.fleet import EngineBody
+from groupwise.api.schemas.problems import field_errors
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.engines import ENGINES, Wanted
+from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.hosts.driver import Engine
+from groupwise.jobs.hosts.spec import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """What stands behind a machine."""
+
+    said: EngineBody
+    problem: str | None = None
+    """Why nothing is given to it."""
+
+    @property
+    def title(self) -> str:
+        """Of the engine, for people."""
+        kind = ENGINES.get(self.said.name)
+        return self.said.name if kind is None else kind.title
+
+    def engine(self, resources: Resources, limits: Limits) -> Engine:
+        """What is asked of it for a job. Raises UsageError where its options are none."""
+        wanted = Wanted(
+            resources.gpu_count,
+            self.said.gpu_model,
+            resources.cpus,
+            resources.ram_mb,
+            self.said.options,
+            limits,
+        )
+        return Engine(self.said.name, ENGINES[self.said.name].options(wanted))
+
+
+def elastic_of(document: object) -> Elastic | None:
+    """What stands in a row; None: the machine begins jobs itself."""
+    if document is None:
+        return None
+    try:
+        said = EngineBody.model_validate(document)
+    except ValidationError as error:
+        return Elastic(EngineBody(name="unreadable"), f"its engine: {'; '.join(_told(error))}")
+    found = _unusable(said)
+    return Elastic(said, found and f"its engine: {found}")
+
+
+def problems(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with what somebody says of an engine."""
+    try:
+        said = EngineBody.model_validate(dict(document))
+    except ValidationError as error:
+        return [f"engine.{each}" for each in _told(error)]
+    found = _unusable(said)
+    return [] if found is None else [f"engine: {found}"]
+
+
+def _told(error: ValidationError) -> list[str]:
+    told = field_errors([dict(detail) for detail in error.errors()], EngineBody)
+    return [f"{each.field}: {each.message}" for each in told]
+
+
+def _unusable(said: EngineBody) -> str | None:
+    kind = ENGINES.get(said.name)
+    if kind is None:
+        return f"there is none called {said.name!r}: {', '.join(ENGINES)}"
+    try:
+        kind.options(Wanted(options=said.options))
+        if said.address is not None:
+            kind.check_address(said.address)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def unfit(resources: Resources, elastic: Elastic) -> str | None:
+    """Why a job is nothing for it, however many places are free."""
+    said, title = elastic.said, elastic.title
+    if resources.machines > 1:
+        return f"a job on several machines is not given to {title}, which begins each when it likes"
+    if resources.named:
+        return f"{title} chooses the GPUs there, so that none can be named"
+    if resources.share_mb is not None:
+        return f"{title} gives whole GPUs there, and no shares"
+    if resources.gpu_count > said.gpus:
+        most = f"at most {said.gpus}" if said.gpus else "none"
+        return f"GPUs that a job may have there: {most}, {resources.gpu_count} wanted"
+    model, memory = resources.gpu_model, resources.gpu_memory_mb
+    if model and model.casefold() not in (said.gpu_model or "").casefold():
+        return f"its GPUs are {said.gpu_model or 'of unknown model'}, not {model}"
+    if memory and (said.gpu_memory_mb or 0) < memory:
+        has = f"{said.gpu_memory_mb} MB" if said.gpu_memory_mb else "unknown memory"
+        return f"its GPUs have {has}, {memory} MB wanted"
+    return None

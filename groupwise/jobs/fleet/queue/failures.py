@@ -1,0 +1,204 @@
+"""What follows for a job when its attempt has failed: pure functions.
+
+A runner leaves an exit record and the last bytes of the log; the control plane knows which machine was lost or rebooted. Of that comes a
+failure class (`groupwise.jobs.hosts.failures`). When the attempt ends, in the same transaction, `after_end` says where the job goes:
+completed, cancelled, failed for good, or back into the queue, and not before when.
+
+A failure is charged where the job may be at fault: two such retries are given. Losing a machine, a GPU or a race for one is not the job's
+fault and costs it nothing, but it is counted as well, because a job that brings down every machine it meets must come to an end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.jobs.fleet.states import JobStatus, Outcome
+from groupwise.jobs.hosts.failures import FailureClass
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How often a class of failure is tried again."""
+
+    charged: bool
+    """Counts towards the retries that a job has for everything that may be its own fault."""
+    most: int | None = None
+    """Retries after this class; None: as many as the charged ones allow."""
+
+
+BUDGETS: Mapping[FailureClass, Budget] = {
+    FailureClass.GPU_OOM: Budget(charged=True, most=1),
+    FailureClass.HOST_OOM: Budget(charged=True),
+    FailureClass.GPU_FAULT: Budget(charged=False, most=4),  # on other GPUs, where there are any
+    FailureClass.NETWORK: Budget(charged=False, most=5),
+    FailureClass.PREEMPTION: Budget(charged=False),
+    FailureClass.REBOOT: Budget(charged=True),
+    FailureClass.HOST_LOST: Budget(charged=False),
+    FailureClass.SUPERVISOR_LOST: Budget(charged=True),
+    FailureClass.LAUNCH_FAILURE: Budget(charged=False, most=5),
+    FailureClass.NOT_PROVIDED: Budget(charged=False, most=5),  # a secret may be put back
+    FailureClass.TIME_LIMIT: Budget(charged=False, most=0),
+    FailureClass.USER_ERROR: Budget(charged=False, most=0),
+    FailureClass.KILLED: Budget(charged=True, most=1),
+    FailureClass.CRASHED: Budget(charged=True),
+    FailureClass.ARTEFACTS: Budget(charged=False, most=0),
+}
+CHARGED_RETRIES = 2
+FREE_RETRIES = 30
+"""Of one generation: so often may machines fail under a job before it is taken to be the cause."""
+TAKEN = "taken"
+"""Beside the classes in `jobs.spent`: launches that found taken what they were to have. There is no end to them, they only space out."""
+BACKOFF_BASE, BACKOFF_CAP = 10.0, 600.0
+"""Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """What a job's submitter said about retries."""
+
+    charged: int = CHARGED_RETRIES
+    per_class: Mapping[FailureClass, int] = field(default_factory=dict[FailureClass, int])
+    """Overrides of `Budget.most`."""
+    smaller_batch: bool = False
+    """May begin again with a smaller batch when the GPU's memory was too small."""
+    once: bool = False
+    """Once its command has begun it is never begun again, whatever became of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """What decides where a job goes when its attempt has ended."""
+
+    cancel_requested: bool = False
+    spent: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The column `jobs.spent`: failures of this generation by class, `charged` and `free`."""
+    policy: RetryPolicy = field(default_factory=RetryPolicy)
+    hopeless: bool = False
+    """Why it was not started is a matter of the job, and the same everywhere that it could go."""
+    same_machine: bool = False
+    """The machine that would not start it had refused it before: while the others are busy, one that starts nothing is all there is."""
+    taken: bool = False
+    """Some other attempt has what it was placed on, and gives it back one day: nobody has failed."""
+    steps_back: bool = False
+    """The checkpoint that it was to go on from is damaged. It begins with the one before, or without: there are only so many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Where a job goes, to be written together with the end of its attempt."""
+
+    status: JobStatus
+    reason: str | None = None
+    """For people: `jobs.failure_reason`."""
+    delay: float = 0.0
+    """Seconds before it may be claimed again."""
+    charged: bool = False
+    spent: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    counts_as_retry: bool = False
+    """The next attempt follows a failure: `retry_count` rises."""
+
+
+def after_end(
+    job: JobFacts,
+    outcome: Outcome,
+    failure: FailureClass | None,
+    because: str,
+    chance: random.Random,
+) -> Verdict:
+    """What follows for the job. Success is success, however late somebody wanted it cancelled."""
+    if outcome is Outcome.SUCCEEDED:
+        return Verdict(JobStatus.COMPLETED, spent=job.spent)
+    if job.cancel_requested or outcome is Outcome.CANCELLED:
+        return Verdict(JobStatus.CANCELLED, spent=job.spent)
+    if failure is None:
+        return Verdict(
+            JobStatus.QUEUED, because, spent=job.spent
+        )  # it never ran, by nobody's fault
+    if job.hopeless:
+        return Verdict(
+            JobStatus.FAILED,
+            f"{failure}: {because} (never tried again: it would be refused for the same reason)",
+            spent=counted(job.spent, failure),
+        )
+    ran = outcome is not Outcome.VOID
+    if job.steps_back and not _not_again(job.policy, ran):
+        reason = f"{failure}: {because}"
+        return Verdict(JobStatus.QUEUED, reason, spent=job.spent, counts_as_retry=True)
+    if job.taken and not _not_again(job.policy, ran):
+        spent = {**job.spent, TAKEN: job.spent.get(TAKEN, 0) + 1}
+        return Verdict(
+            JobStatus.QUEUED,
+            f"{failure}: {because}",
+            delay=backoff(spent[TAKEN], chance),
+            spent=spent,
+            counts_as_retry=True,
+        )
+    again = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
+    spent = counted(job.spent, failure, again=again)
+    if spent_up := _not_again(job.policy, ran) or _spent_up(job.policy, failure, spent):
+        return Verdict(
+            JobStatus.FAILED,
+            f"{failure}: {because} ({spent_up})",
+            charged=BUDGETS[failure].charged,
+            spent=spent,
+        )
+    return Verdict(
+        JobStatus.QUEUED,
+        f"{failure}: {because}",
+        delay=backoff(spent["free"] if again else spent[failure], chance),
+        charged=BUDGETS[failure].charged,
+        spent=spent,
+        counts_as_retry=True,
+    )
+
+
+def counted(
+    spent: Mapping[str, Any], failure: FailureClass, *, again: bool = False
+) -> dict[str, Any]:
+    """`jobs.spent` after one more failure of this class. `again`: it counts among all failures, but not of its class."""
+    kind = "charged" if BUDGETS[failure].charged else "free"
+    return {
+        **spent,
+        str(failure): spent.get(failure, 0) + (0 if again else 1),
+        kind: spent.get(kind, 0) + 1,
+    }
+
+
+def _not_again(policy: RetryPolicy, ran: bool) -> str | None:
+    """Why what has run is not run again though its machine was to blame; what was never begun may be begun elsewhere."""
+    return "the job allows no second execution" if policy.once and ran else None
+
+
+def _spent_up(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]) -> str | None:
+    """Why there is no further attempt; `spent` counts the failure that has just happened."""
+    budget = BUDGETS[failure]
+    if failure is FailureClass.GPU_OOM and not policy.smaller_batch:
+        return "not tried again: the same batch would not fit either, and the job does not allow a smaller one"
+    most = policy.per_class.get(failure, budget.most)
+    if most == 0:
+        return "never tried again"
+    if most is not None and spent[failure] > most:
+        return (
+            "its one retry after this failure is used"
+            if most == 1
+            else f"retries after this failure: all {most} used"
+        )
+    if budget.charged and spent["charged"] > policy.charged:
+        return _charged_are_used(policy.charged)
+    if not budget.charged and spent["free"] > FREE_RETRIES:
+        return f"machines have failed under it {spent['free']} times; it is taken to be the cause"
+    return None
+
+
+def _charged_are_used(most: int) -> str:
+    if most == 0:
+        return "no retries are allowed"
+    return "its one retry is used" if most == 1 else f"retries: all {most} used"
+
+
+def backoff(failures: int, chance: random.Random) -> float:
+    """Seconds to wait after the n-th failure of a kind: full jitter, so that jobs that failed together do not come back together."""
+    return chance.uniform(0.0, min(BACKOFF_CAP, BACKOFF_BASE * 2.0 ** min(failures - 1, 10)))

@@ -1,0 +1,158 @@
+"""From a row to a command: what a kind of job makes of its columns.
+
+`COMMAND` is built in: its command is the argument list of the request. Other kinds (GRPO, SFT, EVAL) come from installed packages, as
+entry points of the group `groupwise.fleet_kinds`; the fleet itself knows nothing of training. Admission asks `expand` once for each
+generation of a job and freezes the answer; a job that may begin again with a smaller batch is expanded once more for that attempt.
+
+A kind sees columns and gives a command. What every job may ask for besides (environment, files, secrets, limits, artefacts) is added
+here, so that no kind has to. The names of kinds are the only thing that a row decides: nothing that a row names is ever imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from typing import Any, Protocol, runtime_checkable
+
+from groupwise.core import plugins
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.queue.request import COMMAND, Beyond, InvalidRequest, beyond_from_document
+from groupwise.jobs.hosts import spec
+from groupwise.jobs.hosts.spec import JobSpec
+
+ENTRY_POINTS = "groupwise.fleet_kinds"
+
+Row = Mapping[str, Any]
+"""`job_id`, the columns of `request.Columns`, and `request`: the document of `jobs.request`."""
+
+
+@runtime_checkable
+class Kind(Protocol):
+    """What an entry point names. It may also have `smaller(row) -> row | None`: the same with a smaller batch, None where there is none."""
+
+    def expand(self, row: Row) -> JobSpec:
+        """The command of a job of this kind. UsageError with all that is wrong with the row, a line for each problem."""
+        ...
+
+
+class Command:
+    """The built-in kind: the arguments are the command."""
+
+    def expand(self, row: Row) -> JobSpec:
+        """It looks at no column that is for training, so it takes none."""
+        found = [
+            f"{name} is given, but a job of kind {COMMAND} runs its arguments alone: leave {name} out, or give its job_type"
+            for name in ("model", "dataset", "reward_function", "hyperparams")
+            if row[name]
+        ]
+        if not row["request"].get("arguments"):
+            found.append("there is no command: give the program and its arguments")
+        if found:
+            raise InvalidRequest(found)
+        folder = row["output_dir"]
+        return JobSpec(
+            tuple(row["request"]["arguments"]), artefacts=(folder,), checkpoints=(folder,)
+        )
+
+
+def known() -> list[str]:
+    """The kinds that there are."""
+    return sorted({COMMAND, *_announced()})
+
+
+def expand(row: Row) -> JobSpec:
+    """The whole spec of a job, checked. UsageError with all that is wrong, a line for each problem."""
+    beyond = beyond_from_document(row["request"])
+    made = _made(row)
+    whole = _with_request(made, beyond)
+    found = [*_clashes(made, beyond), *spec.problems(whole)]
+    if found:
+        raise InvalidRequest(found)
+    return whole
+
+
+def smaller(row: Row, times: int) -> JobSpec | None:
+    """The spec with a batch that was made smaller so many times; None where the kind knows no smaller one."""
+    kind = _kind(row["job_type"])
+    shrink = getattr(kind, "smaller", None)
+    if shrink is None:
+        return None
+    small = row
+    for _ in range(times):
+        shrunk: Row | None = shrink(small)
+        if shrunk is None:
+            break
+        small = shrunk
+    return None if small is row else expand(small)
+
+
+def _made(row: Row) -> JobSpec:
+    name = row["job_type"]
+    kind = _kind(name)
+    if name != COMMAND and row["request"].get("arguments"):
+        raise InvalidRequest([f"arguments are for jobs of kind {COMMAND}; {name} makes its own"])
+    if isinstance(kind, Command):
+        return kind.expand(row)
+    made = plugins.run_user_code(
+        lambda: kind.expand(row), what=f"the kind {name} failed on this job"
+    )
+    if not isinstance(made, JobSpec):
+        raise UsageError(f"the kind {name} gave a {type(made).__name__}, not a JobSpec")
+    return made
+
+
+def _kind(name: str) -> Kind:
+    if name == COMMAND:
+        return Command()
+    place = _announced().get(name)
+    if place is None:
+        close = plugins.nearest(name, known())
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise UsageError(
+            f"job_type {name!r}: no such kind of job.{hint} There are: {', '.join(known())}"
+        )
+    return _load(place)
+
+
+@cache
+def _load(place: str) -> Kind:
+    """An installed package's own object; what a row says never comes here."""
+    kind = plugins.load(place, kind="kind of job").object
+    if not isinstance(kind, Kind):
+        raise UsageError(f"{place}, an entry point of {ENTRY_POINTS}, has no `expand(row)`")
+    return kind
+
+
+@cache
+def _announced() -> dict[str, str]:
+    """Looked up once: to go through all installed packages takes longer than all else of admitting a job."""
+    return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def _with_request(made: JobSpec, beyond: Beyond) -> JobSpec:
+    limits, resources = beyond.limits, beyond.resources
+    said = {name: value for name, value in limits.model_dump().items() if value is not None}
+    return replace(
+        made,
+        environment={**made.environment, **beyond.environment},
+        files={**made.files, **beyond.manifest()},
+        secrets=(*made.secrets, *(name for name in beyond.secrets if name not in made.secrets)),
+        artefacts=made.artefacts if beyond.artefacts is None else tuple(beyond.artefacts),
+        checkpoints=made.checkpoints if beyond.checkpoints is None else tuple(beyond.checkpoints),
+        limits=replace(
+            made.limits,
+            ram_mb=resources.ram_mb or made.limits.ram_mb,
+            disk_mb=resources.disk_mb or made.limits.disk_mb,
+            **said,
+        ),
+    )
+
+
+def _clashes(made: JobSpec, beyond: Beyond) -> list[str]:
+    return [
+        f"file {path!r}: the kind puts another file there; choose another path"
+        for path, entry in beyond.manifest().items()
+        if path in made.files and made.files[path] != entry
+    ]

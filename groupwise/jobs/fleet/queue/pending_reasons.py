@@ -1,0 +1,115 @@
+"""Why a job waits, in words: for jobs that it comes after, for room, for its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import and_, func, or_, select
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.queue import untracked_processes
+from groupwise.jobs.fleet.queue.capacity import view
+from groupwise.jobs.fleet.queue.placement import Blocked, Placement
+from groupwise.jobs.fleet.queue.request import dependency
+from groupwise.jobs.fleet.queue.resource_shapes import QUEUED
+from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.states import FINAL, AttemptState, JobStatus
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.tables import Attempt, Job, Member
+
+_MOST_COUNTED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    """A job that another one waits for."""
+
+    job_id: str
+    reason: str
+    hopeless: bool = False
+    """What was waited for will not come any more."""
+
+
+def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unmet]:
+    """Of jobs and what they are to come after (`JOB`, `JOB:ok`): those that cannot begin yet, or never."""
+    ids = {dependency(word)[0] for words in after.values() for word in words}
+    if not ids:
+        return {}
+    query = select(Job.job_id, Job.status).where(Job.job_id.in_(ids))
+    statuses = dict(session.execute(query).all())
+    found: dict[str, Unmet] = {}
+    for job_id, words in after.items():
+        reasons = [why for word in words if (why := _unmet(word, statuses))]
+        if reasons:
+            found[job_id] = next((why for why in reasons if why.hopeless), reasons[0])
+    return found
+
+
+def _unmet(word: str, statuses: Mapping[str, str]) -> Unmet | None:
+    job_id, must_complete = dependency(word)
+    status = statuses.get(job_id)
+    if status in (None, *FINAL):
+        if not must_complete or status == JobStatus.COMPLETED:
+            return None
+        became = "is not there any more" if status is None else f"has {status}"
+        if status == JobStatus.CANCELLED:
+            became = "was cancelled"
+        return Unmet(job_id, f"job {job_id}, which it was to come after, {became}", hopeless=True)
+    until = "completed" if must_complete else "ended"
+    return Unmet(job_id, f"waits until job {job_id} has {until}; that one is {status}")
+
+
+def outlook(session: Session, job: Job) -> Placement | Blocked:
+    """Where an admitted job would begin now, were it the next, or why it would not."""
+    resources = Resources.model_validate(job.resources or {})
+    found = view(session, {job.project})
+    return found.look(resources, job.project, (job.rank or 0.0, job.job_id))
+
+
+def explain(session: Session, job: Job) -> list[str]:
+    """Why a job waits, as of now, in words; empty where it does not wait."""
+    if job.status == JobStatus.HELD:
+        return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
+    if job.status == JobStatus.RUNNING:
+        return _in_a_queue(session, job)
+    if job.status not in (JobStatus.QUEUED, JobStatus.PENDING):
+        return []
+    if job.admitted_at is None:
+        return ["it is not admitted yet: a dispatcher does that, once a machine has been observed"]
+    reasons: list[str] = []
+    if missing := unmet(session, {job.job_id: job.request.get("after", [])}):
+        reasons += [each.reason for each in missing.values()]
+    held_back = untracked_processes.held_back_by(session, job.job_id)
+    reasons += held_back
+    pause = job.not_before - seconds(session)
+    if pause > 0 and not held_back:
+        reasons.append(f"it is tried again in {pause:.0f} s")
+    found = outlook(session, job)
+    if isinstance(found, Blocked):
+        return [*reasons, *found.reasons]
+    return reasons or [_place_in_queue(session, job)]
+
+
+def _in_a_queue(session: Session, job: Job) -> list[str]:
+    """What its attempt waits for in the queue of the engine that it was given to, as that says."""
+    words = Member.handle["waits"].as_string()
+    query = (
+        select(words)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Attempt.job_id == job.job_id, Attempt.state != AttemptState.ENDED, words.is_not(None)
+        )
+    )
+    return [f"it was placed on {job.assigned_vm}: {said}" for said in session.scalars(query)]
+
+
+def _place_in_queue(session: Session, job: Job) -> str:
+    before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
+    may_begin = (QUEUED, Job.not_before <= seconds(session))
+    ahead = select(Job.job_id).where(*may_begin, before).limit(_MOST_COUNTED).subquery()
+    count = session.scalar(select(func.count()).select_from(ahead)) or 0
+    if not count:
+        return "there is room for it, and it is the next in the queue"
+    more = " or more" if count == _MOST_COUNTED else ""
+    return f"there is room for it; {count}{more} jobs stand before it in the queue"

@@ -1,0 +1,495 @@
+"""Where a job can run: a pure function of what it needs and what the machines have free.
+
+`capacity.py` reads the machines from the database into the views below; `claim.py` asks `place` and books what it says. Machines are
+looked at one by one: each says what it would give, or why it gives nothing, in words that its operator can act on. Of those that would,
+the one is taken that has least left over afterwards, so that large holes stay for large jobs. The result depends on what stands in the
+views alone, never on their order.
+
+GPUs are given whole or in shares of their memory, never both at once. A job without GPUs takes a CPU slot. Behind an engine
+(`elastic.py`) every job takes a slot and the engine gives the GPUs; no job waits there for what a machine has free.
+
+A job that needs much at once would wait for ever while small ones take each GPU as it comes free. So GPUs are withheld for a job that has
+waited longer than `PATIENCE_SECONDS`: `withhold` chooses the machines where least is missing for it, and what it chose is given to no
+job that stands behind it. As GPUs drain, less and less is missing: the choice settles by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from groupwise.jobs.fleet.queue import elastic
+from groupwise.jobs.fleet.queue.elastic import Elastic
+from groupwise.jobs.fleet.queue.resources import Resources
+
+PATIENCE_SECONDS = 600.0
+"""A job that has waited longer for room has GPUs withheld for it."""
+MOST_REASONS = 12
+"""Lines that say why there is no room; the rest is counted."""
+_NAMED_MACHINES = 3
+"""Of those with the same reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineGPU:
+    """A GPU as placement sees it."""
+
+    gpu_id: int
+    index: int
+    uuid: str
+    model: str | None = None
+    memory_mb: int | None = None
+    trouble: str | None = None
+    """Why nothing new gets it, whatever is reserved: `foreign_busy`, `quarantined: …`."""
+    whole: bool = False
+    """A job holds all of it."""
+    shares_mb: int = 0
+    """Memory that shares hold."""
+
+    @property
+    def idle(self) -> bool:
+        """No job holds anything of it."""
+        return not self.whole and not self.shares_mb
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as placement sees it."""
+
+    vm_id: str
+    gpus: tuple[MachineGPU, ...] = ()
+    trouble: str | None = None
+    """Why nothing new is placed there: `draining`, `unreachable …`."""
+    projects: frozenset[str] | None = None
+    """Whose jobs alone are placed there; None: any project's."""
+    closed: bool = False
+    """The job that is looked at is of none of these."""
+    slots: int = 0
+    """For jobs without GPUs; behind an engine for all."""
+    taken_slots: frozenset[int] = frozenset()
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    prepared: bool = True
+    """Somebody has named the environment that jobs run with."""
+    cpus: int | None = None
+    """That it has; None: not known yet."""
+    ram_mb: int | None = None
+    disk_free_mb: int | None = None
+    promised_cpus: int = 0
+    """To jobs that asked for them."""
+    promised_ram_mb: int = 0
+    engine: Elastic | None = None
+    """What begins jobs in its place: its processors and memory are none of theirs then."""
+
+    def gives_gpus_for(self, resources: Resources) -> bool:
+        """It has GPUs of its own to give, and the job wants some."""
+        return self.engine is None and resources.gpu_count > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a job gets of one machine."""
+
+    vm_id: str
+    gpus: tuple[MachineGPU, ...] = ()
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a job gets: one seat for each of its machines, rank 0 first."""
+
+    seats: tuple[Seat, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """There is no room; never without a reason."""
+
+    reasons: tuple[str, ...]
+    never: bool = False
+    """Not even if all were idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is withheld, and for which job."""
+
+    gpus: Mapping[int, str] = field(default_factory=dict[int, str])
+    """gpu_id → job_id."""
+    slots: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
+    """(vm_id, slot) → job_id."""
+
+    def and_also(self, other: Held) -> Held:
+        """Both together; who came first keeps what it has."""
+        return Held({**other.gpus, **self.gpus}, {**other.slots, **self.slots})
+
+
+NOTHING_HELD = Held()
+
+
+@dataclass(frozen=True, slots=True)
+class Avoid:
+    """What a job gets only where nothing else will do."""
+
+    machines: frozenset[str] = frozenset()
+    gpus: frozenset[int] = frozenset()
+    """By gpu_id."""
+    slots: frozenset[tuple[str, int]] = frozenset()
+    """(vm_id, slot)."""
+
+
+NOTHING_AVOIDED = Avoid()
+
+
+def place(
+    resources: Resources,
+    machines: Iterable[Machine],
+    *,
+    held_for_others: Held = NOTHING_HELD,
+    avoid: Avoid = NOTHING_AVOIDED,
+) -> Placement | Blocked:
+    """Room for the job, or why there is none. What is in `avoid` is taken only where nothing else will do."""
+    ordered = sorted(machines, key=lambda machine: machine.vm_id)
+    if (found := room(resources, ordered, held_for_others, avoid)) is not None:
+        return found
+    answers = [(m.vm_id, _seat(resources, m, held_for_others, avoid)) for m in ordered]
+    refusals = [(vm_id, answer) for vm_id, answer in answers if isinstance(answer, str)]
+    return _blocked(resources, ordered, len(answers) - len(refusals), refusals)
+
+
+def room(
+    resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: Avoid
+) -> Placement | None:
+    """The same without words."""
+    seats: list[tuple[tuple[object, ...], Seat]] = []
+    for machine in filter(has_room, machines):
+        seat = _seat(resources, machine, held_for_others, avoid)
+        if isinstance(seat, Seat):
+            seats.append((_waste(resources, machine, seat, avoid), seat))
+    if len(seats) < resources.machines:
+        return None
+    best = sorted(seats, key=lambda rated: rated[0])[: resources.machines]
+    return Placement(tuple(sorted((s for _, s in best), key=lambda seat: seat.vm_id)))
+
+
+def apply(placement: Placement, resources: Resources, machines: dict[str, Machine]) -> None:
+    """Book it in the views, so that the next job of the same round sees what is left."""
+    for seat in placement.seats:
+        machine = machines[seat.vm_id]
+        taken = {gpu.gpu_id for gpu in seat.gpus}
+        machines[seat.vm_id] = replace(
+            machine,
+            gpus=tuple(_booked(g, resources) if g.gpu_id in taken else g for g in machine.gpus),
+            taken_slots=machine.taken_slots | ({seat.slot} if seat.slot is not None else set()),
+            promised_cpus=machine.promised_cpus + (resources.cpus or 0),
+            promised_ram_mb=machine.promised_ram_mb + (resources.ram_mb or 0),
+        )
+
+
+def _booked(gpu: MachineGPU, resources: Resources) -> MachineGPU:
+    if resources.share_mb is None:
+        return replace(gpu, whole=True)
+    return replace(gpu, shares_mb=gpu.shares_mb + resources.share_mb)
+
+
+def has_room(machine: Machine, held: Held = NOTHING_HELD) -> bool:
+    """Whether any job at all could find room there beside what is held; a quick look, on the safe side."""
+    if machine.trouble:
+        return False
+    if len(machine.taken_slots) < machine.slots and any(
+        n not in machine.taken_slots and (machine.vm_id, n) not in held.slots
+        for n in range(machine.slots)
+    ):
+        return True
+    return any(
+        gpu.trouble is None
+        and not gpu.whole
+        and (gpu.idle or gpu.shares_mb < (gpu.memory_mb or 0))
+        and gpu.gpu_id not in held.gpus
+        for gpu in machine.gpus
+    )
+
+
+def withhold(
+    resources: Resources,
+    machines: Iterable[Machine],
+    *,
+    job_id: str,
+    held: Held = NOTHING_HELD,
+) -> Held:
+    """What to keep for a job that waits, beside what is `held` for those before it. Nothing where it could not run even on idle machines.
+
+    Machines are chosen where least is missing. As nobody behind the job gets what was chosen, the sum of what is missing never rises.
+    """
+    wanted: list[tuple[tuple[int, int, str], Seat]] = []
+    for machine in machines:
+        seat = _nearest(resources, machine, held)
+        if seat is not None:
+            wanted.append(((*_missing(resources, machine, seat), machine.vm_id), seat))
+    if len(wanted) < resources.machines:
+        return NOTHING_HELD
+    chosen = [seat for _, seat in sorted(wanted, key=lambda rated: rated[0])]
+    kept = chosen[: resources.machines]
+    return Held(
+        {gpu.gpu_id: job_id for seat in kept for gpu in seat.gpus},
+        {(seat.vm_id, seat.slot): job_id for seat in kept if seat.slot is not None},
+    )
+
+
+# --- one machine ----------------------------------------------------------------------------------
+
+
+def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+    """What the machine gives, or why nothing."""
+    if why := _unfit(resources, machine) or _short(resources, machine):
+        return why
+    if not machine.gives_gpus_for(resources):
+        return _slot(machine, held, avoid)
+    fitting = _fitting(resources, machine)
+    if isinstance(fitting, str):
+        return fitting
+    free = [g for g in fitting if _is_free(g, resources) and g.gpu_id not in held.gpus]
+    if len(free) < resources.gpu_count:
+        return _too_few(resources, fitting, free, held)
+    return Seat(machine.vm_id, _best(resources, free, avoid))
+
+
+def _unfit(resources: Resources, machine: Machine) -> str | None:
+    """Why the machine is out of the question, whatever runs there."""
+    if resources.vm is not None and machine.vm_id != resources.vm:
+        return f"the job asks for {resources.vm}"
+    if machine.trouble:
+        return machine.trouble
+    if machine.closed:
+        return "it is kept for other projects"
+    for name, value in sorted(resources.labels.items()):
+        has = machine.labels.get(name)
+        if has != value:
+            return f"label {name} is {'not set' if has is None else repr(has)}, not {value!r}"
+    if resources.prepared and not machine.prepared:
+        return f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`"
+    disk = _less("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
+    if machine.engine is not None:
+        return elastic.unfit(resources, machine.engine) or disk
+    return (
+        _less("CPUs", resources.cpus, machine.cpus)
+        or _less("MB of RAM", resources.ram_mb, machine.ram_mb)
+        or disk
+    )
+
+
+def _less(what: str, wanted: int | None, has: int | None) -> str | None:
+    if wanted is None or (has is not None and has >= wanted):
+        return None
+    return f"{'unknown' if has is None else has} {what}, {wanted} wanted"
+
+
+def _short(resources: Resources, machine: Machine) -> str | None:
+    """Why it has too little left of what is promised to others."""
+    if machine.engine is not None:
+        return None
+    cpus = (machine.cpus or 0) - machine.promised_cpus
+    if resources.cpus is not None and cpus < resources.cpus:
+        return (
+            f"{max(cpus, 0)} of {machine.cpus} CPUs not promised to jobs, {resources.cpus} wanted"
+        )
+    ram = (machine.ram_mb or 0) - machine.promised_ram_mb
+    if resources.ram_mb is not None and ram < resources.ram_mb:
+        return (
+            f"{max(ram, 0)} of {machine.ram_mb} MB of RAM not promised to jobs, "
+            f"{resources.ram_mb} wanted"
+        )
+    return None
+
+
+def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+    if not machine.slots:
+        return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
+    kind = "CPU slot" if machine.engine is None else f"place for jobs of {machine.engine.title}"
+    kinds = "CPU slots" if machine.engine is None else f"places for jobs of {machine.engine.title}"
+    free = [n for n in range(machine.slots) if n not in machine.taken_slots]
+    kept = [n for n in free if (machine.vm_id, n) in held.slots]
+    if len(kept) < len(free):
+        open_to_it = [n for n in free if n not in kept]
+        best = min(open_to_it, key=lambda n: ((machine.vm_id, n) in avoid.slots, n))
+        return Seat(machine.vm_id, slot=best)
+    if kept:
+        waiting = ", ".join(sorted({held.slots[machine.vm_id, n] for n in kept}))
+        return f"its free {kinds} are kept for {waiting}, waiting for long"
+    return (
+        f"its {kind} is taken" if machine.slots == 1 else f"all {machine.slots} {kinds} are taken"
+    )
+
+
+def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
+    """Its GPUs that are what the job wants, were they free; at least as many as it wants."""
+    if not machine.gpus:
+        return "no GPU"
+    if resources.named:
+        return _named(resources, machine)
+    sound = [gpu for gpu in machine.gpus if gpu.trouble is None]
+    fitting = [gpu for gpu in sound if _unlike(resources, gpu) is None]
+    if len(fitting) >= resources.gpu_count:
+        return fitting
+    has = f"{len(fitting)} of {len(machine.gpus)} GPUs fit, {resources.gpu_count} wanted"
+    why = {f"GPU {g.index} {g.trouble}" for g in machine.gpus if g.trouble}
+    why |= {why for g in sound if (why := _unlike(resources, g))}
+    return f"{has}: {'; '.join(sorted(why))}" if why else has
+
+
+def _named(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
+    found: list[MachineGPU] = []
+    for name in resources.named:
+        gpu = next((g for g in machine.gpus if name in (g.index, g.uuid)), None)
+        if gpu is None:
+            return f"no GPU {name}"
+        if why := gpu.trouble or _unlike(resources, gpu):
+            return f"GPU {name} {why}"
+        found.append(gpu)
+    if len({gpu.gpu_id for gpu in found}) < len(found):
+        return "one of its GPUs is named by index and by UUID"
+    return found
+
+
+def _unlike(resources: Resources, gpu: MachineGPU) -> str | None:
+    """Why a GPU is not what is wanted."""
+    model, memory = resources.gpu_model, resources.gpu_memory_mb or resources.share_mb
+    if model and model.casefold() not in (gpu.model or "").casefold():
+        return f"is a {gpu.model or 'GPU of unknown model'}, not {model}"
+    if memory and (gpu.memory_mb is None or gpu.memory_mb < memory):
+        has = "unknown memory" if gpu.memory_mb is None else f"{gpu.memory_mb} MB"
+        return f"has {has}, {memory} MB wanted"
+    return None
+
+
+def _is_free(gpu: MachineGPU, resources: Resources) -> bool:
+    if resources.share_mb is None:
+        return gpu.idle
+    return not gpu.whole and gpu.shares_mb + resources.share_mb <= (gpu.memory_mb or 0)
+
+
+def _too_few(
+    resources: Resources, fitting: Sequence[MachineGPU], free: Sequence[MachineGPU], held: Held
+) -> str:
+    kept = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
+    withheld = f"; GPUs are kept for {', '.join(kept)}, waiting for long" if kept else ""
+    if resources.named:
+        taken = [str(g.index) for g in fitting if g not in free]
+        return f"GPU {', '.join(taken)} in use{withheld}"
+    if resources.share_mb is not None:
+        most = max((0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0)
+        return f"at most {most} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
+    return (
+        f"{len(free)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
+    )
+
+
+def _best(resources: Resources, free: Sequence[MachineGPU], avoid: Avoid) -> tuple[MachineGPU, ...]:
+    """The smallest that do; for a share the fullest that still has room."""
+    if resources.named:
+        return tuple(free)
+    rated = sorted(free, key=lambda g: ((g.memory_mb or 0) - g.shares_mb, g.index, g.gpu_id))
+    if resources.share_mb is not None:
+        rated.sort(key=lambda g: g.idle)  # a GPU that is shared already, if any
+    rated.sort(key=lambda g: g.gpu_id in avoid.gpus)
+    chosen = rated[: resources.gpu_count]
+    return tuple(sorted(chosen, key=lambda g: (g.index, g.gpu_id)))
+
+
+def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
+    """How good a hole would be spoilt, least first."""
+    idle = sum(gpu.idle and gpu.trouble is None for gpu in machine.gpus)
+    used = sum(gpu.idle for gpu in seat.gpus)
+    slots = machine.slots - len(machine.taken_slots)
+    memory = sum((gpu.memory_mb or 0) - gpu.shares_mb for gpu in seat.gpus)
+    breaks_new = resources.share_mb is not None and used
+    return (
+        machine.vm_id in avoid.machines,
+        sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus)
+        + ((seat.vm_id, seat.slot) in avoid.slots),
+        machine.engine is not None,  # a job that could begin now waits in no other queue
+        breaks_new,
+        idle - used if seat.gpus else slots,
+        memory,
+        machine.vm_id,
+    )
+
+
+# --- withholding ----------------------------------------------------------------------------------
+
+
+def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
+    """The seat that would be there soonest if nothing new began; None: not even if all were idle."""
+    if _unfit(resources, machine):
+        return None
+    if not machine.gives_gpus_for(resources):
+        slots = [n for n in range(machine.slots) if (machine.vm_id, n) not in held.slots]
+        slots.sort(key=lambda n: (n in machine.taken_slots, n))
+        return Seat(machine.vm_id, slot=slots[0]) if slots else None
+    fitting = _fitting(resources, machine)
+    if isinstance(fitting, str):
+        return None
+    ours = [gpu for gpu in fitting if gpu.gpu_id not in held.gpus]
+    if len(ours) < resources.gpu_count:
+        return None
+    ours.sort(key=lambda g: (g.whole, g.shares_mb, g.memory_mb or 0, g.index, g.gpu_id))
+    if resources.share_mb is not None:
+        ours.sort(key=lambda g: (g.whole, g.shares_mb - (g.memory_mb or 0)))
+    return Seat(machine.vm_id, tuple(ours[: resources.gpu_count]))
+
+
+def _missing(resources: Resources, machine: Machine, seat: Seat) -> tuple[int, int]:
+    """How much of the seat is not there yet: in units, and in memory that shares hold."""
+    units = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
+    units += seat.slot in machine.taken_slots
+    units += _short(resources, machine) is not None
+    return units, sum(gpu.shares_mb for gpu in seat.gpus)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _blocked(
+    resources: Resources,
+    machines: Sequence[Machine],
+    willing: int,
+    refusals: Sequence[tuple[str, str]],
+) -> Blocked:
+    if not machines:
+        return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
+    fit = sum(_nearest(resources, machine, NOTHING_HELD) is not None for machine in machines)
+    never = fit < resources.machines
+    lines: list[str] = []
+    if resources.vm is not None and all(m.vm_id != resources.vm for m in machines):
+        return Blocked((f"the fleet has no machine {resources.vm}",), never=True)
+    if never:
+        those = f"only {fit} of the {_machines(resources.machines)} wanted" if fit else "no machine"
+        lines.append(f"{those} could run it, even if everything were free")
+    elif resources.machines > 1:
+        lines.append(f"{willing} of the {resources.machines} machines wanted have room now")
+    if resources.vm is not None:
+        refusals = [(vm_id, why) for vm_id, why in refusals if vm_id == resources.vm]
+    return Blocked((*lines, *_summed_up(refusals)), never)
+
+
+def _machines(count: int) -> str:
+    return f"{count} machine{'s' if count != 1 else ''}"
+
+
+def _summed_up(refusals: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each reason, with the machines that have it; the most frequent first."""
+    by_reason: dict[str, list[str]] = {}
+    for vm_id, why in refusals:
+        by_reason.setdefault(why, []).append(vm_id)
+    ordered = sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0]))
+    lines = [f"{_those(names)}: {why}" for why, names in ordered[:MOST_REASONS]]
+    if rest := ordered[MOST_REASONS:]:
+        count = sum(len(names) for _, names in rest)
+        lines.append(f"{_machines(count)} more, for {len(rest)} other reasons")
+    return lines
+
+
+def _those(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED_MACHINES])
+    more = len(names) - _NAMED_MACHINES
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,289 @@
+"""What a submitter may say of a job: `JobRequest`, the same for the command line, the API and Python.
+
+It has two halves. `Columns` are the columns of `jobs` that people also write by hand. `Beyond` is everything else and is stored as one
+JSON document in `jobs.request`, where people who write rows may put it too. Admission (`admission.py`) reads both halves back from the
+row, whoever wrote it, so that there is one way into the queue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.problems import field_errors
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.queue.failures import CHARGED_RETRIES, RetryPolicy
+from groupwise.jobs.fleet.queue.resources import MOST_MB, Resources
+from groupwise.jobs.fleet.queue.resources import problems as resource_problems
+from groupwise.jobs.hosts.failures import FailureClass
+from groupwise.jobs.hosts.spec import JOB_ID, MOST_ARTEFACTS, SHA256, FileEntry, path_problems
+
+COMMAND = "COMMAND"
+"""The kind of a job that is an argument list and nothing else."""
+MOST_PRIORITY = 1000
+"""Either way; each step is worth an hour of waiting."""
+MOST_INTEGER = 2**31 - 1
+MOST_FILES = 100_000
+
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+Whole = Annotated[int, Field(ge=1, le=MOST_INTEGER)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Retries = Annotated[int, Field(ge=0, le=100)]
+Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+
+M = TypeVar("M", bound=BaseModel)
+
+_SECRET = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:/.+")
+_AFTER = re.compile(rf"({JOB_ID.pattern})(:ok)?")
+_WEBHOOK = re.compile(r"https?://[^\s/@]+(/\S*)?")
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
+
+
+class _Strict(FailFast, BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RequestedLimits(_Strict):
+    """What an attempt may use beside its resources; None: as by default."""
+
+    time_seconds: Seconds | None = None
+    """From the start of the command."""
+    grace_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] | None = None
+    """Between TERM and KILL."""
+    artefact_mb: Annotated[int, Field(ge=1, le=MOST_MB)] | None = None
+    """Of all that it leaves, for each of its machines. Who wants nothing fetched asks for no artefacts."""
+    artefact_files: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """MOST_ARTEFACTS for jobs from now on; those that were admitted with more come to their end."""
+
+
+class RequestedRetries(_Strict):
+    """How often it is tried again after which failure; what is left out is as by default."""
+
+    charged: Retries | None = None
+    """For all failures together that may be its own fault."""
+    per_class: dict[Annotated[FailureClass, Field(strict=False)], Retries] = {}
+    once: bool = False
+    """Once its command has begun it is never begun again, whatever became of it."""
+
+
+class Beyond(_Strict):
+    """What is asked beyond the columns: the document of `jobs.request`."""
+
+    arguments: list[str] = []
+    """The command, for kind COMMAND."""
+    environment: dict[str, str] = {}
+    files: Annotated[
+        dict[str, Annotated[tuple[str, int, int], Field(strict=False)]],
+        Field(max_length=MOST_FILES),
+    ] = {}
+    """Path in the working folder → sha256, mode, size of a blob that the control machine has."""
+    secrets: dict[str, str] = {}
+    """Variable → where the control machine finds its value: `env:NAME` or `file:/path`."""
+    resources: Resources = Resources()
+    limits: RequestedLimits = RequestedLimits()
+    retry: RequestedRetries = RequestedRetries()
+    labels: Annotated[dict[str, str], Field(max_length=64)] = {}
+    """For people, to find it by."""
+    artefacts: list[str] | None = None
+    """Paths to fetch at the end; None: as its kind has it."""
+    checkpoints: list[str] | None = None
+    after: Annotated[list[str], Field(max_length=1000)] = []
+    """Jobs that must have ended before it begins: `JOB`, or `JOB:ok` where that one must have completed."""
+    webhook: Text | None = None
+    """Is told when it has ended."""
+    hold: bool = False
+    """It waits until somebody releases it."""
+    allow_smaller_batch: bool = False
+    """It may begin again with a smaller batch when the GPU's memory was too small."""
+
+    def document(self) -> dict[str, Any]:
+        """What stands in `jobs.request`: what is as it is by default is left out."""
+        return self.model_dump(mode="json", exclude_defaults=True, include=set(Beyond.model_fields))
+
+    def retry_policy(self) -> RetryPolicy:
+        """For whoever decides what follows a failure."""
+        charged = CHARGED_RETRIES if self.retry.charged is None else self.retry.charged
+        return RetryPolicy(charged, self.retry.per_class, self.allow_smaller_batch, self.retry.once)
+
+    def manifest(self) -> dict[str, FileEntry]:
+        """Its files, as a spec has them."""
+        return {path: FileEntry(*entry) for path, entry in self.files.items()}
+
+
+class Columns(_Strict):
+    """The columns of a row that people write, as they are once the database has put in its defaults."""
+
+    job_type: Text
+    model: Text | None
+    dataset: Text | None
+    reward_function: Text | None
+    preprocessing_pipeline: Text
+    hyperparams: dict[str, JsonValue]
+    use_unsloth: bool
+    output_dir: Text
+    max_steps: Whole
+    learning_rate: Rate
+    batch_size: Whole
+    num_generations: Whole
+    priority: Priority
+    project: Annotated[str, Field(min_length=1, max_length=80)]
+    name: Annotated[str, Field(max_length=256)] | None
+
+
+class JobRequest(Beyond):
+    """All that a submitter may say. Columns that are left out get the database's defaults."""
+
+    job_type: Text | None = None
+    """GRPO, SFT, EVAL or another kind that is installed; left out: COMMAND where there are arguments, else GRPO."""
+    model: Text | None = None
+    dataset: Text | None = None
+    reward_function: Text | None = None
+    preprocessing_pipeline: Text | None = None
+    hyperparams: dict[str, JsonValue] | None = None
+    use_unsloth: bool | None = None
+    output_dir: Text | None = None
+    max_steps: Whole | None = None
+    learning_rate: Rate | None = None
+    batch_size: Whole | None = None
+    num_generations: Whole | None = None
+    priority: Priority | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+    def columns(self) -> dict[str, Any]:
+        """The columns that it says something of."""
+        said = self.model_dump(
+            mode="json",
+            exclude_none=True,
+            include=set(JobRequest.model_fields) - set(Beyond.model_fields),
+        )
+        return {"job_type": COMMAND if self.arguments else "GRPO", **said}
+
+    def digest(self) -> str:
+        """The same for requests that say the same."""
+        text = json.dumps([self.columns(), self.document()], sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class InvalidRequest(UsageError):
+    """Something is wrong with what was asked; each problem stands in a line of its own."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def from_document(document: Mapping[str, Any]) -> JobRequest:
+    """The request that a program gave as JSON; InvalidRequest lists all that is wrong with it."""
+    return _read(JobRequest, document)
+
+
+def beyond_from_document(document: Mapping[str, Any]) -> Beyond:
+    """What stands in `jobs.request`; InvalidRequest lists all that is wrong with it."""
+    return _read(Beyond, document)
+
+
+def columns_from_row(row: Mapping[str, Any]) -> Columns:
+    """The columns of a row; InvalidRequest lists all that is wrong with them."""
+    return _read(Columns, {name: row[name] for name in Columns.model_fields})
+
+
+def _read(model: type[M], document: Mapping[str, Any]) -> M:
+    try:
+        return model.model_validate(dict(document))
+    except ValidationError as error:
+        details = [dict(detail) for detail in error.errors()]
+        told = field_errors(details, model)
+        raise InvalidRequest(f"{each.field}: {each.message}" for each in told) from error
+
+
+def problems(request: Beyond) -> list[str]:
+    """What of it is wrong though each value has the right type, in words. What the spec checks is left to the spec."""
+    return [
+        *(f"resources: {problem}" for problem in resource_problems(request.resources)),
+        *(problem for path, entry in request.files.items() for problem in _file(path, entry)),
+        *(
+            f"secret {name}: a reference is wanted, `env:NAME` or `file:/path` on the control machine"
+            for name, reference in request.secrets.items()
+            if not _SECRET.fullmatch(reference)
+        ),
+        *(
+            f"after {word!r}: a job's id is wanted, or `ID:ok`"
+            for word in request.after
+            if not _AFTER.fullmatch(word)
+        ),
+        *_webhook(request.webhook),
+        *_retries(request),
+        *_files(request.limits.artefact_files),
+    ]
+
+
+def _retries(request: Beyond) -> list[str]:
+    """A job that is to run once has no retries to speak of."""
+    retry = request.retry
+    said = [
+        *(["retry.charged"] if retry.charged else []),
+        *(["retry.per_class"] if any(retry.per_class.values()) else []),
+        *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
+    ]
+    if not retry.once or not said:
+        return []
+    return [f"{said[0]} has no effect on a job that is to run once: leave it or retry.once out"]
+
+
+def _files(most: int | None) -> list[str]:
+    if most is None or most <= MOST_ARTEFACTS:
+        return []
+    return [f"limits.artefact_files: {most} is more than the {MOST_ARTEFACTS} that are fetched"]
+
+
+def _file(path: str, entry: tuple[str, int, int]) -> list[str]:
+    sha256, mode, size = entry
+    found = path_problems("file", path)
+    if not SHA256.fullmatch(sha256) or not 0 <= mode <= 0o777 or size < 0:
+        found.append(f"file {path!r}: [sha256, permission bits, bytes] is wanted")
+    return found
+
+
+def _webhook(address: str | None) -> list[str]:
+    if address is None:
+        return []
+    if not _WEBHOOK.fullmatch(address):
+        return ["webhook: an address of http:// or https:// is wanted, without user and password"]
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        return [f"webhook {address[:100]!r}: {error}"]
+    if not is_host(host) or port == 0:
+        return [f"webhook {address[:100]!r}: {host!r} port {port} is no place on any network"]
+    return []
+
+
+def is_host(name: str) -> bool:
+    """Whether it could be asked for an address at all: a name of labels of 1 to 63 letters, or an address itself."""
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        pass
+    else:
+        return True
+    try:
+        labels = name.encode("idna").decode("ascii").removesuffix(".").split(".")
+    except UnicodeError:  # an empty label, one that is too long, or letters that no name has
+        return False
+    return len(name) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
+
+
+def dependency(word: str) -> tuple[str, bool]:
+    """The job of a word in `after`, and whether it must have completed."""
+    job_id, _, condition = word.partition(":")
+    return job_id, condition == "ok"

@@ -1,0 +1,103 @@
+"""Pending jobs by their shapes: who wants the same, waits for the same, and the best-ranked stands for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sqlalchemy import CTE, ColumnElement, literal_column, select, tuple_
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.store.tables import Job
+
+QUEUED = Job.status == literal_column("'queued'")
+PENDING = Job.status == literal_column("'pending'")
+"""Written out, not as parameters: only so do both databases see that their partial indexes serve."""
+
+RankKey = tuple[float, str]
+"""Rank and id of a job: its place in the queue."""
+_READ_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The best-ranked pending job of a shape that waits for room."""
+
+    shape: str
+    key: RankKey
+    resources: Resources
+    project: str
+    waiting_since: float | None
+    not_before: float
+
+
+def best_of_shapes(session: Session) -> list[Waiting]:
+    """One for each shape, in the order of the queue. It reads as many rows as there are shapes, however many jobs wait."""
+    waiting = (PENDING, Job.blocked_on.is_(None))
+    shapes = distinct(Job.shape, *waiting)
+    first = (
+        select(Job.job_id)
+        .where(*waiting, Job.shape == shapes.c.value)
+        .order_by(Job.rank, Job.job_id)
+        .limit(1)
+        .correlate(shapes)
+        .scalar_subquery()
+    )
+    # Found by its index first, whatever the statistics say of how many there are.
+    best = select(first.label("job_id")).select_from(shapes).cte("best")
+    best = best.prefix_with("MATERIALIZED", dialect="postgresql")
+    query = select(
+        Job.job_id,
+        Job.shape,
+        Job.rank,
+        Job.resources,
+        Job.project,
+        Job.waiting_since,
+        Job.not_before,
+    ).join(best, best.c.job_id == Job.job_id)
+    found = [
+        Waiting(
+            row.shape,
+            (row.rank, row.job_id),
+            Resources.model_validate(row.resources or {}),
+            row.project,
+            row.waiting_since,
+            row.not_before,
+        )
+        for row in session.execute(query)
+    ]
+    return sorted(found, key=lambda each: each.key)
+
+
+def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bool]) -> CTE:
+    """The values of an indexed column, as `value`, by as many steps in its index as there are; the last one is NULL."""
+    # By ORDER BY and LIMIT, not by min(): for that PostgreSQL reads all that is greater.
+    first = select(column.label("value")).where(*where).order_by(column).limit(1)
+    values = select(first.subquery().c.value).cte(recursive=True)
+    following = select(column).where(*where, column > values.c.value).order_by(column).limit(1)
+    return values.union_all(
+        select(following.correlate(values).scalar_subquery()).where(values.c.value.is_not(None))
+    )
+
+
+def behind(session: Session, waiting: Waiting) -> Iterator[RankKey]:
+    """The pending jobs of the same shape that stand behind it, as far as somebody asks."""
+    key = waiting.key
+    while True:
+        rows = session.execute(
+            select(Job.rank, Job.job_id)
+            .where(
+                PENDING,
+                Job.blocked_on.is_(None),
+                Job.shape == waiting.shape,
+                tuple_(Job.rank, Job.job_id) > key,
+            )
+            .order_by(Job.rank, Job.job_id)
+            .limit(_READ_AT_ONCE)
+        ).all()
+        for row in rows:
+            key = (row.rank, row.job_id)
+            yield key
+        if len(rows) < _READ_AT_ONCE:
+            return

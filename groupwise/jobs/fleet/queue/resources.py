@@ -1,0 +1,241 @@
+"""What a job needs of machines: `Resources`, read from people's words, stored as JSON, compared by a hash.
+
+Whoever submits says it in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--ram 64GB`) or as JSON; admission settles what was left open
+and stores the result with the job; placement reads it. Jobs of one project that need the same have one `shape`, so that it is found out
+once for all of them whether there is room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from groupwise.api.schemas.bodies import FailFast
+from groupwise.api.schemas.fleet import MOST_GPUS
+from groupwise.api.schemas.problems import field_errors
+from groupwise.core.errors import UsageError
+
+MOST_MACHINES = 1024
+MOST_MB = 2**31 - 1
+"""What a column of the database holds; 2 million GB."""
+
+Megabytes = Annotated[int, Field(gt=0, le=MOST_MB)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_DECIMAL = {"": 1.0, "m": 1.0, "g": 1e3, "t": 1e6}
+_BINARY = {"m": 1.048576, "g": 1073.741824, "t": 1099511.627776}
+_COUNT = re.compile(r"\d+")
+_UUID = re.compile(r"(GPU|MIG)-.+", re.IGNORECASE)
+
+
+class Resources(FailFast, BaseModel):
+    """What one job needs. Numbers count for each of its machines."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    gpus: Annotated[int, Field(ge=0, le=MOST_GPUS)] | None = None
+    """On each machine. None is settled at admission: 1, or 0 in a fleet without GPUs. 0: a CPU slot."""
+    named: Annotated[tuple[int | str, ...], Field(strict=False)] = ()
+    """These GPUs and no others: indices on `vm`, or UUIDs."""
+    vm: Name | None = None
+    """This machine and no other."""
+    gpu_model: Name | None = None
+    """Part of the model's name, in any case: `a100`, `H100 80GB`."""
+    gpu_memory_mb: Megabytes | None = None
+    """That a GPU has at least."""
+    share_mb: Megabytes | None = None
+    """Memory of one GPU that is shared with others; without it GPUs are given whole."""
+    machines: Annotated[int, Field(ge=1, le=MOST_MACHINES)] = 1
+    """A gang: all at once, or none."""
+    cpus: Annotated[int, Field(ge=1, le=MOST_GPUS * 64)] | None = None
+    ram_mb: Megabytes | None = None
+    disk_mb: Megabytes | None = None
+    """Free on the machine's disk before it starts."""
+    labels: dict[str, str] = {}
+    """That a machine has."""
+    prepared: bool = False
+    """An environment that somebody has named for the machine; admission says so of training kinds, which need Groupwise there."""
+
+    def settled(self, gpus_by_default: int) -> Resources:
+        """The same, with nothing left open."""
+        if self.gpus is not None:
+            return self
+        wants_one = bool(self.gpu_model or self.gpu_memory_mb or self.share_mb)
+        count = len(self.named) or (1 if wants_one else gpus_by_default)
+        return self.model_copy(update={"gpus": count})
+
+    @property
+    def gpu_count(self) -> int:
+        """GPUs on each machine, once settled."""
+        assert self.gpus is not None, "resources are settled at admission"
+        return self.gpus
+
+    def as_json(self) -> dict[str, Any]:
+        """The canonical form: what is as it is by default is left out."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    def shape(self, project: str) -> str:
+        """The same for jobs of the project that need the same."""
+        text = json.dumps([project, self.as_json()], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def problems(resources: Resources) -> list[str]:
+    """What of it does not go together, in words for whoever asked for it; each value is right by itself."""
+    return [
+        *_problems_of_names(resources),
+        *_problems_of_gpus(resources),
+        *_problems_of_gang(resources),
+    ]
+
+
+def _problems_of_names(resources: Resources) -> list[str]:
+    found: list[str] = []
+    indices = [name for name in resources.named if isinstance(name, int)]
+    if any(index < 0 for index in indices):
+        found.append("the index of a GPU is 0 or more")
+    if indices and resources.vm is None:
+        found.append("a GPU that is named by its index needs the machine too: --gpus VM:0,1")
+    if len(set(resources.named)) < len(resources.named):
+        found.append("a GPU is named twice")
+    if resources.named and resources.gpus not in (None, len(resources.named)):
+        found.append(f"{len(resources.named)} GPUs are named, but gpus says {resources.gpus}")
+    return found
+
+
+def _problems_of_gpus(resources: Resources) -> list[str]:
+    found: list[str] = []
+    if resources.share_mb and (resources.gpus not in (None, 1) or len(resources.named) > 1):
+        found.append("a share is one of one GPU: leave gpus out, or ask for whole GPUs")
+    least, share = resources.gpu_memory_mb, resources.share_mb
+    if resources.gpus == 0 and (resources.gpu_model or least or share or resources.named):
+        found.append("gpus is 0, so nothing can be said of the GPUs: leave one of the two out")
+    return found
+
+
+def _problems_of_gang(resources: Resources) -> list[str]:
+    if resources.machines == 1:
+        return []
+    found: list[str] = []
+    if resources.vm or resources.named:
+        found.append("a job on several machines cannot name one, nor GPUs of it: use labels")
+    if resources.share_mb:
+        found.append("a job on several machines gets whole GPUs: leave the share out")
+    return found
+
+
+def from_json(document: Mapping[str, Any]) -> Resources:
+    """What `as_json` gave, or somebody wrote; UsageError lists all that is wrong with it."""
+    try:
+        resources = Resources.model_validate(dict(document))
+    except ValidationError as error:
+        told = field_errors([dict(detail) for detail in error.errors()], Resources)
+        raise UsageError("\n".join(f"{e.field}: {e.message}" for e in told)) from error
+    if found := problems(resources):
+        raise UsageError("\n".join(found))
+    return resources
+
+
+def parse(
+    *,
+    gpus: str | None = None,
+    vm: str | None = None,
+    gpu_model: str | None = None,
+    gpu_memory: str | None = None,
+    share: str | None = None,
+    machines: int = 1,
+    cpus: int | None = None,
+    ram: str | None = None,
+    disk: str | None = None,
+    labels: Sequence[str] = (),
+) -> Resources:
+    """Resources in the words of the command line; UsageError lists all that is wrong with them.
+
+    `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are `40GB`, `512MB` or a plain number of MB.
+    """
+    found: list[str] = []
+    count, named, place = _gpus(gpus, found)
+    if vm is not None and place not in (None, vm):
+        found.append(f"--vm says {vm}, --gpus says {place}: name one machine")
+    document: dict[str, Any] = {
+        "gpus": count,
+        "named": named,
+        "vm": vm or place,
+        "gpu_model": gpu_model,
+        "gpu_memory_mb": _size("--gpu-memory", gpu_memory, found),
+        "share_mb": _size("--share-mb", share, found),
+        "machines": machines,
+        "cpus": cpus,
+        "ram_mb": _size("--ram", ram, found),
+        "disk_mb": _size("--disk", disk, found),
+        "labels": _labels(labels, found),
+    }
+    try:
+        resources = from_json(document)
+    except UsageError as error:
+        raise UsageError("\n".join([*found, str(error)])) from error
+    if found:
+        raise UsageError("\n".join(found))
+    return resources
+
+
+def _gpus(words: str | None, found: list[str]) -> tuple[int | None, list[int | str], str | None]:
+    """Count, names, machine."""
+    if words is None:
+        return None, [], None
+    if _COUNT.fullmatch(words.strip()):
+        return int(words), [], None
+    place, colon, listed = words.rpartition(":")
+    names = [name.strip() for name in listed.split(",")]
+    if not all(_COUNT.fullmatch(name) or _UUID.fullmatch(name) for name in names) or (
+        colon and not place
+    ):
+        found.append(
+            f"--gpus {words!r}: a count (2), indices on a machine (VM:0,1) or UUIDs (GPU-…,GPU-…)"
+        )
+        return None, [], None
+    return None, [int(n) if _COUNT.fullmatch(n) else n for n in names], place or None
+
+
+def megabytes(option: str, words: str) -> int:
+    """A size in the words of the command line, in MB; UsageError where it is none, or nothing."""
+    found: list[str] = []
+    size = _size(option, words, found)
+    if found:
+        raise UsageError(found[0])
+    if not size:
+        raise UsageError(f"{option} {words}: what is wanted is at least 1 MB, as {option} 40GB.")
+    return size
+
+
+def _size(option: str, words: str | None, found: list[str]) -> int | None:
+    """Megabytes of `40GB`: as makers count, so that a GPU that is sold with 80 GB has them."""
+    if words is None:
+        return None
+    match = _SIZE.fullmatch(words.strip())
+    factor = None
+    if match:
+        unit = match[2].lower()
+        factor = (_BINARY if match[3] else _DECIMAL).get(unit)
+    if match is None or factor is None:
+        found.append(f"{option} {words!r}: a size such as 40GB, 64GiB, 512MB, or a number of MB")
+        return None
+    return round(float(match[1]) * factor)
+
+
+def _labels(words: Sequence[str], found: list[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
+            found.append(f"--vm-label {word!r}: NAME=VALUE is wanted")
+        elif name in labels:
+            found.append(f"--vm-label {name} is given twice")
+        labels[name] = value
+    return labels

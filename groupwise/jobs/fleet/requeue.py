@@ -1,0 +1,320 @@
+"""The requeue manager: once a minute it looks for what should not be, and puts it right.
+
+Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to
+find. What this finds was left by a mistake: a row that somebody changed by hand, a capacity that nobody told of, a program that had a
+fault. It is level-triggered and remembers nothing between two sweeps. Each repair looks again under the row's lock before it writes:
+whoever is at work on a row is not disturbed, and several managers do each repair once.
+
+    running without a live attempt    goes where the end of its newest attempt says; back into the queue where there is none
+    pending, and could begin          into the queue
+    never admitted                    is admitted, or fails with its reason
+    reserved for an attempt that is   closed: that its machine holds nothing of it has been seen
+      over and clean
+    a machine runs of it what no      held back for longer: its machine may be silent, and run it on
+      table knows
+    to wait longer than any pause     may begin now: the database's clock was set back
+    silent beyond its deadman         told to the operator: whoever drives the attempt should have ended it
+
+It never asks a machine anything, and never touches a job that has a live attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import exists, func, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, Move
+from groupwise.jobs.fleet.attempts.ending import verdict_on
+from groupwise.jobs.fleet.queue import admission, requeue_pending, untracked_processes
+from groupwise.jobs.fleet.queue.failures import BACKOFF_CAP, JobFacts, Verdict, after_end
+from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database, clock, seconds
+from groupwise.jobs.fleet.store.tables import Attempt, Event, Job, Member, Reservation
+from groupwise.jobs.hosts.failures import FailureClass
+
+INTERVAL = 60.0
+"""Seconds between two sweeps."""
+LONGEST_PAUSE = max(BACKOFF_CAP, untracked_processes.HELD_BACK) + 5.0
+"""Seconds until a job may begin, whatever it waits for."""
+AT_ONCE = 100
+"""Rows of one kind that are repaired in one transaction; the rest follows at once."""
+DRIVEN_LATE = 120.0
+"""Seconds beyond a deadman's end in which whoever drives the attempt should have noticed."""
+ACTOR = "requeue"
+
+logger = logging.getLogger(__name__)
+
+
+class RequeueManager:
+    """Sweeps until it is cancelled."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        interval: float = INTERVAL,
+        chance: random.Random | None = None,
+        secrets: AllowedSecrets = UNLESS_TOLD,
+    ) -> None:
+        self._database = database
+        self._secrets = secrets
+        self._interval = interval
+        self._chance = chance or random.Random()
+
+    async def run(self) -> None:
+        """Sweep, for ever."""
+        while True:
+            await self.sweep()
+            await asyncio.sleep(self._interval * self._chance.uniform(0.9, 1.1))
+
+    async def sweep(self) -> dict[str, int]:
+        """Repair what there is to repair; how many of each kind. A kind that fails does not keep the others from being looked at."""
+        repairs: dict[str, Callable[[Session], int]] = {
+            "running without a live attempt": lambda s: move_strays(s, self._chance),
+            "reserved for what is over": close_leaked,
+            "never admitted": lambda s: admit_late(s, self._secrets),
+            "waiting although they could begin": wake_waiting,
+            "of which a machine runs what no table knows": hold_back,
+            "waiting longer than any pause": shorten_pauses,
+            "silent beyond its deadman": tell_overdue,
+        }
+        found: dict[str, int] = {}
+        for what, repair in repairs.items():
+            try:
+                found[what] = await self._until_done(repair)
+            except RunError as error:
+                logger.warning("not repaired, %s: %s", what, error)
+            except Exception:  # a fault in one kind of repair must not end the others
+                logger.exception("not repaired, %s", what)
+        if any(found.values()):
+            logger.info("repaired: %s", ", ".join(f"{n} {what}" for what, n in found.items() if n))
+        return found
+
+    async def _until_done(self, repair: Callable[[Session], int]) -> int:
+        total = 0
+        while True:
+            count = await self._database.in_thread(repair)
+            total += count
+            if count < AT_ONCE:
+                return total
+
+
+# --- running without a live attempt ---------------------------------------------------------------
+
+
+def move_strays(session: Session, chance: random.Random) -> int:
+    """Jobs that run and have no live attempt go where they belong."""
+    live = exists().where(Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED)
+    found = session.scalars(
+        select(Job)
+        .where(Job.status == JobStatus.RUNNING, ~live)
+        .order_by(Job.job_id)
+        .limit(AT_ONCE)
+        .with_for_update(skip_locked=True, key_share=True)
+    ).all()
+    # Between the look and the lock somebody may have moved on; a second look, under the lock, sees it.
+    held = [job.job_id for job in found]
+    busy = set(
+        session.scalars(
+            select(Attempt.job_id).where(
+                Attempt.job_id.in_(held), Attempt.state != AttemptState.ENDED
+            )
+        )
+    )
+    strays = [job for job in found if job.job_id not in busy]
+    for job in strays:
+        _move(session, job, chance)
+    session.flush()
+    if any(job.status in FINAL for job in strays):
+        requeue_pending.wake(session, actor=ACTOR)  # others may wait for them
+    return len(strays)
+
+
+def _move(session: Session, job: Job, chance: random.Random) -> None:
+    attempt = session.scalars(
+        select(Attempt)
+        .where(Attempt.job_id == job.job_id, Attempt.generation == job.generation)
+        .order_by(Attempt.epoch.desc())
+        .limit(1)
+    ).first()
+    verdict, now = _verdict(session, job, attempt, chance), seconds(session)
+    before, job.status = job.status, verdict.status
+    job.spent = dict(verdict.spent)
+    if verdict.status is JobStatus.QUEUED:
+        job.not_before = max(job.not_before, now + verdict.delay)
+        job.waiting_since, job.blocked_reasons = now, None
+        job.retry_count += int(verdict.counts_as_retry)
+    if verdict.status is JobStatus.FAILED:
+        job.failure_reason = verdict.reason
+    if verdict.status in FINAL:
+        job.end_time = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+    events.append(
+        session,
+        actor=ACTOR,
+        kind=f"job.{verdict.status}",
+        job_id=job.job_id,
+        epoch=None if attempt is None else attempt.epoch,
+        before={"status": before},
+        after={"status": verdict.status},
+        detail=_detail(job, attempt, verdict),
+    )
+
+
+def _verdict(session: Session, job: Job, attempt: Attempt | None, chance: random.Random) -> Verdict:
+    if attempt is None or attempt.outcome is None:
+        facts = JobFacts(job.cancel_requested_at is not None, job.spent)
+        return after_end(facts, Outcome.VOID, None, "it was running without an attempt", chance)
+    because = str(attempt.evidence.get("because") or "its attempt has ended")
+    failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
+    outcome, evidence = Outcome(attempt.outcome), attempt.evidence
+    move = Move(AttemptState.ENDED, outcome, failure, because, evidence)
+    return verdict_on(session, job, attempt, move, chance)
+
+
+def _detail(job: Job, attempt: Attempt | None, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "why": "it was running without a live attempt",
+        "exit_code": job.exit_code,
+        "outcome": None if attempt is None else attempt.outcome,
+        "failure_class": None if attempt is None else attempt.failure_class,
+        "reason": verdict.reason,
+        "delay": round(verdict.delay, 3),
+    }
+
+
+# --- the others -----------------------------------------------------------------------------------
+
+
+def close_leaked(session: Session) -> int:
+    """Reservations of attempts that are over, and of which nothing was left on any machine."""
+    over = (
+        select(Reservation.reservation_id, Reservation.epoch, Reservation.vm_id, Attempt.job_id)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .where(
+            Reservation.released_at.is_(None),
+            Attempt.state == AttemptState.ENDED,
+            Attempt.cleanup == Cleanup.CLEAN,
+        )
+        .order_by(Reservation.reservation_id)
+        .limit(AT_ONCE)
+        .with_for_update(skip_locked=True, key_share=True, of=Reservation)
+    )
+    found = session.execute(over).all()
+    if not found:
+        return 0
+    numbers = [row.reservation_id for row in found]
+    session.execute(
+        update(Reservation)
+        .where(Reservation.reservation_id.in_(numbers), Reservation.released_at.is_(None))
+        .values(released_at=clock())
+    )
+    for row in found:
+        events.append(
+            session,
+            actor=ACTOR,
+            kind=events.RESERVATION_CLOSED,
+            job_id=row.job_id,
+            epoch=row.epoch,
+            vm_id=row.vm_id,
+            detail={"why": "its attempt is over, and its machine holds nothing of it"},
+        )
+    requeue_pending.wake(session, vm_ids={row.vm_id for row in found}, actor=ACTOR)
+    return len(found)
+
+
+def admit_late(session: Session, secrets: AllowedSecrets) -> int:
+    """What dispatchers do as well, if there is one; a batch in each sweep."""
+    return min(admission.admit_new(session, AT_ONCE, secrets), AT_ONCE - 1)
+
+
+def wake_waiting(session: Session) -> int:
+    """Jobs that could begin now, and of which nobody was told; a batch in each sweep."""
+    return min(requeue_pending.wake(session, actor=ACTOR), AT_ONCE - 1)
+
+
+def hold_back(session: Session) -> int:
+    """What the last looks at machines found that are silent now, and no table knows; that is no repair, and nothing to tell again."""
+    silent = untracked_processes.on_machines(session, silent=True)
+    untracked_processes.hold_back(session, {each["job_id"] for _, each in silent})
+    return 0
+
+
+def shorten_pauses(session: Session) -> int:
+    """Pauses that were counted before the database's clock was set back. It keeps on until there are none, so that none is passed over."""
+    now = seconds(session)
+    late = select(Job.job_id).where(
+        Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)),
+        Job.not_before > now + LONGEST_PAUSE,
+    )
+    ids = session.scalars(
+        late.order_by(Job.job_id).limit(AT_ONCE).with_for_update(skip_locked=True, key_share=True)
+    ).all()
+    session.execute(update(Job).where(Job.job_id.in_(ids)).values(not_before=now))
+    return len(ids)
+
+
+def tell_overdue(session: Session) -> int:
+    """Attempts whose deadman has ended them for certain, and that are live all the same: once each."""
+    # Events are found by their job, since they are many and no index has their epochs.
+    told = exists().where(
+        Event.job_id == Attempt.job_id,
+        Event.epoch == Attempt.epoch,
+        Event.kind == events.ATTEMPT_OVERDUE,
+    )
+    rows = session.execute(
+        select(Attempt.job_id, Attempt.epoch, Member.vm_id, Member.handle)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .where(Attempt.state != AttemptState.ENDED, Attempt.contact == Contact.UNREACHABLE, ~told)
+        .order_by(Attempt.epoch, Member.rank)
+    ).all()
+    now = seconds(session)
+    found = {
+        row.epoch: row
+        for row in reversed(rows)
+        if _overdue(row.handle, now)
+        and now - _adopted(session, row.job_id, row.epoch) > _patience(row.handle)
+    }
+    for row in found.values():
+        logger.error(
+            "attempt %s.%d on %s is silent beyond its deadman, and nobody ends it; is a dispatcher running?",
+            row.job_id,
+            row.epoch,
+            row.vm_id,
+        )
+        events.append(
+            session,
+            actor=ACTOR,
+            kind=events.ATTEMPT_OVERDUE,
+            job_id=row.job_id,
+            epoch=row.epoch,
+            vm_id=row.vm_id,
+            detail={"why": "silent beyond its deadman, and nobody has ended it"},
+        )
+    return min(len(found), AT_ONCE - 1)
+
+
+def _overdue(handle: dict[str, Any], now: float) -> bool:
+    since = handle.get("silent_since")
+    return "deadman" in handle and since is not None and now > since + _patience(handle)
+
+
+def _patience(handle: dict[str, Any]) -> float:
+    return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + DRIVEN_LATE
+
+
+def _adopted(session: Session, job_id: str, epoch: int) -> float:
+    """When somebody took an attempt over, who counts anew; 0.0: nobody has."""
+    taken = select(func.max(Event.at)).where(
+        Event.job_id == job_id, Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED
+    )
+    return session.scalar(taken) or 0.0

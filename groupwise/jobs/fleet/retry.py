@@ -1,0 +1,109 @@
+"""Going on asking a fleet that does not answer: whoever follows a job for hours is not thrown off by a restart of its API or database.
+
+A single question has its own few tries, and fails within seconds: a person waits for it. Who follows, waits, submits or has a file on its
+way goes on asking for minutes, because nothing is lost by that: what is asked may be asked again, and says where it goes on. That the
+fleet is away is told once, and that it is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import GroupwiseError, RunError
+
+T = TypeVar("T")
+ASK_ON = 600.0
+"""Seconds for which a fleet that does not answer is asked on."""
+PAUSE = 1.0
+"""Seconds between two questions, each of which has pauses of its own."""
+PASSING = frozenset({"database_away", "shutting_down", "in_progress", "timed_out"})
+"""Refusals by which an API says that it can answer later."""
+log = logging.getLogger(__name__)
+
+
+class AwayError(RunError):
+    """The fleet, or its database, does not answer."""
+
+    code = "away"
+
+    def __init__(self, message: str, *, passing: bool = True) -> None:
+        """`passing`: it may answer later without anybody changing what was asked, or how."""
+        super().__init__(message)
+        self.passing = passing
+
+
+class Patience:
+    """For how long one fleet is asked on, by whoever follows, waits, submits or fetches."""
+
+    def __init__(
+        self,
+        seconds: float = ASK_ON,
+        *,
+        tell: Callable[[str], None] = log.warning,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tell`: is told when the fleet is away, and when it is back; without it a warning is logged."""
+        self.seconds = seconds
+        self._tell, self._sleep, self._clock = tell, sleep, clock
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """What a question is answered that may be asked any number of times. At the end of patience its last error is raised."""
+        silence = self.silence()
+        while True:
+            try:
+                answer = question()
+            except GroupwiseError as error:
+                silence.goes_on(error)
+            else:
+                silence.is_over()
+                return answer
+
+    def silence(self) -> Silence:
+        """For who asks by other means than `ask`."""
+        return Silence(self.seconds, self._tell, self._sleep, self._clock)
+
+
+class Silence:
+    """A time without an answer."""
+
+    def __init__(
+        self,
+        seconds: float,
+        tell: Callable[[str], None],
+        sleep: Callable[[float], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._seconds = seconds
+        self._tell, self._sleep, self._clock = tell, sleep, clock
+        self._since: float | None = None
+
+    def goes_on(self, error: GroupwiseError) -> None:
+        """Pause before the next question. Raises the error where another would not help, or has been tried for long enough."""
+        now = self._clock()
+        since = now if self._since is None else self._since
+        if not is_passing(error) or now - since >= self._seconds:
+            raise error
+        if self._since is None:
+            self._since = now
+            self._tell(
+                f"the fleet does not answer, and is asked on for {self._seconds / 60:g} minutes: {error.message}"
+            )
+        self._sleep(PAUSE)
+
+    def is_over(self) -> None:
+        """It has answered."""
+        if self._since is not None:
+            self._since = None
+            self._tell("the fleet answers again")
+
+
+def is_passing(error: GroupwiseError) -> bool:
+    """Whether the same question may be answered later."""
+    if isinstance(error, Refusal):
+        return error.code in PASSING
+    return isinstance(error, AwayError) and error.passing

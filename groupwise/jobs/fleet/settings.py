@@ -1,0 +1,244 @@
+"""What can be said about a fleet: where it is kept, and how often its roles look around.
+
+A fleet is known by one folder: with it come the database (SQLite in the folder, unless a URL of PostgreSQL is told), logs, artefacts and
+the store of files. `GROUPWISE_FLEET` names the folder, and so does `--fleet`; without either it is `~/.groupwise/fleet`. The same two may
+name the address of a fleet's HTTP API instead: then there is nothing else to set here, because whoever serves the API has done it.
+
+Defaults come first; `fleet.yaml` in the folder is laid over them, then variables of the environment (`GROUPWISE_FLEET_POLL_SECONDS=5`),
+then options of the command line. No password has to stand in any of them: `database` may leave it to PGPASSWORD or a `.pgpass` file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
+
+from groupwise.core.errors import ConfigError
+from groupwise.core.settings.environment import lay_environment_over
+from groupwise.core.settings.schema import Strict, keys_of, setting
+from groupwise.core.settings.tree import Tree, read_yaml
+from groupwise.core.settings.validation import validate
+from groupwise.jobs.fleet import secrets
+from groupwise.jobs.fleet.secrets import AllowedSecrets
+
+VARIABLE = "GROUPWISE_FLEET"
+"""Names the folder of the fleet, or the address of its API."""
+ENVIRONMENT = "GROUPWISE_FLEET_"
+"""Beginning of the variables that are settings."""
+FILE = "fleet.yaml"
+"""In the folder: the settings that stay."""
+DEFAULT_FOLDER = "~/.groupwise/fleet"
+DEFAULT_NATS = "nats://localhost:4222"
+"""Where NATS is looked for by a fleet with several processes, if nobody says otherwise."""
+OFF = "off"
+DATABASE_FILE = "fleet.db"
+
+_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
+
+
+def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    problems = [problem for each in patterns for problem in secrets.pattern_problems(each)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return patterns
+
+
+def _checked_nats(url: str | None) -> str | None:
+    """Told now, since a fleet that waits for a server is as silent as one that waits for a mistake. No message holds what may be secret."""
+    for one in () if url is None or url == OFF else url.split(","):
+        if not _is_nats(one.strip()):
+            shown = "one with a user or a token in it" if "@" in one else repr(one.strip())
+            raise ValueError(
+                f"{shown} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
+            )
+    return url
+
+
+def _is_nats(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no number where the port should be
+        return False
+
+
+class FleetSettings(Strict):
+    """Each key stands in `fleet.yaml`, or in the environment as GROUPWISE_FLEET_<KEY>."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "folder": f"the folder is where {FILE} lies; {VARIABLE} or --fleet names it",
+        "api_key": "keys stand in no settings; GROUPWISE_API_KEY holds the one that a client sends",
+    }
+
+    database: str | None = setting(
+        None,
+        f"URL of the database, as postgresql://user@host/groupwise; null: SQLite, {DATABASE_FILE} in the folder.",
+        min_length=1,
+    )
+    nats_url: Annotated[str | None, AfterValidator(_checked_nats)] = setting(
+        None,
+        "URL of NATS, which wakes dispatchers and hears of finished jobs; `off`: without; null: without for an embedded fleet, "
+        f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",
+        min_length=1,
+    )
+    poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0)
+    sweep_seconds: float = setting(
+        2.0, "Between two looks at the queue, for what no doorbell told of.", gt=0
+    )
+    requeue_seconds: float = setting(
+        60.0, "Between two comparisons of all attempts with their machines.", gt=0
+    )
+    lease_seconds: float = setting(
+        25.0,
+        "Silence of a dispatcher after which another one takes over its attempts; at most 120.",
+        ge=1,
+        le=120,
+    )
+    trust_on_first_use: bool = setting(
+        False,
+        "Whether the first host key that a machine shows is pinned without anybody having looked at it.",
+    )
+    ship_logs: str | None = setting(
+        None,
+        "Where lines of logs go besides their files, as JSON lines: `stdout`, the path of a file, or an http(s) URL; null: nowhere.",
+        min_length=1,
+    )
+    webhooks_to_private: bool = setting(
+        False,
+        "Whether webhooks may reach addresses that are not of the public internet: any submitter could then knock at what stands there.",
+    )
+    allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_checked)] = setting(
+        secrets.BY_DEFAULT,
+        "Which variables and files of the control machine jobs may name as secrets: env:NAME and file:PATH, `*` for any name; files "
+        "from the fleet's folder on, unless absolute. No link is followed out of the folder that is named.",
+    )
+    keep_completed_hours: float = setting(
+        24.0,
+        "How long the working folder of an attempt that succeeded stays on its machine, at least 1.",
+        ge=1,
+    )
+    keep_failed_hours: float = setting(
+        72.0,
+        "How long those of all other attempts stay there, for people who look into them, at least 1.",
+        ge=1,
+    )
+    keep_checkpoints: int = setting(
+        2,
+        "How many of the mirrored checkpoints of a job are kept, the newest; what an attempt goes on from stays as long as it does.",
+        ge=1,
+    )
+    concurrency: int = setting(
+        64,
+        "Machines at once that a poller looks at, or a dispatcher compares with what should be; those that did not answer have as many "
+        "places of their own, 64 at most. What drives a job is not counted.",
+        ge=1,
+        le=10_000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlace:
+    """A fleet that this machine can reach directly: its folder and its settings."""
+
+    folder: Path
+    """Absolute."""
+    settings: FleetSettings
+
+    @property
+    def database_url(self) -> str:
+        """The URL of the database, as SQLAlchemy takes it."""
+        return self.settings.database or f"sqlite:///{self.folder / DATABASE_FILE}"
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the database is a file of this machine: then there is one dispatcher, and nothing to migrate by hand."""
+        return self.database_url.startswith("sqlite")
+
+    @property
+    def nats_url(self) -> str | None:
+        """Where NATS is; None: without."""
+        told = self.settings.nats_url
+        if told is None and not self.is_embedded:
+            return DEFAULT_NATS
+        return None if told == OFF else told
+
+    @property
+    def secrets(self) -> AllowedSecrets:
+        """What its jobs may be given of this machine."""
+        return AllowedSecrets(self.settings.allowed_secrets, self.folder)
+
+    @property
+    def logs(self) -> Path:
+        """`<job>.log` is the newest log of a job, `<job>/<epoch>.log` that of one attempt."""
+        return self.folder / "logs"
+
+    @property
+    def artefacts(self) -> Path:
+        """`<job>/<epoch>/…`: what attempts left."""
+        return self.folder / "artefacts"
+
+    @property
+    def blobs(self) -> Path:
+        """Files that jobs take along, and mirrored checkpoints, by their hash."""
+        return self.folder / "blobs"
+
+    @property
+    def growing(self) -> tuple[Path, ...]:
+        """Folders of the control machine that jobs fill, each maybe on a disk of its own."""
+        return self.logs, self.artefacts, self.blobs
+
+    def keep_private(self) -> None:
+        """Make its folder for this user alone, mend what others may enter, and let this process make nothing that others may read."""
+        os.umask(0o077)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, *self.growing):
+            if folder.is_dir() and folder.stat().st_mode & 0o077:
+                folder.chmod(0o700)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAddress:
+    """A fleet that is reached by its HTTP API."""
+
+    url: str
+
+
+def find(
+    told: str | None,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any] | None = None,
+) -> FleetPlace | FleetAddress:
+    """The fleet that is meant: `told` by --fleet, else the environment's, else the one of this user.
+
+    `options` are those of the command line that were given, by their key. Raises ConfigError with everything that is wrong.
+    """
+    name = told or environment.get(VARIABLE) or DEFAULT_FOLDER
+    if _ADDRESS.match(name):
+        return FleetAddress(name.rstrip("/"))
+    folder = Path(name).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            f"{name} is a file. {VARIABLE} and --fleet name the folder of a fleet, or the http(s) address of its API."
+        )
+    return FleetPlace(folder, read_settings(folder / FILE, environment, options or {}))
+
+
+def read_settings(
+    file: Path, environment: Mapping[str, str], options: Mapping[str, Any]
+) -> FleetSettings:
+    """Settings of a file that need not be there, with environment and options laid over it. Raises ConfigError."""
+    tree = read_yaml(file) if file.exists() else Tree("settings")
+    known = keys_of(FleetSettings)
+    texts = frozenset(key for key in known if known[key].annotation == str | None)
+    lay_environment_over(tree, environment, FleetSettings, ENVIRONMENT, as_text=texts)
+    for key, value in options.items():
+        tree.values[key] = value
+        tree.origins[(key,)] = f"--{key.replace('_', '-')}"
+    return validate(FleetSettings, tree)

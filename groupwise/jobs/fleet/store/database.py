@@ -1,0 +1,434 @@
+"""The one way to the fleet's database: short transactions that are tried again where that is safe, and say so where it is not.
+
+Who wants something of the database writes a plain function of a `Session` and hands it over: `database.run(fn)` is one transaction,
+`await database.in_thread(fn)` the same from asynchronous code, `database.read(fn)` a short look that takes no write lock. The function may
+be called several times (deadlock, serialization failure, a server that restarts), so it does nothing but read and write rows; what is to
+happen once, and only when the rows are there, is given to `on_commit`.
+
+Only one thing is never repeated: a COMMIT that got no answer. It may have happened, so it raises `CommitUnknown`, and whoever asked reads
+what is there.
+
+SQLite has one writer at a time: threads of this process take turns by a lock, other processes wait by SQLite's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from sqlalchemy import URL, Connection, Float, select
+from sqlalchemy import exc as sql
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.functions import FunctionElement
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet import disk_full
+from groupwise.jobs.fleet.retry import AwayError
+from groupwise.jobs.fleet.store import engine as engines
+from groupwise.jobs.fleet.store import schema
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+THREADS = 8
+"""Transactions of asynchronous code that run at once; as many as there are connections."""
+PATIENCE = 10.0
+"""Seconds for which a transaction is begun anew. A PostgreSQL that was killed is back within one or two."""
+FIRST_PAUSE = 0.01
+LONGEST_PAUSE = 1.0
+"""Seconds between attempts: the bound doubles, the pause is drawn below it, lest all who collided collide again."""
+
+_REPEATABLE = frozenset(
+    {
+        "40001",  # serialization failure
+        "40P01",  # deadlock
+        "55P03",  # lock not available in time
+        "53300",  # too many connections
+    }
+)
+_HOOKS, _MOMENT = "groupwise_on_commit", "groupwise_moment"
+
+
+class DatabaseFailure(AwayError):
+    """The database cannot be reached, or refuses to work (disk full, time limit). Nothing was committed."""
+
+    code = "database"
+
+
+class CommitUnknown(AwayError):
+    """The connection was lost during COMMIT: what was written may be there or not. Read it before doing anything else."""
+
+    code = "commit_unknown"
+
+
+class Database:
+    """A fleet's database; use it from any thread. Made by `connect`."""
+
+    def __init__(self, url: URL, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.name = engines.shown(url)
+        """Its URL for people: without password."""
+        self.dialect: str = url.get_backend_name()
+        """`sqlite` or `postgresql`."""
+        self.engine = engines.engine_for(url)
+        self._url = url
+        self._sleep = sleep
+        self._writer = threading.Lock() if self.dialect == "sqlite" else nullcontext()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fleet-database")
+        self._inside = threading.local()
+        self._was_reached = False
+
+    def __repr__(self) -> str:
+        return f"Database({self.name})"
+
+    def connection_arguments(self) -> dict[str, Any]:
+        """For a connection of psycopg's own, to listen for notifications. Holds the password: neither show nor log it."""
+        return engines.connection_arguments(self._url)
+
+    def run(self, fn: Callable[[Session], T]) -> T:
+        """One transaction: all that `fn` writes is committed when this returns. `fn` may be called several times.
+
+        CommitUnknown where the connection was lost during COMMIT, DatabaseFailure where nothing was committed; what `fn` raises,
+        and constraints that it violates, come through as they are, after a rollback.
+        """
+        result, hooks = self._repeated(lambda: self._once(fn))
+        for hook in hooks:
+            _call(hook)
+        return result
+
+    def read(self, fn: Callable[[Session], T]) -> T:
+        """`fn` sees one moment of the database, and can change nothing. Keep it short: old rows are kept for it meanwhile."""
+        return self._repeated(lambda: self._look(fn))
+
+    def at_rest(self, work: Callable[[Connection], T]) -> T:
+        """Work on the schema, which makes its own transactions: while no thread of this process writes, and said in words if it fails."""
+        return self._repeated(lambda: self._alone(work))
+
+    async def in_thread(self, fn: Callable[[Session], T]) -> T:
+        """`run` in a thread. Who is cancelled meanwhile is held until the transaction has ended, so that it is never half noticed."""
+        return await self._elsewhere(lambda: self.run(fn))
+
+    async def read_in_thread(self, fn: Callable[[Session], T]) -> T:
+        """`read` in a thread."""
+        return await self._elsewhere(lambda: self.read(fn))
+
+    def close(self) -> None:
+        """Waits for what runs in threads, then closes all connections; a second call does nothing."""
+        self._threads.shutdown(wait=True)
+        self.engine.dispose()
+
+    # --- one transaction --------------------------------------------------------------------------
+
+    def _once(self, fn: Callable[[Session], T]) -> tuple[T, list[Callable[[], None]]]:
+        with self._writer, self._connected() as connection, _session(connection) as session:
+            result = fn(session)
+            session.flush()
+            _refuse_swallowed_error(connection)
+            _commit(session, connection)
+            return result, list(session.info.get(_HOOKS, ()))
+
+    def _alone(self, work: Callable[[Connection], T]) -> T:
+        with self._writer, self._connected() as connection:
+            return work(connection)
+
+    def _look(self, fn: Callable[[Session], T]) -> T:
+        with (
+            self._connected() as connection,
+            _reading(connection, self.dialect) as reader,
+            _session(reader) as session,
+        ):
+            return fn(session)
+
+    @contextmanager
+    def _connected(self) -> Generator[Connection, None, None]:
+        try:
+            connection = self.engine.connect()
+        except sql.DBAPIError as error:
+            # A wrong address is told at once; a server that was there before is given time to come back.
+            if self._was_reached or isinstance(error.orig, sqlite3.Error):
+                raise
+            self._raise_for_people(error, passing=False)
+        self._was_reached = True
+        self._inside.busy = True
+        try:
+            yield connection
+        finally:
+            self._inside.busy = False
+            connection.close()
+
+    def _repeated(self, once: Callable[[], T]) -> T:
+        assert not getattr(self._inside, "busy", False), (
+            "a transaction was begun within another one of the same thread: pass the session on instead"
+        )
+        end, bound = time.monotonic() + PATIENCE, FIRST_PAUSE
+        while True:
+            try:
+                return once()
+            except sql.DBAPIError as error:
+                passing = _nothing_lost_by_repeating(error)
+                if not passing or time.monotonic() >= end:
+                    self._raise_for_people(error, passing=passing)
+            except sql.TimeoutError as error:
+                raise DatabaseFailure(
+                    f"{self.name}: all {engines.CONNECTIONS + engines.MORE_CONNECTIONS} connections of this process stayed in "
+                    f"use for {engines.WAIT_FOR_CONNECTION:.0f} seconds. The database is overloaded, or a transaction hangs."
+                ) from error
+            self._sleep(random.uniform(0, bound))
+            bound = min(LONGEST_PAUSE, 2 * bound)
+
+    def _raise_for_people(self, error: sql.DBAPIError, *, passing: bool) -> NoReturn:
+        """Constraints and mistakes in statements come through; what is wrong with the database itself is said in words."""
+        of_database = type(error) in (sql.OperationalError, sql.DatabaseError)
+        if not of_database and not _nothing_lost_by_repeating(error):
+            raise error
+        raise DatabaseFailure(
+            f"{self.name} does not do its work: {_first_line(error)}. {_remedy(error, self._url)}",
+            passing=passing,
+        ) from error
+
+    # --- threads ----------------------------------------------------------------------------------
+
+    async def _elsewhere(self, work: Callable[[], T]) -> T:
+        begun: Future[T] = self._threads.submit(work)
+        answer = asyncio.wrap_future(begun)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if not begun.cancel():
+                await _settled(answer)
+            raise
+
+
+async def _settled(answer: asyncio.Future[Any]) -> None:
+    """Until it is done, however often the one who waits is cancelled; time limits of the database bound it."""
+    while not answer.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({answer})
+    if not answer.cancelled() and (error := answer.exception()):
+        log.warning("a transaction failed whose caller had been cancelled: %s", error)
+
+
+def connect(url: str) -> Database:
+    """The database of this URL: `sqlite:///path` or `postgresql://user:password@host:port/name`. UsageError where it is no such URL.
+
+    A database of PostgreSQL is spoken to at the first transaction. `check_schema` says whether it has the tables.
+    """
+    return Database(engines.parse(url))
+
+
+def nobody() -> None:
+    """Who works with a database, where nobody does."""
+
+
+def check_schema(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
+    """Return when the tables are those of this version. An SQLite database is brought up to date on the way, since nobody else does it,
+    unless `used_by` names who works with it as it is; for PostgreSQL, which several programs share, UsageError says how. UsageError
+    likewise where they are those of a newer version."""
+    if database.at_rest(schema.is_current):
+        return
+    if database.dialect == "postgresql":
+        raise UsageError(
+            f"{database.name} does not have the tables of this version of Groupwise. "
+            "Stop the fleet's processes, run `groupwise fleet migrate`, and start them again."
+        )
+    migrate(database, used_by)
+
+
+def migrate(database: Database, used_by: Callable[[], str | None] = nobody) -> None:
+    """Make the tables, or bring them up to date; all of it or nothing, and any number of processes may do so at once. `used_by` is asked
+    while nobody else can, and only where something is to change."""
+    database.at_rest(lambda connection: schema.bring_up_to_date(connection, used_by))
+
+
+def on_commit(session: Session, hook: Callable[[], None]) -> None:
+    """Have it called once the transaction of this session is committed, in the same thread; what it raises is logged, since it is late."""
+    session.info.setdefault(_HOOKS, []).append(hook)
+
+
+# --- the clock ------------------------------------------------------------------------------------
+
+
+class clock(FunctionElement[float]):
+    """Seconds since 1970 by the database's clock, in a statement: the only clock for leases, `not_before` and ranks."""
+
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(clock, "postgresql")
+def _postgresql_clock(*_: Any, **__: Any) -> str:
+    return "extract(epoch FROM clock_timestamp())::float8"
+
+
+@compiles(clock, "sqlite")
+def _sqlite_clock(*_: Any, **__: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+def seconds(session: Session) -> float:
+    """Seconds since 1970 by the database's clock."""
+    held: float | None = session.info.get(_MOMENT)
+    return session.execute(_NOW).scalar_one() if held is None else held
+
+
+@contextmanager
+def at_one_moment(session: Session) -> Generator[None, None, None]:
+    """`seconds` within it is what it was at the beginning: for writes of many that are short, and take no locks of others."""
+    session.info[_MOMENT] = seconds(session)
+    try:
+        yield
+    finally:
+        del session.info[_MOMENT]
+
+
+_NOW = select(clock())
+
+
+# --- the pieces of a transaction ------------------------------------------------------------------
+
+
+@contextmanager
+def _session(connection: Connection) -> Generator[Session, None, None]:
+    """Rolled back unless committed. Where the connection is dead the server has rolled back, and there is nobody to be told."""
+    session = Session(connection, expire_on_commit=False)
+    try:
+        yield session
+    finally:
+        with suppress(sql.DBAPIError):
+            session.rollback()
+        session.close()
+
+
+@contextmanager
+def _reading(connection: Connection, dialect: str) -> Generator[Connection, None, None]:
+    if dialect == "postgresql":
+        yield connection.execution_options(
+            **{engines.READS: True}, isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+        return
+    driver = _driver(connection)
+    driver.execute("PRAGMA query_only = ON")
+    try:
+        yield connection.execution_options(**{engines.READS: True})
+    finally:
+        driver.execute("PRAGMA query_only = OFF")
+
+
+def _driver(connection: Connection) -> Any:
+    return connection.connection.driver_connection
+
+
+def _refuse_swallowed_error(connection: Connection) -> None:
+    """PostgreSQL answers the COMMIT of a transaction in which a statement failed with a silent ROLLBACK."""
+    if connection.dialect.name == "postgresql":
+        import psycopg
+
+        driver = _driver(connection)
+        assert driver.info.transaction_status != psycopg.pq.TransactionStatus.INERROR, (
+            "a statement of this transaction failed and its error was caught: wrap it in session.begin_nested()"
+        )
+
+
+def _commit(session: Session, connection: Connection) -> None:
+    try:
+        session.commit()
+    except sql.DBAPIError as error:
+        if _answer_is_missing(error):
+            raise CommitUnknown(
+                "The connection to the database was lost during COMMIT: what was written may be there or not. "
+                "Read it before doing it again."
+            ) from error
+        raise
+
+
+def _answer_is_missing(error: sql.DBAPIError) -> bool:
+    """Of a COMMIT. Only a server that lives on after it has said no is a proof; a failed write to SQLite's file is none."""
+    if isinstance(error.orig, sqlite3.Error):
+        return _sqlite_code(error.orig) == sqlite3.SQLITE_IOERR
+    return _connection_is_lost(error)
+
+
+def _nothing_lost_by_repeating(error: sql.DBAPIError) -> bool:
+    """Asked of errors before or instead of a commit: then a repetition begins where the first one began."""
+    if isinstance(error.orig, sqlite3.Error):
+        return _sqlite_code(error.orig) == sqlite3.SQLITE_BUSY
+    return _connection_is_lost(error) or getattr(error.orig, "sqlstate", None) in _REPEATABLE
+
+
+def _connection_is_lost(error: sql.DBAPIError) -> bool:
+    """Errors without a state come from the network, unless a value was never sent; those worse than ERROR end the connection."""
+    import psycopg
+
+    answer = error.orig
+    if error.connection_invalidated or not isinstance(answer, psycopg.Error):
+        return error.connection_invalidated
+    if isinstance(answer, psycopg.DataError | psycopg.ProgrammingError):
+        return False
+    return answer.sqlstate is None or answer.diag.severity_nonlocalized in ("FATAL", "PANIC")
+
+
+def _sqlite_code(error: sqlite3.Error) -> int:
+    """Extended codes carry the primary one in their lowest byte."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _call(hook: Callable[[], None]) -> None:
+    try:
+        hook()
+    except (
+        Exception
+    ):  # the rows are committed whatever a doorbell says, and its caller must hear that they are
+        log.exception("what was to follow a commit failed")
+
+
+# --- words for people -----------------------------------------------------------------------------
+
+_SQLITE_REMEDIES = {
+    sqlite3.SQLITE_BUSY: "Another process has been writing for long; end that one.",
+    sqlite3.SQLITE_READONLY: "Give this user the right to write to the file and its folder.",
+    sqlite3.SQLITE_CANTOPEN: "See that its folder is there and may be written to.",
+    sqlite3.SQLITE_CORRUPT: "The file is damaged: restore it from a copy.",
+    sqlite3.SQLITE_NOTADB: "The file is no SQLite database: name another, or restore it from a copy.",
+    sqlite3.SQLITE_IOERR: "Its disk fails to read or write; see the system's log.",
+}
+_SAID_OF_A_FULL_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+"""By SQLite, which says the same of others."""
+_POSTGRESQL_REMEDIES = {
+    engines.READ_ONLY: "This server is read-only, as a standby is: see that host and port lead to the one that takes writes.",
+    "57014": "A statement took too long: see what else the server does.",
+    "55P03": "Another transaction, of a backup perhaps, holds what this one needs: see what else the server does.",
+    "40P01": "Transactions keep waiting for each other: see what else the server does.",
+    "40001": "Transactions keep getting in each other's way: see what else the server does.",
+    "53100": "Free space on its disk.",
+    "53300": "Raise its max_connections, or run fewer processes of the fleet.",
+}
+
+
+def _first_line(error: sql.DBAPIError) -> str:
+    return str(error.orig).strip().partition("\n")[0].rstrip(".")
+
+
+def _remedy(error: sql.DBAPIError, url: URL) -> str:
+    if isinstance(error.orig, sqlite3.Error):
+        return _sqlite_remedy(_sqlite_code(error.orig), Path(str(url.database)).parent)
+    return _POSTGRESQL_REMEDIES.get(
+        getattr(error.orig, "sqlstate", None) or "",
+        "See that the server runs, and that host, port, user, password and database name are right.",
+    )
+
+
+def _sqlite_remedy(code: int, folder: Path) -> str:
+    guessed = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
+    if code == sqlite3.SQLITE_FULL or guessed:
+        words = disk_full.words(folder)
+        return words[0].upper() + words[1:]
+    return _SQLITE_REMEDIES.get(code, "Mend what it names.")

@@ -1,0 +1,244 @@
+"""What happened in a fleet: appended in the transaction that made it happen, read in order, never changed.
+
+Every change of a job, an attempt, a machine or a key appends an event, so the audit is complete or the change did not happen. Readers
+(the tracker, webhooks, pages) keep the number of the last event that they have dealt with, and ask for those `after` it.
+
+PostgreSQL gives numbers when rows are written and shows them when they are committed, so number 7 may be seen before number 6, and a
+reader that goes on from 7 never sees 6. Making writers wait for each other would cost them a flush of the disk each. So instead, before
+its first event, a transaction takes a shared advisory lock whose key is the highest number given so far: all its own will be higher. A
+reader looks up the highest number given, then the lowest key held, and then reads no further than either: whoever held a number below
+that is gone, and what they committed is seen. It waits for nobody, and an unrelated long transaction does not hold it up. Numbers of
+transactions that were rolled back stay unused. SQLite has one writer at a time, whose numbers come in the order of commits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Table, func, insert, select, text
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.states import JobStatus
+from groupwise.jobs.fleet.store.database import clock
+from groupwise.jobs.fleet.store.engine import READS
+from groupwise.jobs.fleet.store.tables import Cursor, Event
+
+JOB_QUEUED = "job.queued"
+JOB_PENDING = "job.pending"
+JOB_HELD = "job.held"
+JOB_RUNNING = "job.running"
+JOB_COMPLETED = "job.completed"
+JOB_FAILED = "job.failed"
+JOB_CANCELLED = "job.cancelled"
+"""Up to here `job.` and the status."""
+ENDS: Mapping[str, JobStatus] = {
+    JOB_COMPLETED: JobStatus.COMPLETED,
+    JOB_FAILED: JobStatus.FAILED,
+    JOB_CANCELLED: JobStatus.CANCELLED,
+}
+"""Those that are the end of a job."""
+JOB_SUBMITTED = "job.submitted"
+JOB_CANCEL_REQUESTED = "job.cancel_requested"
+JOB_RETRIED = "job.retried"
+JOB_PRUNED = "job.pruned"
+JOB_CHECKPOINT_DAMAGED = "job.checkpoint_damaged"
+"""It is begun again from an older one, or from the beginning."""
+JOB_CHECKPOINT_NOT_MIRRORED = "job.checkpoint_not_mirrored"
+"""Nobody could go on from it elsewhere."""
+ATTEMPT_RESERVED = "attempt.reserved"
+ATTEMPT_LAUNCHING = "attempt.launching"
+ATTEMPT_RUNNING = "attempt.running"
+ATTEMPT_COLLECTING = "attempt.collecting"
+ATTEMPT_ENDED = "attempt.ended"
+"""Up to here `attempt.` and the state."""
+ATTEMPT_ADOPTED = "attempt.adopted"
+ATTEMPT_CLEAN = "attempt.clean"
+ATTEMPT_LEAKING = "attempt.leaking"
+ATTEMPT_UNREACHABLE = "attempt.unreachable"
+ATTEMPT_REACHABLE = "attempt.reachable"
+ATTEMPT_STUCK = "attempt.stuck"
+ATTEMPT_QUARANTINED = "attempt.quarantined"
+"""A machine runs it, and no table knows it."""
+ATTEMPT_OVERDUE = "attempt.overdue"
+"""Its deadman has ended it for certain, and nobody drives it."""
+RESERVATION_CLOSED = "reservation.closed"
+"""One that had stayed open by a mistake."""
+VM_ADDED = "vm.added"
+VM_REMOVED = "vm.removed"
+VM_TRUSTED = "vm.trusted"
+VM_DRAINING = "vm.draining"
+VM_UNDRAINED = "vm.undrained"
+VM_CHANGED = "vm.changed"
+VM_CORDONED = "vm.cordoned"
+VM_UNCORDONED = "vm.uncordoned"
+VM_LOST = "vm.lost"
+VM_RETURNED = "vm.returned"
+"""It had been lost, answers, and holds nothing of what was given up."""
+VM_UNREACHABLE = "vm.unreachable"
+VM_REACHABLE = "vm.reachable"
+VM_REBOOTED = "vm.rebooted"
+VM_UNTRUSTED = "vm.untrusted"
+GPU_ACCUSED = "gpu.accused"
+"""A job's log says that it is broken; another job has to say so too, or its machine."""
+GPU_QUARANTINED = "gpu.quarantined"
+GPU_CLEARED = "gpu.cleared"
+GPU_OBSERVED = "gpu.observed"
+"""It became busy with something else, went missing, or came back."""
+PROJECT_CHANGED = "project.changed"
+KEY_MADE = "key.made"
+KEY_REVOKED = "key.revoked"
+
+_KIND = re.compile(r"[a-z]+\.[a-z_]+")
+_ANNOUNCED = "groupwise_events"
+_LATER = "groupwise_events_later"
+_TAG = 0x4757
+"""The highest 16 bits of the keys of our advisory locks; the other 48 are a number of an event."""
+
+_GIVEN = text("SELECT last_value - (NOT is_called)::int FROM events_event_id_seq")
+_ANNOUNCE = text(
+    "SELECT pg_advisory_xact_lock_shared((CAST(:tag AS bigint) << 48) | (last_value - (NOT is_called)::int)) "
+    "FROM events_event_id_seq"
+)
+_LOWEST_HELD = text(
+    "SELECT min((classid::bigint & 65535) << 32 | objid::bigint) FROM pg_locks "
+    "WHERE locktype = 'advisory' AND objsubid = 1 AND classid::bigint >> 16 = :tag "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+
+
+def append(
+    session: Session,
+    *,
+    actor: str,
+    kind: str,
+    job_id: str | None = None,
+    epoch: int | None = None,
+    vm_id: str | None = None,
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> int | None:
+    """Its number; None within `gathered`, where it has none yet. `actor` is who did it (`user:ada`, `dispatcher:<owner>`), `before` and
+    `after` what changed, as JSON; no secrets."""
+    assert _KIND.fullmatch(kind), f"{kind!r}: a kind of event reads like job.queued"
+    row = {
+        "actor": actor,
+        "kind": kind,
+        "job_id": job_id,
+        "epoch": epoch,
+        "vm_id": vm_id,
+        "before": before,
+        "after": after,
+        "detail": detail,
+    }
+    if (later := session.info.get(_LATER)) is not None:
+        later.append(row)
+        return None
+    _announce(session)
+    return session.execute(_APPEND, row).scalar_one()
+
+
+_TABLE: Table = Event.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_APPEND = insert(_TABLE).values(at=clock()).returning(_TABLE.c.event_id)
+"""Made once: nothing is written as often."""
+
+
+@contextmanager
+def gathered(session: Session) -> Generator[None, None, None]:
+    """What is appended within it is written at its end, in one statement, in the same order."""
+    later: list[dict[str, Any]] = []
+    session.info[_LATER] = later
+    try:
+        yield
+    finally:
+        del session.info[_LATER]
+    append_many(session, later)
+
+
+def append_many(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Many at once, for what is done to many jobs at once. Each row has `actor` and `kind`, and what it has to say of the rest."""
+    if (later := session.info.get(_LATER)) is not None:
+        later.extend(rows)
+    elif rows:
+        _announce(session)
+        at = session.execute(select(clock())).scalar_one()
+        empty = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))
+        # Of the table, not of the class: that would make a statement of each run of rows that leave out the same columns.
+        session.execute(insert(_TABLE), [{**empty, "at": at, **row} for row in rows])
+
+
+def append_of_jobs(
+    session: Session,
+    ids: Iterable[str],
+    before: JobStatus,
+    after: JobStatus,
+    actor: str,
+    detail: Mapping[str, Any] | None = None,
+) -> None:
+    """An event for each of these jobs."""
+    common = {
+        "actor": actor,
+        "kind": f"job.{after}",
+        "before": {"status": before},
+        "after": {"status": after},
+        "detail": detail,
+    }
+    append_many(session, [{**common, "job_id": job_id} for job_id in ids])
+
+
+def after(session: Session, position: int, limit: int) -> list[Event]:
+    """The next ones, at most `limit`, oldest first; whoever goes on after the last of them misses none.
+
+    To be called within `Database.run`: a transaction that sees one moment only cannot tell what was committed at that moment.
+    """
+    chosen = select(Event).where(Event.event_id > position).order_by(Event.event_id).limit(limit)
+    if session.get_bind().dialect.name == "postgresql":
+        chosen = chosen.where(Event.event_id <= _settled(session))
+    return list(session.scalars(chosen))
+
+
+def newest(session: Session, before: float) -> int:
+    """The last event that is older than `before`, in seconds: whoever goes on after it misses none that comes later. As for `after`."""
+    last = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
+    return min(last, _settled(session)) if session.get_bind().dialect.name == "postgresql" else last
+
+
+def first_end_after(session: Session, reader: str) -> float | None:
+    """When the first job ended that a reader has not dealt with; None: there is none, or no such reader."""
+    position = select(Cursor.position).where(Cursor.name == reader).scalar_subquery()
+    query = select(Event.at).where(Event.event_id > position, Event.kind.in_(ENDS))
+    return session.scalar(query.order_by(Event.event_id).limit(1))
+
+
+def recent(
+    session: Session, *, job_id: str | None = None, vm_id: str | None = None, limit: int
+) -> list[dict[str, Any]]:
+    """The newest ones of a job or a machine, oldest first, as plain data."""
+    chosen = select(*Event.__table__.columns).order_by(Event.event_id.desc()).limit(limit)
+    if job_id is not None:
+        chosen = chosen.where(Event.job_id == job_id)
+    if vm_id is not None:
+        chosen = chosen.where(Event.vm_id == vm_id)
+    return [dict(row) for row in reversed(session.execute(chosen).mappings().all())]
+
+
+def _announce(session: Session) -> None:
+    """Once in a transaction; a lock that was taken within a savepoint goes with it, so there it is taken each time."""
+    if session.get_bind().dialect.name != "postgresql" or session.info.get(_ANNOUNCED):
+        return
+    session.execute(_ANNOUNCE, {"tag": _TAG})
+    session.info[_ANNOUNCED] = not session.in_nested_transaction()
+
+
+def _settled(session: Session) -> int:
+    """The number up to which all transactions are over. Order matters: numbers given, then locks, and after that the events."""
+    connection = session.connection()
+    assert not connection.get_execution_options().get(READS, False), (
+        "events are read in Database.run: Database.read shows one moment, in which it cannot be known whether a number is still to come"
+    )
+    given = session.execute(_GIVEN).scalar_one()
+    held = session.execute(_LOWEST_HELD, {"tag": _TAG}).scalar_one()
+    return given if held is None else min(given, held)

@@ -1,0 +1,72 @@
+"""Which project may name which blob: one that has sent all of its bytes, in whose name a job was submitted that takes it along, or of
+which a job has it in a checkpoint.
+
+Blobs are stored once, whoever sends them, and are named by their sha256; who knows that of a file of another project must not get the file
+by it, nor learn whether it is there. So whoever is bound to projects is told of a blob that none of them has as of one that is missing, and
+has to send it. Who is bound to none may name any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable
+
+from sqlalchemy import Table, delete, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.store.database import clock
+from groupwise.jobs.fleet.store.tables import BlobRight
+
+AT_ONCE = 1000
+_TABLE: Table = BlobRight.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+
+
+def lacking(
+    session: Session, projects: Collection[str] | None, hashes: Iterable[str]
+) -> frozenset[str]:
+    """Those of these blobs that none of the projects may name; `projects` None: all may be named."""
+    if projects is None:
+        return frozenset()
+    wanted = sorted(set(hashes))
+    theirs = select(BlobRight.sha256).where(BlobRight.project.in_(projects))
+    found = set[str]()
+    for start in range(0, len(wanted), AT_ONCE):
+        some = BlobRight.sha256.in_(wanted[start : start + AT_ONCE])
+        found.update(session.scalars(theirs.where(some)))
+    return frozenset(wanted) - found
+
+
+def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
+    """From now on these projects may name these blobs: pairs of sha256 and project."""
+    rows = [{"sha256": sha256, "project": project} for sha256, project in sorted(set(rights))]
+    if not rows:
+        return
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    made = insert(_TABLE).values(at=clock())
+    # The time too, so that nobody forgets it who has looked before the blob was sent again.
+    again = made.on_conflict_do_update(
+        index_elements=["sha256", "project"], set_={"at": made.excluded.at}
+    )
+    session.execute(again, rows)
+
+
+def sender(projects: Collection[str] | None) -> str:
+    """By which what they send is kept apart until it is whole: who has the end of a file alone must not get it by completing what another
+    project has begun to send."""
+    if projects is None:
+        return ""
+    return hashlib.sha256(json.dumps(sorted(projects)).encode()).hexdigest()[:16]
+
+
+def old(session: Session, age: float) -> list[str]:
+    """Blobs with a right that was not recorded within so many seconds."""
+    query = select(BlobRight.sha256).where(BlobRight.at < clock() - age)
+    return list(session.scalars(query.distinct()))
+
+
+def forget(session: Session, hashes: Collection[str], age: float) -> None:
+    """Rights to these blobs, but for those that were recorded since."""
+    gone = BlobRight.sha256.in_(hashes) & (BlobRight.at < clock() - age)
+    session.execute(delete(BlobRight).where(gone).execution_options(synchronize_session=False))

@@ -1,0 +1,514 @@
+"""The tables of a fleet. `database.py` connects to them; `migrations/` makes them; triggers and views are made of `states.py`.
+
+People write rows by hand: an INSERT of job_id, model, dataset and reward_function is a full submission, an INSERT of vm_id, ip_address,
+user and ssh_key_path a machine to be polled. So every other column has a default in the database itself. `status` is for the control
+plane to write.
+
+Two kinds of time stand here. What people read is a timestamp (`created_at`, `start_time`, `end_time`). What the control plane counts
+with is seconds of the database's clock since 1970 (`lease_until`, `not_before`), because no other clock may decide who owns an attempt.
+
+How many GPUs are free is nowhere a number that somebody keeps up to date: the view `vm_overview` counts the rows of `reservations`.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    DateTime,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    false,
+    text,
+    true,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.engine import Dialect
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.sql.functions import FunctionElement
+
+from groupwise.api.schemas.fleet import UNPREPARED
+
+Document = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+"""A JSON value; binary in PostgreSQL. None is NULL, never JSON's own null."""
+Serial = BigInteger().with_variant(Integer(), "sqlite")
+"""A number that the database gives; SQLite counts only in a column that is plainly an integer."""
+
+
+class Moment(TypeDecorator[datetime]):
+    """A timestamp with its zone, for people. SQLite keeps no zone, so what it keeps is UTC."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Into the database: a time without a zone would be anybody's guess, so it is refused."""
+        if value is None:
+            return None
+        assert value.tzinfo is not None, f"{value} has no time zone: datetime.now(UTC) has one"
+        moment = value.astimezone(UTC)
+        return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+        """SQLite keeps anything: what is no time in a row by hand is none, until admission tells so, or it would hide all other rows."""
+        read: Any = super().result_processor(dialect, coltype)
+
+        def readable(value: Any) -> datetime | None:
+            try:
+                return read(value)
+            except (ValueError, TypeError):
+                return None
+
+        return readable if dialect.name == "sqlite" else read
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Out of it."""
+        if value is None or value.tzinfo is not None:
+            return value
+        return value.replace(tzinfo=UTC)
+
+
+class this_moment(FunctionElement[datetime]):
+    """Of the database's clock; SQLite's own word for it stops at whole seconds."""
+
+    type = Moment()
+    inherit_cache = True
+
+
+@compiles(this_moment, "postgresql")
+def _postgresql_moment(*_: Any, **__: Any) -> str:
+    return "now()"
+
+
+@compiles(this_moment, "sqlite")
+def _sqlite_moment(*_: Any, **__: Any) -> str:
+    return "(strftime('%Y-%m-%d %H:%M:%f', 'now') || '000')"
+
+
+_NAMES = {
+    "ix": "ix_%(column_0_N_label)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    """An index of the few rows that are looked for often; both databases have such."""
+    condition = text(where)
+    return Index(name, *columns, unique=unique, postgresql_where=condition, sqlite_where=condition)
+
+
+class Base(DeclarativeBase):
+    """What all tables share: names of constraints that do not depend on the database."""
+
+    metadata = MetaData(naming_convention=_NAMES)
+
+
+class VM(Base):
+    """A machine that runs jobs: one that is reached by SSH, or this one (`transport` local)."""
+
+    __tablename__ = "vms"
+
+    vm_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    ip_address: Mapped[str] = mapped_column(Text, server_default="127.0.0.1")
+    port: Mapped[int] = mapped_column(Integer, server_default="22")
+    user: Mapped[str | None] = mapped_column(Text)
+    ssh_key_path: Mapped[str | None] = mapped_column(Text)
+    """A file on the control machine; the key itself is never in the database."""
+    transport: Mapped[str] = mapped_column(Text, server_default="ssh")
+    """`ssh` or `local`."""
+    jump: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """A host to go through: host, port, user, ssh_key_path, host_key."""
+    host_key: Mapped[str | None] = mapped_column(Text)
+    """The pinned one, as `ssh-ed25519 AAAA…`; without it nothing but the key itself is read from the machine."""
+    seen_host_key: Mapped[str | None] = mapped_column(Text)
+    """The one that it showed last, where that is not the pinned one."""
+    workdir: Mapped[str] = mapped_column(Text, server_default="groupwise-fleet")
+    """Where its runner keeps attempts, files and locks; relative to the home of `user`."""
+    python: Mapped[str] = mapped_column(Text, server_default=UNPREPARED)
+    """The interpreter of the environment that jobs run in; its folder stands first on their PATH."""
+    labels: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+    cpu_slots: Mapped[int | None] = mapped_column(Integer)
+    """How many jobs without GPUs may run at once; NULL: 1 where there are no GPUs, else 0."""
+    projects: Mapped[list[str] | None] = mapped_column(Document)
+    """Whose jobs alone are placed there; NULL: any project's."""
+    deadman: Mapped[float | None] = mapped_column(Float)
+    """Seconds without word from the control plane after which its runner ends a job; NULL: never."""
+    probe: Mapped[list[str] | None] = mapped_column(Document)
+    """The command that is asked for the GPUs, as an argument list; NULL: nvidia-smi."""
+    idle_memory_mb: Mapped[int] = mapped_column(Integer, server_default="500")
+    """A GPU that nobody uses may still show so much memory as used."""
+    active: Mapped[bool] = mapped_column(Boolean, server_default=true())
+    """False: it was removed; the row stays for the history."""
+    draining: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    cordoned: Mapped[str | None] = mapped_column(Text)
+    """Why nothing new is placed there; NULL where it is not cordoned."""
+    lost_at: Mapped[float | None] = mapped_column(Float)
+    """An operator said that it will not come back."""
+    contact: Mapped[str] = mapped_column(Text, server_default="new")
+    """new, ok, unreachable or untrusted."""
+    unreachable_since: Mapped[float | None] = mapped_column(Float)
+    misses: Mapped[int] = mapped_column(Integer, server_default="0")
+    problem: Mapped[str | None] = mapped_column(Text)
+    """What is wrong with it, for people: the last error, or what nvidia-smi said."""
+    degraded: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    """Its probe gave lines that nobody could read; nothing is placed there."""
+    boot_id: Mapped[str | None] = mapped_column(Text)
+    facts: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+    """What its runner said last: cpus, ram_mb, disk_free_mb, python, load …"""
+    observed_round: Mapped[float] = mapped_column(Float, server_default="0")
+    """When the observation that stands here was asked for; an older one is dropped."""
+    launch_failures: Mapped[int] = mapped_column(Integer, server_default="0")
+    """In a row; at a limit the machine is cordoned."""
+    created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
+    last_polled: Mapped[datetime | None] = mapped_column(Moment)
+    engine: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """What begins jobs in its place, as Slurm: an `EngineBody` (api/schemas/fleet.py) as JSON; NULL: itself."""
+
+
+class GPU(Base):
+    """One GPU of a machine, and what was seen of it last. Only reservations say that it is taken."""
+
+    __tablename__ = "gpus"
+    __table_args__ = (UniqueConstraint("vm_id", "uuid"),)
+
+    gpu_id: Mapped[int] = mapped_column(Serial, primary_key=True)
+    vm_id: Mapped[str] = mapped_column(ForeignKey("vms.vm_id"), index=True)
+    index: Mapped[int] = mapped_column(Integer)
+    uuid: Mapped[str] = mapped_column(Text, index=True)
+    """Of the card, whatever the machine in which it stands is called: two rows may be about the same one."""
+    model: Mapped[str | None] = mapped_column(Text)
+    memory_mb: Mapped[int | None] = mapped_column(Integer)
+    observed: Mapped[str] = mapped_column(Text, server_default="ok")
+    """ok, foreign_busy, missing, degraded or mig; anything but ok takes no new job."""
+    detail: Mapped[str | None] = mapped_column(Text)
+    memory_used_mb: Mapped[int | None] = mapped_column(Integer)
+    utilisation: Mapped[int | None] = mapped_column(Integer)
+    """Percent."""
+    temperature: Mapped[int | None] = mapped_column(Integer)
+    """Degrees Celsius."""
+    quarantined: Mapped[str | None] = mapped_column(Text)
+    """Why no job gets it until an operator clears it."""
+    accused: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """When a job's log said last that it is broken, which is no proof: job_id, epoch, at, said. NULL once an operator clears it."""
+    observed_at: Mapped[float | None] = mapped_column(Float)
+
+
+class GPUHistory(Base):
+    """One line a minute and GPU, for a week."""
+
+    __tablename__ = "gpu_history"
+
+    gpu_id: Mapped[int] = mapped_column(ForeignKey("gpus.gpu_id"), primary_key=True)
+    minute: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    memory_used_mb: Mapped[int | None] = mapped_column(Integer)
+    utilisation: Mapped[int | None] = mapped_column(Integer)
+    temperature: Mapped[int | None] = mapped_column(Integer)
+
+
+class Project(Base):
+    """Who jobs are counted for: a weight and quotas."""
+
+    __tablename__ = "projects"
+
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    weight: Mapped[float] = mapped_column(Float, server_default="1")
+    max_gpus: Mapped[int | None] = mapped_column(Integer)
+    """Of its running jobs together."""
+    max_waiting: Mapped[int | None] = mapped_column(Integer)
+    """Jobs that have not begun."""
+
+
+class Job(Base):
+    """What somebody wants run."""
+
+    __tablename__ = "jobs"
+    __table_args__ = (
+        UniqueConstraint("project", "idempotency_key"),
+        _partial("ix_jobs_queue", "rank", "job_id", where="status = 'queued'"),
+        # With the id, so that no database sorts the jobs of a shape when its statistics tell it that there are few.
+        _partial("ix_jobs_shapes", "shape", "rank", "job_id", where="status = 'queued'"),
+        _partial(
+            "ix_jobs_waiting",
+            "shape",
+            "rank",
+            "job_id",
+            where="status = 'pending' AND blocked_on IS NULL",
+        ),
+        _partial(
+            "ix_jobs_blocked_on",
+            "blocked_on",
+            where="status = 'pending' AND blocked_on IS NOT NULL",
+        ),
+        _partial(
+            "ix_jobs_of_project",
+            "project",
+            "due",
+            "rank",
+            where="status IN ('queued', 'pending', 'held')",
+        ),
+        _partial("ix_jobs_patient", "waiting_since", where="status = 'queued'"),
+        Index("ix_jobs_created", "created_at", "job_id", "status"),
+        _partial("ix_jobs_new", "created_at", where="admitted_at IS NULL"),
+    )
+
+    job_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    job_type: Mapped[str] = mapped_column(Text, server_default="GRPO")
+    """GRPO, SFT, EVAL, any kind that is registered, or COMMAND."""
+    model: Mapped[str | None] = mapped_column(Text)
+    dataset: Mapped[str | None] = mapped_column(Text)
+    """An absolute path is one on the machine, `org/name` one of the hub."""
+    reward_function: Mapped[str | None] = mapped_column(Text)
+    """A registered name or module:function; several are separated by commas."""
+    preprocessing_pipeline: Mapped[str] = mapped_column(Text, server_default="generic")
+    hyperparams: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+    """Further settings of the kind, by name."""
+    use_unsloth: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    output_dir: Mapped[str] = mapped_column(Text, server_default="outputs")
+    max_steps: Mapped[int] = mapped_column(Integer, server_default="500")
+    learning_rate: Mapped[float] = mapped_column(Float, server_default="5e-6")
+    batch_size: Mapped[int] = mapped_column(Integer, server_default="1")
+    num_generations: Mapped[int] = mapped_column(Integer, server_default="4")
+    priority: Mapped[int] = mapped_column(Integer, server_default="0")
+    status: Mapped[str] = mapped_column(Text, server_default="queued")
+    retry_count: Mapped[int] = mapped_column(Integer, server_default="0")
+    """Attempts of this generation that followed a failure."""
+    failure_reason: Mapped[str | None] = mapped_column(Text)
+    assigned_vm: Mapped[str | None] = mapped_column(Text)
+    """Of rank 0 of the newest attempt."""
+    gpu_index: Mapped[int | None] = mapped_column(Integer)
+    """The first GPU of rank 0 of the newest attempt."""
+    created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
+    start_time: Mapped[datetime | None] = mapped_column(Moment)
+    end_time: Mapped[datetime | None] = mapped_column(Moment)
+    log_path: Mapped[str | None] = mapped_column(Text)
+    """Of the newest attempt, below the folder of the control machine; once there is one."""
+
+    project: Mapped[str] = mapped_column(Text, server_default="default")
+    name: Mapped[str | None] = mapped_column(Text)
+    submitted_by: Mapped[str | None] = mapped_column(Text)
+    request: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+    """What was asked beyond the columns: a `JobRequest` (request.py) as JSON."""
+    spec: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """What admission made of the row: a `JobSpec` (jobs/hosts/spec.py) as JSON; the same for all attempts."""
+    spec_hash: Mapped[str | None] = mapped_column(Text)
+    resources: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """Admitted `Resources` (resources.py) as JSON."""
+    shape: Mapped[str | None] = mapped_column(Text)
+    """Hash of `resources` and project: jobs of one shape can run in the same places."""
+    due: Mapped[float | None] = mapped_column(Float)
+    """Its place in its project, lowest first: when it was made, in seconds since 1970, less an hour for each step of priority."""
+    rank: Mapped[float | None] = mapped_column(Float)
+    """Its place in the queue, lowest first: `due`, or when those before it in its project have had their turns."""
+    admitted_at: Mapped[float | None] = mapped_column(Float)
+    not_before: Mapped[float] = mapped_column(Float, server_default="0")
+    waiting_since: Mapped[float | None] = mapped_column(Float)
+    """Since when it could have begun, had there been room; NULL while it runs."""
+    generation: Mapped[int] = mapped_column(Integer, server_default="0")
+    """How often `retry` has begun it anew."""
+    spent: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+    """Failures of this generation by class, and `charged`: what budgets are counted with."""
+    blocked_reasons: Mapped[list[str] | None] = mapped_column(Document)
+    blocked_on: Mapped[str | None] = mapped_column(Text)
+    """The job that it waits for; NULL where it waits for room."""
+    cancel_requested_at: Mapped[float | None] = mapped_column(Float)
+    exit_code: Mapped[int | None] = mapped_column(Integer)
+    idempotency_key: Mapped[str | None] = mapped_column(Text)
+    request_hash: Mapped[str | None] = mapped_column(Text)
+    """Of what came with the idempotency key: the same key with something else is refused."""
+
+
+class Attempt(Base):
+    """One execution of a job. Its epoch is higher than that of every attempt before it."""
+
+    __tablename__ = "attempts"
+    __table_args__ = (
+        _partial("uq_attempts_live", "job_id", where="state <> 'ended'", unique=True),
+        _partial("ix_attempts_open", "lease_until", where="state <> 'ended' OR cleanup <> 'clean'"),
+        {"sqlite_autoincrement": True},
+    )
+
+    epoch: Mapped[int] = mapped_column(Serial, primary_key=True)
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.job_id"), index=True)
+    generation: Mapped[int] = mapped_column(Integer)
+    number: Mapped[int] = mapped_column(Integer)
+    """Of this generation, from 0."""
+    state: Mapped[str] = mapped_column(Text, server_default="reserved")
+    outcome: Mapped[str | None] = mapped_column(Text)
+    failure_class: Mapped[str | None] = mapped_column(Text)
+    charged: Mapped[bool | None] = mapped_column(Boolean)
+    evidence: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+    """Why it is believed to have ended so: exit record, boot ids, last lines, who said so."""
+    owner: Mapped[str | None] = mapped_column(Text)
+    lease_until: Mapped[float] = mapped_column(Float, server_default="0")
+    contact: Mapped[str] = mapped_column(Text, server_default="ok")
+    unreachable_since: Mapped[float | None] = mapped_column(Float)
+    cleanup: Mapped[str] = mapped_column(Text, server_default="pending")
+    resume_from: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """The mirrored checkpoint that it begins with: step and manifest."""
+    previous_failure: Mapped[str | None] = mapped_column(Text)
+    spec: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """Where it differs from the job's: a smaller batch after the GPU's memory was too small."""
+    created_at: Mapped[float] = mapped_column(Float)
+    running_at: Mapped[float | None] = mapped_column(Float)
+    ended_at: Mapped[float | None] = mapped_column(Float)
+
+
+class Member(Base):
+    """The part of an attempt that runs on one machine; a gang has several, rank 0 leads."""
+
+    __tablename__ = "attempt_members"
+    __table_args__ = (_partial("ix_members_unshipped", "epoch", where="log_shipped < log_offset"),)
+
+    epoch: Mapped[int] = mapped_column(ForeignKey("attempts.epoch"), primary_key=True)
+    rank: Mapped[int] = mapped_column(Integer, primary_key=True)
+    vm_id: Mapped[str] = mapped_column(ForeignKey("vms.vm_id"), index=True)
+    state: Mapped[str | None] = mapped_column(Text)
+    """What its runner said last: a `MemberState`; NULL where nothing was ever sent."""
+    handle: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+    """pid, start ticks, boot id and how it was started, as its runner said."""
+    log_offset: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """Bytes of its log that are on the control machine's disk."""
+    log_shipped: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """Bytes of it that were sent on, where somebody gathers logs."""
+    released: Mapped[bool] = mapped_column(Boolean, server_default=false())
+    """Its machine was seen to hold nothing of it any more."""
+
+
+class Reservation(Base):
+    """A GPU, a part of one, or a CPU slot that an attempt holds until `released_at`."""
+
+    __tablename__ = "reservations"
+    __table_args__ = (
+        _partial(
+            "uq_reservations_gpu",
+            "gpu_id",
+            where="released_at IS NULL AND share_mb IS NULL",
+            unique=True,
+        ),
+        _partial(
+            "uq_reservations_slot",
+            "vm_id",
+            "slot",
+            where="released_at IS NULL AND gpu_id IS NULL",
+            unique=True,
+        ),
+        _partial("ix_reservations_open", "vm_id", where="released_at IS NULL"),
+    )
+
+    reservation_id: Mapped[int] = mapped_column(Serial, primary_key=True)
+    vm_id: Mapped[str] = mapped_column(ForeignKey("vms.vm_id"))
+    gpu_id: Mapped[int | None] = mapped_column(ForeignKey("gpus.gpu_id"))
+    slot: Mapped[int | None] = mapped_column(Integer)
+    """The CPU slot, where no GPU is held."""
+    share_mb: Mapped[int | None] = mapped_column(Integer)
+    """Memory of the GPU that is held; NULL: all of it."""
+    epoch: Mapped[int] = mapped_column(ForeignKey("attempts.epoch"), index=True)
+    rank: Mapped[int] = mapped_column(Integer)
+    reserved_at: Mapped[float] = mapped_column(Float)
+    released_at: Mapped[float | None] = mapped_column(Float)
+
+
+class Checkpoint(Base):
+    """A complete checkpoint of a job that lies on the control machine."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (
+        _partial("ix_checkpoints_damaged", "damaged_at", where="damaged_at IS NOT NULL"),
+    )
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.job_id"), primary_key=True)
+    generation: Mapped[int] = mapped_column(Integer, primary_key=True)
+    epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True)
+    path: Mapped[str] = mapped_column(Text, primary_key=True)
+    """Of the checkpoint's folder, relative to the attempt's work folder."""
+    step: Mapped[int] = mapped_column(BigInteger)
+    manifest: Mapped[dict[str, Any]] = mapped_column(Document)
+    """Path → sha256, mode and size: blobs of the control machine's store."""
+    mirrored_at: Mapped[float] = mapped_column(Float)
+    damaged_at: Mapped[float | None] = mapped_column(Float)
+    """When an attempt could not begin with it for want of some of its blobs: no other one tries to, unless somebody has the job retried."""
+
+
+class BlobRight(Base):
+    """A project that may name a blob; see `rights.py`."""
+
+    __tablename__ = "blob_rights"
+
+    sha256: Mapped[str] = mapped_column(Text, primary_key=True)
+    project: Mapped[str] = mapped_column(Text, primary_key=True)
+    at: Mapped[float] = mapped_column(Float)
+    """When it was recorded last."""
+
+
+class Event(Base):
+    """What happened: appended in the transaction that made it happen, never changed."""
+
+    __tablename__ = "events"
+    __table_args__ = ({"sqlite_autoincrement": True},)
+
+    event_id: Mapped[int] = mapped_column(Serial, primary_key=True)
+    at: Mapped[float] = mapped_column(Float)
+    actor: Mapped[str] = mapped_column(Text)
+    """Who: `dispatcher:<owner>`, `key:<id>`, `user:<name>`, `poller` …"""
+    kind: Mapped[str] = mapped_column(Text)
+    """What: `job.queued`, `attempt.running`, `vm.lost`, `gpu.quarantined` …"""
+    job_id: Mapped[str | None] = mapped_column(Text, index=True)
+    epoch: Mapped[int | None] = mapped_column(BigInteger)
+    vm_id: Mapped[str | None] = mapped_column(Text, index=True)
+    before: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    after: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    detail: Mapped[dict[str, Any] | None] = mapped_column(Document)
+
+
+class Cursor(Base):
+    """How far a reader of events has come: the tracker, webhooks."""
+
+    __tablename__ = "cursors"
+
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    position: Mapped[int] = mapped_column(BigInteger, server_default="0")
+
+
+class ControlProcess(Base):
+    """A dispatcher, poller, requeue manager or tracker that is alive, or was."""
+
+    __tablename__ = "control_processes"
+
+    owner: Mapped[str] = mapped_column(Text, primary_key=True)
+    role: Mapped[str] = mapped_column(Text)
+    host: Mapped[str] = mapped_column(Text)
+    pid: Mapped[int] = mapped_column(Integer)
+    started_at: Mapped[float] = mapped_column(Float)
+    seen_at: Mapped[float] = mapped_column(Float)
+    facts: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
+
+
+class ApiKey(Base):
+    """A key of the HTTP API, by its hash."""
+
+    __tablename__ = "api_keys"
+
+    key_id: Mapped[str] = mapped_column(Text, primary_key=True)
+    role: Mapped[str] = mapped_column(Text)
+    digest: Mapped[bytes] = mapped_column(LargeBinary)
+    projects: Mapped[list[str] | None] = mapped_column(Document)
+    """NULL: all."""
+    note: Mapped[str | None] = mapped_column(Text)
+    created_at: Mapped[float] = mapped_column(Float)
+    expires_at: Mapped[float | None] = mapped_column(Float)
+    revoked_at: Mapped[float | None] = mapped_column(Float)

@@ -1,0 +1,631 @@
+"""Rules that the database itself enforces: which state may follow which, what never changes again, what may not overlap.
+
+`states.py` is the table; here each line of it becomes a trigger, in the words of either database, so that no program of any version and
+no person at a prompt can break it. A refusal is an integrity error whose message names the rule. `schema.py` drops and makes them anew at
+each migration, so they always agree with the code.
+
+SQLite needs three kinds more. It keeps anything in any column, and one row that cannot be read would hide all others. Its `INSERT OR
+REPLACE` deletes what is in the way without asking the triggers of deletions, so that no row may come where another of its key is. And it
+heeds references between tables only for a connection that asks for it, which nobody does at a prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Constraint,
+    Float,
+    Index,
+    Integer,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.types import TypeEngine
+
+from groupwise.api.schemas.fleet import NAME
+from groupwise.jobs.fleet import states
+from groupwise.jobs.fleet.store.tables import Attempt, Base, Event, Job, Member, Moment, Reservation
+
+Word = TypeVar("Word", bound=StrEnum)
+
+PREFIX = "fleet_"
+"""Of the names of triggers and of their functions; what is called otherwise belongs to somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a row may not be or become."""
+
+    name: str
+    table: str
+    on: str
+    """INSERT, UPDATE or DELETE; for SQLite also UPDATE OF a column."""
+    refused: str
+    """Condition on NEW and OLD, in SQL that both databases read; `<~>` is "differs from", NULL being a value like others."""
+    message: str
+    about: str = ""
+    """A part of that condition, if there are rows which it leaves out, that a row fulfils by itself; `refused` is asked of such rows."""
+    early: bool = False
+    """Asked before a row is inserted, which otherwise is looked at when it stands there: only then SQLite has given it its number."""
+    lock: str = ""
+    """A statement for PostgreSQL, so that rows which others write at the same time are seen; SQLite has one writer."""
+
+
+def rules() -> tuple[Rule, ...]:
+    """Those that are the same in both databases, in the order in which they are asked: PostgreSQL goes by name."""
+    return (*_of_jobs(), *_of_attempts(), *_of_reservations(), *_of_events(), *_of_places())
+
+
+def statements(dialect: str) -> Iterator[str]:
+    """What makes them all."""
+    only_sqlite = (_of_values, _of_replacements, _of_references)
+    own = [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _of_times()
+    for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *own):
+        yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
+    if dialect == "postgresql":
+        for table in NEVER_EMPTIED:
+            yield from _no_truncation(table)
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+OF_THE_CONTROL_PLANE = (
+    *((column, "0") for column in ("generation", "retry_count", "not_before")),
+    *(
+        (column, "NULL")
+        for column in (
+            *(
+                "admitted_at",
+                "spec",
+                "spec_hash",
+                "resources",
+                "shape",
+                "rank",
+                "due",
+                "waiting_since",
+            ),
+            *("blocked_reasons", "blocked_on", "cancel_requested_at", "assigned_vm", "gpu_index"),
+            *("start_time", "exit_code"),
+        )
+    ),
+    ("spent", "'{}'"),
+)
+"""Columns of a job that its row begins without: what stands there decides what is run, and when."""
+
+
+FROZEN = ("spec", "spec_hash", "resources", "admitted_at")
+"""What admission has written; a retry has it written anew."""
+ASKED = (
+    *("request", "job_type", "model", "dataset", "reward_function", "preprocessing_pipeline"),
+    *("hyperparams", "use_unsloth", "output_dir", "max_steps", "learning_rate", "batch_size"),
+    *("num_generations", "priority", "project"),
+)
+"""What somebody has written, and admission has read."""
+
+
+def _of_jobs() -> Iterator[Rule]:
+    retried = (
+        f"OLD.status IN {_list(states.RETRIED_FROM)} AND NEW.status = '{states.JobStatus.QUEUED}'"
+    )
+    yield Rule(
+        "job_begins",
+        "jobs",
+        "INSERT",
+        f"NEW.status NOT IN {_list(states.JOB_BEGINS)}",
+        f"a new job is {_words(states.JOB_BEGINS)}; status is written by the control plane",
+    )
+    yield Rule(
+        "job_unadmitted",
+        "jobs",
+        "INSERT",
+        " OR ".join(f"NEW.{column} <~> {default}" for column, default in OF_THE_CONTROL_PLANE),
+        f"{', '.join(column for column, _ in OF_THE_CONTROL_PLANE)} of a new job are the control plane's to write: leave them out",
+    )
+    yield from _moves("job", "jobs", "status", states.JOB_MOVES)
+    yield Rule(
+        "job_in_motion",
+        "jobs",
+        "UPDATE",
+        f"EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = NEW.job_id AND attempts.state <> '{states.AttemptState.ENDED}')",
+        "a job runs as long as its attempt does: groupwise fleet cancel ends both",
+        about=f"OLD.status = '{states.JobStatus.RUNNING}' AND NEW.status <> OLD.status",
+    )
+    yield Rule(
+        "job_retried",
+        "jobs",
+        "UPDATE",
+        f"{retried} AND NEW.generation <> OLD.generation + 1",
+        f"a job that is {_words(states.RETRIED_FROM)} is queued again only with generation + 1: groupwise fleet retry",
+    )
+    yield Rule(
+        "job_generation",
+        "jobs",
+        "UPDATE",
+        f"NEW.generation <> OLD.generation AND NOT ({retried})",
+        "generation changes only when a job is retried",
+    )
+    yield Rule(
+        "job_final",
+        "jobs",
+        "UPDATE",
+        f"OLD.status IN {_list(states.FINAL)} AND NEW.status = OLD.status AND "
+        f"({' OR '.join(_set_once(column) for column in ('failure_reason', 'exit_code', 'end_time'))})",
+        "how a job ended does not change any more",
+    )
+    yield Rule(
+        "job_frozen",
+        "jobs",
+        "UPDATE",
+        f"({' OR '.join(map(_set_once, FROZEN))}) AND NEW.generation = OLD.generation",
+        "what an admitted job runs does not change: cancel it and submit another",
+    )
+    yield Rule(
+        "job_request",
+        "jobs",
+        "UPDATE",
+        f"OLD.admitted_at IS NOT NULL AND ({' OR '.join(f'NEW.{name} <~> OLD.{name}' for name in ASKED)})",
+        "what was asked of an admitted job does not change: cancel it and submit another",
+    )
+    yield Rule(
+        "job_asked_to_end",
+        "jobs",
+        "UPDATE",
+        f"NEW.cancel_requested_at IS NOT NULL AND NEW.status NOT IN {_list({states.JobStatus.RUNNING, *states.FINAL})}",
+        "cancel_requested_at is for a job that runs: groupwise fleet cancel ends one that waits at once",
+    )
+    yield Rule(
+        "job_named", "jobs", "UPDATE", "NEW.job_id <> OLD.job_id", "the id of a job does not change"
+    )
+
+
+def _of_attempts() -> Iterator[Rule]:
+    ended = states.AttemptState.ENDED
+    kept = ("epoch", "job_id", "generation", "number")
+    final = ("outcome", "failure_class", "charged", "ended_at")
+    yield Rule(
+        "attempt_begins",
+        "attempts",
+        "INSERT",
+        f"NEW.state NOT IN {_list(states.ATTEMPT_BEGINS)}",
+        f"a new attempt is {_words(states.ATTEMPT_BEGINS)}",
+    )
+    yield Rule(
+        "attempt_epoch",
+        "attempts",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM attempts AS other WHERE other.job_id = NEW.job_id AND other.epoch > NEW.epoch)",
+        "the epoch of an attempt is higher than those of all earlier attempts of its job; leave it to the database",
+    )
+    yield from _moves("attempt", "attempts", "state", states.ATTEMPT_MOVES)
+    yield Rule(
+        "attempt_kept",
+        "attempts",
+        "UPDATE",
+        " OR ".join(f"NEW.{column} <~> OLD.{column}" for column in kept),
+        f"{', '.join(kept)} of an attempt do not change",
+    )
+    yield Rule(
+        "attempt_outcome",
+        "attempts",
+        "UPDATE",
+        f"NEW.state = '{ended}' AND COALESCE(NEW.outcome, '') NOT IN {_list(states.Outcome)}",
+        f"an attempt that has ended has an outcome: {_words(states.Outcome)}",
+    )
+    yield Rule(
+        "attempt_final",
+        "attempts",
+        "UPDATE",
+        f"OLD.state = '{ended}' AND ({' OR '.join(f'NEW.{column} <~> OLD.{column}' for column in final)})",
+        "how an attempt ended does not change any more",
+    )
+    yield Rule(
+        "attempt_cleanup",
+        "attempts",
+        "UPDATE",
+        f"NEW.cleanup NOT IN {_list(states.Cleanup)}",
+        f"cleanup is {_words(states.Cleanup)}",
+    )
+    yield Rule(
+        "attempt_over",
+        "attempts",
+        "DELETE",
+        _may_hold("OLD"),
+        "an attempt that has not ended, or may hold a GPU, is not deleted",
+    )
+    yield Rule(
+        "member_over",
+        "attempt_members",
+        "DELETE",
+        f"EXISTS (SELECT 1 FROM attempts WHERE attempts.epoch = OLD.epoch AND ({_may_hold('attempts')}))",
+        "the members of an attempt that has not ended, or may hold a GPU, are not deleted",
+    )
+
+
+def _may_hold(attempt: str) -> str:
+    return f"{attempt}.state <> '{states.AttemptState.ENDED}' OR {attempt}.cleanup <> '{states.Cleanup.CLEAN}'"
+
+
+def _of_reservations() -> Iterator[Rule]:
+    kept = ("vm_id", "gpu_id", "slot", "share_mb", "epoch", "rank", "reserved_at")
+    holding = "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL"
+    # vm_id stands in these for the index of open reservations, which begins with it.
+    beside = (
+        "FROM reservations WHERE vm_id = NEW.vm_id AND gpu_id = NEW.gpu_id AND released_at IS NULL"
+    )
+    yield Rule(
+        "reservation_what",
+        "reservations",
+        "INSERT",
+        "(NEW.gpu_id IS NULL AND (NEW.slot IS NULL OR NEW.share_mb IS NOT NULL)) OR (NEW.gpu_id IS NOT NULL AND NEW.slot IS NOT NULL) "
+        "OR NEW.share_mb <= 0",
+        "a reservation is of a GPU, of some of its memory, or of a CPU slot",
+    )
+    yield Rule(
+        "reservation_where",
+        "reservations",
+        "INSERT",
+        "NOT EXISTS (SELECT 1 FROM gpus WHERE gpus.gpu_id = NEW.gpu_id AND gpus.vm_id = NEW.vm_id)",
+        "the GPU of a reservation is one of its machine",
+        about="NEW.gpu_id IS NOT NULL",
+    )
+    yield Rule(
+        "reservation_room",
+        "reservations",
+        "INSERT",
+        f"((SELECT count(*) {beside}) > 1 AND "
+        f"EXISTS (SELECT 1 {beside} AND share_mb IS NULL)) OR (SELECT sum(share_mb) {beside}) > "
+        "COALESCE((SELECT memory_mb FROM gpus WHERE gpus.gpu_id = NEW.gpu_id), 0)",
+        "the GPU has no room for this reservation: shares never exceed its memory, and a whole one stands alone",
+        about=holding,
+        lock="PERFORM 1 FROM gpus WHERE gpu_id = NEW.gpu_id FOR NO KEY UPDATE",
+    )
+    yield Rule(
+        "reservation_twin",
+        "reservations",
+        "INSERT",
+        "EXISTS (SELECT 1 FROM gpus AS own JOIN gpus AS twin "
+        "ON twin.uuid = own.uuid AND twin.gpu_id <> own.gpu_id JOIN reservations AS held ON held.gpu_id = twin.gpu_id "
+        "AND held.released_at IS NULL WHERE own.gpu_id = NEW.gpu_id)",
+        "this GPU stands in the fleet twice, under two machines, and is reserved as that of the other one",
+        about=holding,
+        lock="PERFORM 1 FROM gpus WHERE uuid = (SELECT uuid FROM gpus WHERE gpu_id = NEW.gpu_id) ORDER BY gpu_id FOR NO KEY UPDATE",
+    )
+    yield Rule(
+        "reservation_kept",
+        "reservations",
+        "UPDATE",
+        f"{_set_once('released_at')} OR {' OR '.join(f'NEW.{column} <~> OLD.{column}' for column in kept)}",
+        "a reservation is released once, and nothing else of it changes",
+    )
+    yield Rule(
+        "reservation_over",
+        "reservations",
+        "DELETE",
+        "OLD.released_at IS NULL",
+        "an open reservation is released, not deleted",
+    )
+
+
+def _of_events() -> Iterator[Rule]:
+    for on in ("UPDATE", "DELETE"):
+        yield Rule(f"event_{on.lower()}", "events", on, "1 = 1", "events are only ever appended")
+
+
+_IN_USE = "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)"
+
+
+def _of_places() -> Iterator[Rule]:
+    """An address may change with the network; what makes a machine another place for the runner may not, while it runs something."""
+    place = ("transport", "user", "workdir")
+    changed = " OR ".join(f'NEW."{column}" <~> OLD."{column}"' for column in place)
+    yield Rule(
+        "vm_place",
+        "vms",
+        "UPDATE",
+        _IN_USE,
+        f"{', '.join(place)} of a machine do not change while something runs there: drain it first, and wait for its jobs",
+        about=changed,
+    )
+
+
+MACHINE_DOCUMENTS = {
+    **dict.fromkeys(("labels", "facts", "jump", "engine"), "object"),
+    "probe": "array",
+}
+
+
+JOB_DOCUMENTS = {
+    "spent": "object",
+    "spec": "object",
+    "resources": "object",
+    "blocked_reasons": "array",
+}
+"""What the control plane writes of a job, and reads of all that wait."""
+
+
+def _of_documents(dialect: str) -> Iterator[Rule]:
+    for column, kind in JOB_DOCUMENTS.items():
+        message = f"{column} of a job: a JSON {kind} is wanted"
+        yield Rule(
+            f"job_{column}_is_{kind}", "jobs", "UPDATE", _no_json(dialect, column, kind), message
+        )
+
+
+def _of_times() -> Iterator[Rule]:
+    """PostgreSQL knows times that are none for any program: infinity, and years before the first."""
+    times = [
+        c.name
+        for c in Base.metadata.tables[Job.__tablename__].columns
+        if isinstance(c.type, Moment)
+    ]
+    beyond = " OR ".join(f"NEW.{name} NOT BETWEEN '1970-01-01' AND '9999-01-01'" for name in times)
+    for on in ("INSERT", "UPDATE"):
+        message = f"{', '.join(times)} of a job: a time from 1970 to 9998 is wanted"
+        yield Rule(f"job_times_{on.lower()}", "jobs", on, beyond, message)
+
+
+def _of_machines(dialect: str) -> Iterator[Rule]:
+    """Rows of machines are written by hand and read all at once, so that one which cannot be read would hide all others."""
+    wrong = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
+    if dialect == "sqlite":  # which keeps anything in any column
+        wrong |= {name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()}
+        wrong["last_polled"] = "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
+    yield Rule(
+        "vm_engine_stays",
+        "vms",
+        "UPDATE",
+        _IN_USE,
+        "what begins jobs on a machine does not change while something runs there: drain it first, and wait for its jobs",
+        about=_another_engine(dialect),
+    )
+    for on in ("INSERT", "UPDATE"):
+        yield Rule(
+            f"vm_deadman_{on.lower()}_finite",
+            "vms",
+            on,
+            "NEW.deadman IS NOT NULL AND NOT (NEW.deadman > 0 AND NEW.deadman < 1e9)",
+            "deadman of a machine: seconds are wanted, or NULL for none",
+        )
+        for column, refused in wrong.items():
+            kind = MACHINE_DOCUMENTS.get(column)
+            wanted = f"a JSON {kind} is wanted" if kind else "this is no value for it"
+            message = f"{column} of a machine: {wanted}"
+            yield Rule(f"vm_{column}_{on.lower()}", "vms", on, refused, message)
+        yield Rule(
+            f"vm_named_{on.lower()}",
+            "vms",
+            on,
+            _no_name(dialect, "NEW.vm_id"),
+            "vm_id of a machine: letters, digits, `.`, `_` and `-` are wanted, at most 63, a letter or digit first, since commands name it",
+            about="" if on == "INSERT" else "NEW.vm_id <~> OLD.vm_id",
+        )
+
+
+def _another_engine(dialect: str) -> str:
+    """Who asks the one cannot say what became of what the other has begun."""
+    read = "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
+    return f"({read.format('NEW')}) <~> ({read.format('OLD')})"
+
+
+def _no_name(dialect: str, value: str) -> str:
+    """Whether it is none as `api/schemas/fleet.py` says it. GLOB reads no further than a NUL, and counts no bytes."""
+    if dialect == "postgresql":
+        return f"{value} !~ '{NAME}'"
+    return (
+        f"typeof({value}) <> 'text' OR length(CAST({value} AS BLOB)) NOT BETWEEN 1 AND 63 OR instr({value}, char(0)) > 0 "
+        f"OR {value} GLOB '[._-]*' OR {value} GLOB '*[^A-Za-z0-9._-]*'"
+    )
+
+
+_WHOLE, _ANY = "('integer')", "('integer', 'real', 'null')"
+_NUMBERS = {
+    **dict.fromkeys(("port", "idle_memory_mb", "misses", "launch_failures"), _WHOLE),
+    **dict.fromkeys(("active", "draining", "degraded"), _WHOLE),
+    **dict.fromkeys(("deadman", "lost_at", "unreachable_since", "observed_round"), _ANY),
+    "cpu_slots": "('integer', 'null')",
+}
+
+
+KEPT_WHOLE: tuple[Table, ...] = tuple(
+    Base.metadata.tables[model.__tablename__]
+    for model in (Job, Attempt, Member, Reservation, Event)
+)
+"""Tables whose rows are never replaced."""
+_KINDS: tuple[tuple[type[TypeEngine[Any]], str, str], ...] = (
+    (Boolean, "{} NOT IN (0, 1)", "true or false"),
+    (Integer, "typeof({}) <> 'integer'", "a whole number"),
+    (Float, "typeof({}) NOT IN ('integer', 'real')", "a number"),
+    (Text, "typeof({}) <> 'text'", "text"),
+    (JSON, "NOT json_valid({})", "JSON"),
+    (Moment, "julianday({}) IS NULL", "a time"),
+)
+
+
+def _of_values() -> Iterator[Rule]:
+    """What the columns of a job may be changed to. Admission reads new rows whatever stands in them, but their id, and tells why not."""
+    jobs = Base.metadata.tables[Job.__tablename__]
+    yield _typed("job_id_text", "INSERT", [jobs.columns["job_id"]], "typeof({}) <> 'text'", "text")
+    for kind, wrong, word in _KINDS:
+        columns = [column for column in jobs.columns if isinstance(column.type, kind)]
+        yield _typed(f"job_{kind.__name__.lower()}", "UPDATE", columns, wrong, word)
+
+
+def _typed(name: str, on: str, columns: Sequence[Column[Any]], wrong: str, word: str) -> Rule:
+    refused = " OR ".join(
+        f"(NEW.{column.name} IS NOT NULL AND ({wrong.format(f'NEW.{column.name}')}))"
+        for column in columns
+    )
+    names = [column.name for column in columns]
+    *others, last = names
+    message = (
+        f"{', '.join(others)} and {last}: {word} is wanted in each"
+        if others
+        else f"{last}: {word} is wanted"
+    )
+    return Rule(name, columns[0].table.name, on, refused, message)
+
+
+def _of_replacements() -> Iterator[Rule]:
+    for table in KEPT_WHOLE:
+        for number, (columns, where) in enumerate(_keys(table)):
+            same = " AND ".join(f"other.{column} = NEW.{column}" for column in columns)
+            yield Rule(
+                f"{table.name}_replaced_{number}",
+                table.name,
+                "INSERT",
+                f"EXISTS (SELECT 1 FROM {table.name} AS other WHERE {same}{where})",
+                f"there is a row of this {' and '.join(columns)} in {table.name} already, and it is not replaced",
+                early=True,
+            )
+
+
+def _keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
+    """Columns that no two rows share, and among which rows; a whole number that counts by itself is none before it is given. In the
+    same order in every process: SQLAlchemy keeps them as sets."""
+    yield [column.name for column in table.primary_key.columns], ""
+    for constraint in sorted(table.constraints, key=_name):
+        if isinstance(constraint, UniqueConstraint):
+            yield [column.name for column in constraint.columns], ""
+    for index in sorted(table.indexes, key=_name):
+        if index.unique:
+            yield [column.name for column in index.columns], _among(index)
+
+
+def _name(named: Constraint | Index) -> str:
+    return str(named.name)
+
+
+def _among(index: Index) -> str:
+    """Both rows are of those that the index is about."""
+    where = index.dialect_options["sqlite"]["where"]
+    if where is None:
+        return ""
+    columns = (
+        "|".join(column.name for column in index.table.columns) if index.table is not None else ""
+    )
+    both = (re.sub(rf"\b({columns})\b", rf"{row}.\1", str(where)) for row in ("other", "NEW"))
+    return "".join(f" AND {condition}" for condition in both)
+
+
+def _of_references() -> Iterator[Rule]:
+    """What a row is named by is there: a job, or a machine, that has gone from under an attempt would leave it to nobody."""
+    for name, table in sorted(Base.metadata.tables.items()):
+        for key in sorted(table.foreign_keys, key=lambda each: each.column.table.name):
+            named, column = key.column.table.name, key.column.name
+            rows = f"EXISTS (SELECT 1 FROM {name} WHERE {name}.{key.parent.name} = OLD.{column})"
+            message = f"this row of {named} stays, and keeps its {column}, as long as rows of {name} name it"
+            yield Rule(f"{named}_named_by_{name}", named, "DELETE", rows, message)
+            yield Rule(
+                f"{named}_called_by_{name}",
+                named,
+                f"UPDATE OF {column}",
+                f"NEW.{column} <~> OLD.{column} AND {rows}",
+                message,
+            )
+
+
+def _no_json(dialect: str, column: str, kind: str) -> str:
+    if dialect == "sqlite":
+        is_one = f"CASE WHEN json_valid(NEW.{column}) THEN json_type(NEW.{column}) ELSE 'none' END"
+    else:
+        is_one = f"jsonb_typeof(NEW.{column})"
+    return f"NEW.{column} IS NOT NULL AND {is_one} <> '{kind}'"
+
+
+def _moves(
+    thing: str, table: str, column: str, moves: Mapping[Word, frozenset[Word]]
+) -> Iterator[Rule]:
+    for state, following in moves.items():
+        may = f"may become {_words(following)}" if following else "stays so"
+        yield Rule(
+            f"{thing}_{state}",
+            table,
+            "UPDATE",
+            f"OLD.{column} = '{state}' AND NEW.{column} NOT IN {_list({state, *following})}",
+            f"{_article(thing)} that is {state} {may}",
+        )
+
+
+def _set_once(column: str) -> str:
+    return f"(OLD.{column} IS NOT NULL AND NEW.{column} <~> OLD.{column})"
+
+
+def _article(thing: str) -> str:
+    return f"an {thing}" if thing[0] in "aeiou" else f"a {thing}"
+
+
+def _list(words: Iterable[StrEnum]) -> str:
+    return f"({', '.join(repr(str(word)) for word in sorted(words))})"
+
+
+def _words(words: Iterable[StrEnum]) -> str:
+    *others, last = sorted(words)
+    return f"{', '.join(others)} or {last}" if others else str(last)
+
+
+# --- their SQL ------------------------------------------------------------------------------------
+
+
+def _when(rule: Rule) -> str:
+    return "AFTER" if rule.on == "INSERT" and not rule.early else "BEFORE"
+
+
+def _quoted(message: str) -> str:
+    return "'" + message.replace("'", "''") + "'"
+
+
+def _sqlite(rule: Rule) -> Iterator[str]:
+    refused = f"({rule.about}) AND ({rule.refused})" if rule.about else rule.refused
+    yield (
+        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} "
+        f"WHEN {refused.replace('<~>', 'IS NOT')} "
+        f"BEGIN SELECT RAISE(ABORT, {_quoted(rule.message)}); END"
+    )
+
+
+def _postgresql(rule: Rule) -> Iterator[str]:
+    """What a row decides by itself is the condition of the trigger, so that no function is called for rows that may be. That condition
+    may not look at other rows, so a function does."""
+    about, refused = (
+        text.replace("<~>", "IS DISTINCT FROM") for text in (rule.about, rule.refused)
+    )
+    raises = (
+        f"RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = {_quoted(rule.message)}, "
+        f"TABLE = '{rule.table}', CONSTRAINT = '{PREFIX}{rule.name}';"
+    )
+    if "SELECT" in refused:
+        lock = f"{rule.lock}; " if rule.lock else ""
+        row = "OLD" if rule.on == "DELETE" else "NEW"
+        body = f"{lock}IF {refused} THEN {raises} END IF; RETURN {row};"
+    else:
+        about, body = refused, raises
+    yield (
+        f"CREATE FUNCTION {PREFIX}{rule.name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN {body} END $rule$"
+    )
+    yield (
+        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} FOR EACH ROW "
+        f"{f'WHEN ({about}) ' if about else ''}EXECUTE FUNCTION {PREFIX}{rule.name}()"
+    )
+
+
+NEVER_EMPTIED = ("events", "jobs", "attempts", "attempt_members", "reservations", "vms", "gpus")
+"""Tables with rows that must not go, which TRUNCATE would not ask about."""
+
+
+def _no_truncation(table: str) -> Iterator[str]:
+    name = f"{PREFIX}{table}_truncate"
+    yield (
+        f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN "
+        "RAISE EXCEPTION USING ERRCODE = 'check_violation', "
+        f"MESSAGE = '{table}: TRUNCATE would take rows that no DELETE may; `groupwise fleet prune` clears jobs away'; END $rule$"
+    )
+    yield f"CREATE TRIGGER {name} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {name}()"

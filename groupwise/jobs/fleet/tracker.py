@@ -1,0 +1,450 @@
+"""The tracker: tells the world that a job has ended, on `jobs.completed` and `jobs.errored` of NATS and to the job's own webhook.
+
+It follows the events of the fleet; the dispatcher that ended the job wrote one in the same transaction. Each outlet keeps a position of
+its own in `cursors`, and moves it only over what was acknowledged: told at least once, so that a restart of the tracker or of NATS may
+double an announcement (its `event_id` says so) and never loses one. Several trackers at once tell more than once, and do no other harm.
+
+A database may lose its last commits, where a copy of it takes over, and give their numbers again. Then what was read last is not there any
+more, or is another event, and the tracker begins anew at the position that stands in that database.
+
+The subjects of NATS are news: where it is new in a fleet that has run for long, it begins with what ended in the last hour, and the log
+says so. Its position is written down at once, so that from then on nothing is lost. A webhook belongs to its job, which is told however
+late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, cast
+
+from sqlalchemy import select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from groupwise.core.errors import RunError
+from groupwise.jobs.fleet.notify.base import LARGEST
+from groupwise.jobs.fleet.notify.nats import NatsAway, NatsLink, NatsRefused
+from groupwise.jobs.fleet.processes import NEWS
+from groupwise.jobs.fleet.states import JobStatus
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.tables import Attempt, Cursor, Event, Job
+
+COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
+"""Subjects of NATS. A cancelled job has not completed: it is told on `jobs.errored`, with the status `cancelled`."""
+LAST_LINES = 20
+UNCUT = 80
+"""Letters of a text that is not cut, as long as an id may be."""
+INTERVAL = 1.0
+"""Seconds between two looks at the events."""
+READ = 1000
+"""Events that are read at once."""
+MOST_UNTOLD = 10_000
+"""Announcements that wait for somebody to take them; the rest waits in the database."""
+MOST_TO_ONE = 200
+"""Of those, for one place; of further ones that were read only the numbers are kept, so that the others are read on."""
+MOST_NUMBERS = 200_000
+"""Of events."""
+RECENT = 3600.0
+"""Seconds: what ended earlier is history to somebody who is new."""
+NAMED = 5
+"""Jobs in a warning."""
+TOLD_AT_ONCE = 100
+"""Announcements between two acknowledgements."""
+ACKNOWLEDGED = 5.0
+"""Seconds that NATS may take for one."""
+REFUSED_SECONDS = 30.0
+"""Between two tries where NATS does not let us publish."""
+
+Known = tuple[int, float]
+"""An event by its number and its time, since a number may be given twice."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a job, as it is told."""
+
+    event_id: int
+    """The same whenever it is told again."""
+    job_id: str
+    status: str
+    """completed, failed or cancelled."""
+    at: float
+    """Seconds since 1970."""
+    project: str = "default"
+    name: str | None = None
+    generation: int = 0
+    epoch: int | None = None
+    """Of the attempt that ended it; None: none was begun."""
+    exit_code: int | None = None
+    failure_class: str | None = None
+    failure_reason: str | None = None
+    log_tail: tuple[str, ...] = ()
+    """Last lines, oldest first."""
+    webhook: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """Of NATS."""
+        return COMPLETED if self.status == JobStatus.COMPLETED else ERRORED
+
+    def message(self, largest: int = LARGEST) -> bytes:
+        """JSON of at most `largest` bytes if that can be: older lines of the log are left out first, then the longest text is cut."""
+        document: dict[str, Any] = {
+            "event_id": self.event_id,
+            "job_id": self.job_id,
+            "status": self.status,
+            "at": self.at,
+            "project": self.project,
+            "name": self.name,
+            "generation": self.generation,
+            "epoch": self.epoch,
+            "exit_code": self.exit_code,
+            "failure_class": self.failure_class,
+            "failure_reason": self.failure_reason,
+            "log_tail": list(self.log_tail),
+        }
+        while len(text := json.dumps(document).encode()) > largest and _cut(document):
+            pass
+        return text
+
+
+def _cut(document: dict[str, Any]) -> bool:
+    """Make it shorter; False: nothing of it can be spared. What a row by hand says may be of any length; an id of ours stays whole."""
+    if document["log_tail"]:
+        del document["log_tail"][0]
+        return True
+    texts = {key: text for key, text in document.items() if isinstance(text, str)}
+    longest = max(texts, key=lambda key: len(texts[key]))
+    wanted = longest if len(texts[longest]) > UNCUT else "failure_reason"
+    if text := texts.get(wanted):
+        document[wanted] = text[: len(text) // 2]
+    return bool(text)
+
+
+class Outlet(Protocol):
+    """Somebody who is told. `name` names its position."""
+
+    name: str
+    tells_history: bool
+    """Whether one that is new is told of jobs that ended before it was there."""
+
+    def place(self, ended: Ended) -> str | None:
+        """Where it goes, if there those that go elsewhere are not waited for; None: there is one place for all."""
+        ...
+
+    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+        """The events about which nothing more is to be done; the others are given again. Raises nothing for want of a listener."""
+        ...
+
+
+class NatsOutlet:
+    """On the subjects of NATS; told is what its server has acknowledged."""
+
+    name = NEWS
+    tells_history = False
+
+    def __init__(self, link: NatsLink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._link, self._clock = link, clock
+        self._not_before: dict[str, float] = {}
+        """By subject that was refused, when it is tried again."""
+
+    def place(self, ended: Ended) -> str | None:
+        """See `Outlet`."""
+        return None
+
+    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+        """See `Outlet`."""
+        told: set[int] = set()
+        for subject in (COMPLETED, ERRORED):  # one may be forbidden to us
+            if self._clock() >= self._not_before.get(subject, 0.0):
+                told |= await self._tell([each for each in ended if each.subject == subject])
+        return frozenset(told)
+
+    async def _tell(self, ended: Sequence[Ended]) -> set[int]:
+        """Of one subject, as far as they are taken."""
+        told: set[int] = set()
+        for begin in range(0, len(ended), TOLD_AT_ONCE):
+            some = ended[begin : begin + TOLD_AT_ONCE]
+            largest = min(self._link.largest, LARGEST)
+            messages = [(e, e.message(largest)) for e in some]
+            fitting = [(e.subject, text) for e, text in messages if len(text) <= largest]
+            try:
+                await self._link.publish(fitting, ACKNOWLEDGED)
+            except NatsRefused:  # the link has said so, and the server does each time
+                self._not_before[some[0].subject] = self._clock() + REFUSED_SECONDS
+                break
+            except NatsAway as error:
+                logger.debug("%s", error)  # the link says once that it has gone, or does not let us
+                break
+            self._warn_of([e for e, text in messages if len(text) > largest], largest)
+            told.update(e.event_id for e in some)
+        return told
+
+    def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
+        """No later day would bring them, and all that ended after them would wait."""
+        for each in left_out:
+            logger.warning(
+                "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
+                each.subject,
+                each.job_id,
+                largest,
+            )
+
+
+class _EventsLost(Exception):
+    """The database is not the one that was read before, or has lost some of it."""
+
+
+class Tracker:
+    """One outlet's reader of the events; `run` goes on until it is cancelled."""
+
+    def __init__(self, database: Database, outlet: Outlet, interval: float = INTERVAL) -> None:
+        self._database = database
+        self._outlet = outlet
+        self._interval = interval
+        self._read: int | None = None
+        """The last event that was read in this life."""
+        self._newest: Known | None = None
+        """The newest one up to there; None: there was none."""
+        self._kept = 0
+        self._untold: dict[int, Ended] = {}
+        self._to_one: Counter[str] = Counter()
+        """How many of those for each place."""
+        self._later: dict[str, deque[int]] = {}
+        """Numbers of further ones for a place, the oldest first."""
+
+    async def run(self) -> None:
+        """Tell what ends, for ever."""
+        failing = False
+        while True:
+            try:
+                more = await self.round()
+                failing = False
+            except RunError as error:
+                if not failing:
+                    logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
+                failing, more = True, False
+            # what stops one outlet must not stop the others, which are told beside it
+            except Exception:
+                if not failing:
+                    logger.exception("%s crashed and goes on", self._outlet.name)
+                failing, more = True, False
+            if not more:
+                await asyncio.sleep(self._interval)
+
+    async def round(self) -> bool:
+        """Read what has come, tell it and what could not be told before; whether there is more to read at once."""
+        try:
+            return await self._round()
+        except _EventsLost:
+            self._begin_anew()
+            return True
+
+    async def _round(self) -> bool:
+        if self._read is None:
+            self._read = self._kept = await self._first_position()
+        await self._read_again()
+        full = self._has_room() and await self._read_on(self._read)
+        if self._untold:
+            for event_id in await self._outlet.tell(list(self._untold.values())):
+                self._forget(event_id)
+        waiting = [*self._untold, *(numbers[0] for numbers in self._later.values())]
+        position = min(waiting) - 1 if waiting else self._read
+        if position > self._kept:
+            await self._database.in_thread(lambda s: self._keep_position(s, position))
+            self._kept = position
+        return full
+
+    async def _first_position(self) -> int:
+        name, history = self._outlet.name, self._outlet.tells_history
+        position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
+        self._newest = await self._database.in_thread(lambda s: _newest(s, position))
+        if skipped:
+            logger.warning(
+                "%s is new in this fleet and begins with what ended in the last hour: it is not told of jobs that ended before event %d",
+                name,
+                skipped + 1,
+            )
+        return position
+
+    def _keep_position(self, session: Session, position: int) -> None:
+        _check(session, self._newest)
+        keep_position(session, self._outlet.name, position)
+
+    def _begin_anew(self) -> None:
+        """With nothing of what was read before."""
+        logger.warning(
+            "%s: the database has lost events that were there; it is read again from the position that stands in it",
+            self._outlet.name,
+        )
+        self._read, self._newest = None, None
+        self._untold.clear()
+        self._to_one.clear()
+        self._later.clear()
+
+    async def _read_on(self, position: int) -> bool:
+        newest = self._newest
+        read, ends, pruned = await self._database.in_thread(
+            lambda s: _next_ends(s, position, newest)
+        )
+        self._warn_of(pruned)
+        if read:
+            self._newest = read[-1]
+            self._read, _ = read[-1]
+        for each in ends:
+            place = self._outlet.place(each)
+            if place is not None and (place in self._later or self._to_one[place] >= MOST_TO_ONE):
+                self._later.setdefault(place, deque()).append(each.event_id)
+            else:
+                self._keep(each)
+        return len(read) == READ
+
+    async def _read_again(self) -> None:
+        """Those for places at which few wait now."""
+        wanted: list[int] = []
+        for place, numbers in list(self._later.items()):
+            room = MOST_TO_ONE - self._to_one[place]
+            if room >= MOST_TO_ONE // 2 and len(wanted) < READ:
+                wanted += list(islice(numbers, room))
+        if not wanted:
+            return
+        newest = self._newest
+        ends, pruned = await self._database.read_in_thread(lambda s: _ends_of(s, wanted, newest))
+        self._warn_of(pruned)
+        for each in ends:
+            self._keep(each)
+        self._later = _without(self._later, frozenset(wanted))
+
+    def _has_room(self) -> bool:
+        numbers = sum(map(len, self._later.values()))
+        return len(self._untold) < MOST_UNTOLD and numbers < MOST_NUMBERS
+
+    def _keep(self, ended: Ended) -> None:
+        self._untold[ended.event_id] = ended
+        if (place := self._outlet.place(ended)) is not None:
+            self._to_one[place] += 1
+
+    def _forget(self, event_id: int) -> None:
+        ended = self._untold.pop(event_id, None)
+        if ended is not None and (place := self._outlet.place(ended)) is not None:
+            self._to_one[place] -= 1
+            if not self._to_one[place]:
+                del self._to_one[place]
+
+    def _warn_of(self, pruned: Sequence[str]) -> None:
+        if pruned:
+            logger.warning(
+                "%s: %d jobs were pruned before their ends could be told there: %s",
+                self._outlet.name,
+                len(pruned),
+                ", ".join(pruned[:NAMED]) + (", …" if len(pruned) > NAMED else ""),
+            )
+
+
+def _without(later: Mapping[str, deque[int]], read: Set[int]) -> dict[str, deque[int]]:
+    left = {place: deque(n for n in numbers if n not in read) for place, numbers in later.items()}
+    return {place: numbers for place, numbers in left.items() if numbers}
+
+
+def position_of(session: Session, name: str) -> int:
+    """Where the reader of this name is; 0 before it has read anything."""
+    return session.execute(select(Cursor.position).where(Cursor.name == name)).scalar() or 0
+
+
+def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
+    """Where the reader of this name is, from now on written down; and the last event that it passes over because it is new, or 0."""
+    if session.get(Cursor, name) is not None:
+        return position_of(session, name), 0
+    first = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
+    keep_position(session, name, first)
+    return position_of(session, name), first
+
+
+def keep_position(session: Session, name: str, position: int) -> None:
+    """Never backwards: another reader of the same name may be further."""
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    session.execute(insert(Cursor).values(name=name, position=0).on_conflict_do_nothing())
+    session.execute(
+        update(Cursor)
+        .where(Cursor.name == name, Cursor.position < position)
+        .values(position=position)
+    )
+
+
+def _next_ends(
+    session: Session, position: int, newest: Known | None
+) -> tuple[list[Known], list[Ended], list[str]]:
+    """Events that were read, those that are the end of a job, and ids of ended jobs that are there no more."""
+    _check(session, newest)
+    read = events.after(session, position, READ)
+    found, pruned = _told_of(session, [event for event in read if event.kind in events.ENDS])
+    return [(event.event_id, event.at) for event in read], found, pruned
+
+
+def _check(session: Session, newest: Known | None) -> None:
+    """Raises _EventsLost where the newest event that was read is not the one that is there."""
+    if newest is not None and _newest(session, newest[0]) != newest:
+        raise _EventsLost
+
+
+def _newest(session: Session, position: int) -> Known | None:
+    """The newest event up to this one; none of them ever goes, or changes."""
+    query = select(Event.event_id, Event.at).where(Event.event_id <= position)
+    row = session.execute(query.order_by(Event.event_id.desc()).limit(1)).first()
+    return None if row is None else (row.event_id, row.at)
+
+
+def _ends_of(
+    session: Session, numbers: Sequence[int], newest: Known | None
+) -> tuple[list[Ended], list[str]]:
+    _check(session, newest)
+    query = select(Event).where(Event.event_id.in_(numbers)).order_by(Event.event_id)
+    return _told_of(session, list(session.scalars(query)))
+
+
+def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
+    """And the ids of jobs that are there no more."""
+    told = [(event, _ended(session, event)) for event in ends]
+    pruned = [str(event.job_id) for event, ended in told if ended is None]
+    return [ended for _, ended in told if ended is not None], pruned
+
+
+def _webhook(request: Any) -> str | None:
+    """Of a row that was written by hand, perhaps: it may have been refused for what stands there."""
+    document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
+    found = document.get("webhook")
+    return found if isinstance(found, str) else None
+
+
+def _ended(session: Session, event: Event) -> Ended | None:
+    """None: the job has been pruned meanwhile, while its events stay."""
+    job = session.get(Job, event.job_id)
+    if job is None:
+        return None
+    attempt = session.get(Attempt, event.epoch) if event.epoch is not None else None
+    detail = event.detail or {}
+    return Ended(
+        event_id=event.event_id,
+        job_id=job.job_id,
+        status=events.ENDS[event.kind],
+        at=event.at,
+        project=job.project,
+        name=job.name,
+        generation=job.generation if attempt is None else attempt.generation,
+        epoch=event.epoch,
+        exit_code=detail.get("exit_code"),
+        failure_class=detail.get("failure_class"),
+        failure_reason=detail.get("reason"),
+        log_tail=tuple(str(detail.get("tail") or "").splitlines()[-LAST_LINES:]),
+        webhook=_webhook(job.request),
+    )

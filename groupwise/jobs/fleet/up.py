@@ -1,0 +1,605 @@
+"""`groupwise fleet up`: the control plane in one process. And each of its roles alone, and its API, for a fleet that has grown.
+
+    dispatcher   takes jobs from the queue and sees their attempts to the end
+    poller       looks at the machines
+    requeue      compares what should be with what is, and puts right what a mistake has left
+    tracker      tells the world of jobs that have ended
+
+Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is begun anew after a pause; the
+others go on. Each writes a line into `control_processes` every ten seconds: so `fleet status` and `doctor` know who is alive.
+
+A signal ends all of it cleanly: the dispatcher lets go of its attempts, and jobs run on, because runners do not need us. A later second
+one does not wait. An embedded fleet has one process for each role, held by a lock on a file of its folder that ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import GroupwiseError, RunError, UsageError
+from groupwise.jobs.fleet import processes
+from groupwise.jobs.fleet.attempts import records
+from groupwise.jobs.fleet.attempts.effects import Gateway
+from groupwise.jobs.fleet.attempts.records import Machine
+from groupwise.jobs.fleet.disk_full import NO_ROOM, told_in_words
+from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
+from groupwise.jobs.fleet.event_listener import Newsreader
+from groupwise.jobs.fleet.files.artefacts import Collector
+from groupwise.jobs.fleet.files.folders import identity_of
+from groupwise.jobs.fleet.files.log_shipping import Shipper, sink_of
+from groupwise.jobs.fleet.files.logs import LogMirror
+from groupwise.jobs.fleet.files.mirror import CheckpointMirror
+from groupwise.jobs.fleet.machines import packing
+from groupwise.jobs.fleet.machines.clearing import Keeping
+from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_way
+from groupwise.jobs.fleet.notify.factory import doorbell_of
+from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
+from groupwise.jobs.fleet.poller import Pace, Poller
+from groupwise.jobs.fleet.processes import API, ROLES
+from groupwise.jobs.fleet.requeue import RequeueManager
+from groupwise.jobs.fleet.settings import DATABASE_FILE, FleetPlace, FleetSettings
+from groupwise.jobs.fleet.states import JobStatus
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate, seconds
+from groupwise.jobs.fleet.store.tables import VM, ControlProcess, Event, Job
+from groupwise.jobs.fleet.tracker import NatsOutlet, Outlet, Tracker
+from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.webhooks import WebhookOutlet
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.port import Host
+from groupwise.jobs.hosts.ssh import SshHost
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.api.serve import Address
+
+SPEAK_WITH_NATS = ("dispatcher", "tracker", API)
+"""Woken by it, telling it, waking others by it."""
+USE_THE_FOLDER = ("dispatcher", API)
+"""So does a tracker that sends logs on."""
+HEARTBEAT_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before a role that crashed is begun anew; doubled each time it crashes again soon."""
+ONE_WISH = 1.0
+"""Seconds: `timeout`, or a terminal and a wrapper, send the same signal to a process and at once to its whole group."""
+LOCAL_MACHINE = "local"
+UP = Actor("up")
+
+log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+
+
+def run(
+    place: FleetPlace, roles: Sequence[str], *, say: Say, address: Address | None = None
+) -> int:
+    """Play these roles until a signal comes; the exit code. Raises UsageError where that cannot begin.
+
+    `address`: where the API of the fleet answers meanwhile; None: nowhere.
+    """
+    _set_up_logging(alone=len(roles) == 1)
+    with told_in_words(place.folder), contextlib.ExitStack() as locks:
+        place.keep_private()
+        with contextlib.closing(connect(place.database_url)) as database:
+            if place.is_embedded:
+                _take(locks, database, place.folder, roles)
+            else:
+                check_schema(database)
+            told = database.run(_at_home(place, roles))
+            if told is not None:
+                say(told)
+            keep_what_is_there()
+            return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
+
+
+# --- before it begins -----------------------------------------------------------------------------
+
+
+def keep_what_is_there() -> None:
+    """What was imported stays until the end: collections that looked through all of it would hold claims up by a tenth of a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+def _take(
+    locks: contextlib.ExitStack, database: Database, folder: Path, roles: Sequence[str]
+) -> None:
+    """From here on nobody else plays these roles, and the tables stay those of this version.
+
+    They are looked at twice. Roles that begin at once must not take each other for somebody who works with the tables of before; and who
+    changed them in between has not seen our locks."""
+    migrate(database, lambda: processes.who_plays(folder))
+    for role in roles:
+        locks.enter_context(processes.alone(folder, role))
+    migrate(database, lambda: processes.who_plays(folder, but=roles))
+
+
+def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
+    """This machine stands in the fleet as what it is now, before a role looks at it. Returns what people are told of it."""
+
+    def look(session: Session) -> str | None:
+        if set(roles) == set(ROLES):
+            _add_this_machine(session, place)
+        # with a database of its own, a fleet is not the one of its folder; and an API speaks with no machine
+        if place.settings.database is not None or API in roles:
+            return None
+        vm = session.get(VM, LOCAL_MACHINE)
+        if vm is None or vm.transport != LOCAL or not vm.active:
+            return None
+        return _followed(session, vm, place.folder)
+
+    return look
+
+
+def _add_this_machine(session: Session, place: FleetPlace) -> None:
+    """The machine that the fleet runs on, as its first one; one that somebody has removed stays so."""
+    vm = session.get(VM, LOCAL_MACHINE)
+    if vm is None:
+        new = machines.NewMachine(
+            LOCAL_MACHINE,
+            transport=LOCAL,
+            workdir=str(place.folder / "work"),
+            python=sys.executable,
+        )
+        machines.add(session, UP, new)
+    elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
+        machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
+
+
+def _followed(session: Session, vm: VM, folder: Path) -> str | None:
+    """Where the fleet was moved, this machine's working folder moved with it. Raises UsageError where two fleets would share it."""
+    old, new = Path(vm.workdir), folder / "work"
+    if old == new or not _is_by_up(session) or _is_same(old.parent, folder):
+        return None
+    if os.path.exists(old.parent / DATABASE_FILE):
+        raise UsageError(
+            f"{folder} is a copy of the fleet in {old.parent}, and that one is still there: both would run their jobs in {old}, and take "
+            f"each other's for their own. To go on with {folder} instead of {old.parent}, move {old.parent} away. To have both, give this "
+            f"one a working folder of its own, while no job of it runs: `groupwise fleet vm set --fleet {folder} local --workdir {new}`."
+        )
+    try:
+        machines.change(session, UP, LOCAL_MACHINE, workdir=str(new))
+    except (
+        Refusal
+    ) as refusal:  # what watches over a job writes how it ended to the path that it knows
+        raise UsageError(
+            f"the fleet was moved from {old.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
+            f"`ln -s {folder} {old.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
+        ) from None
+    return f"The fleet was moved from {old.parent}: jobs of this machine run in {new} from now on."
+
+
+def _is_by_up(session: Session) -> bool:
+    """Whether nobody else has said where this machine keeps everything."""
+    query = (
+        select(Event)
+        .where(Event.vm_id == LOCAL_MACHINE, Event.kind.in_((events.VM_ADDED, events.VM_CHANGED)))
+        .order_by(Event.event_id.desc())
+    )
+    said = (
+        event.actor == UP.name
+        for event in session.scalars(query)
+        if event.kind == events.VM_ADDED or "workdir" in (event.after or {})
+    )
+    return next(said, False)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether they are one folder, by whatever links."""
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return False
+
+
+def _set_up_logging(*, alone: bool) -> None:
+    """One role alone tells what it does; of all together only what is wrong is told, since the news say the rest."""
+    logging.basicConfig(
+        level=logging.INFO if alone else logging.WARNING,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    logging.getLogger("asyncssh").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+class Hosts:
+    """Ways to machines, made when one is wanted and kept until the machine is somewhere else."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Machine, Host]] = {}
+        self._replaced: list[Host] = []
+
+    def __call__(self, machine: Machine) -> Host:
+        known = self._kept.get(machine.vm_id)
+        if known is not None and same_way(known[0], machine):
+            return known[1]
+        if known is not None:
+            self._replaced.append(known[1])
+        made = host_of(machine)
+        self._kept[machine.vm_id] = machine, made
+        return made
+
+    def doubt(self, vm_id: str) -> None:
+        """What is kept open to this machine may be dead."""
+        known = self._kept.get(vm_id)
+        if known is not None and isinstance(known[1], SshHost):
+            known[1].doubt()
+
+    async def keep_only(self, vm_ids: Collection[str]) -> None:
+        """Close the ways to other machines than these, and those that new ones have taken the place of."""
+        gone = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
+        closing, self._replaced = [*self._replaced, *gone], []
+        await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
+
+    async def close(self) -> None:
+        """All of them."""
+        await self.keep_only(())
+
+
+@dataclass(slots=True)
+class _Role:
+    """A role that is being played."""
+
+    name: str
+    owner: str = field(default_factory=new_owner)
+    crashes: int = 0
+    last_error: str | None = None
+    dispatcher: GlobalJobDispatcher | None = None
+    """The one that plays it."""
+    link: NatsLink | None = None
+    """On which a tracker tells of ends."""
+
+
+def _identity_of(folder: Path) -> str:
+    try:
+        return identity_of(folder)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+        raise UsageError(
+            f"{folder}, the fleet's folder, cannot be used: {error.strerror}. Whoever plays a role reads and writes there: mend its "
+            "permissions, or begin this as its owner."
+        ) from None
+
+
+class _ControlPlane:
+    """One process with some roles."""
+
+    def __init__(
+        self, place: FleetPlace, database: Database, roles: Sequence[str], say: Say
+    ) -> None:
+        self._place = place
+        self._settings = place.settings
+        self._database = database
+        self._roles = [_Role(name) for name in roles]
+        self._say = say
+        self._stopping = asyncio.Event()
+        self._asked_at: float | None = None
+        self._began = time.monotonic()
+        self._hosts = Hosts()
+        self._identity = processes.identity(os.getpid())
+        self._release = packing.version()
+        self._nats = _nats_shown(place.nats_url)
+        uses_folder = any(self._uses_folder(role) for role in self._roles)
+        self._folder = _identity_of(place.folder) if uses_folder else None
+        self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
+        self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
+            "dispatcher": self._dispatch,
+            "poller": self._poll,
+            "requeue": self._requeue,
+            "tracker": self._track,
+            API: self._answer,
+        }
+
+    async def run(self, address: Address | None) -> int:
+        """Until a signal comes."""
+        self._listen_for_signals()
+        self._bell.open()
+        try:
+            async with self._answering(address) as url:
+                await self._play_all(url)
+        finally:
+            await self._bell.close()
+            await self._hosts.close()
+        await self._sign_off()
+        return 0
+
+    async def _play_all(self, url: str | None) -> None:
+        async with asyncio.TaskGroup() as group:
+            playing = [group.create_task(self._play(role)) for role in self._roles]
+            beside = [group.create_task(self._heartbeats())]
+            if len(self._roles) == len(ROLES):
+                news = Newsreader(self._place, self._database, self._say, url)
+                beside.append(group.create_task(news.run()))
+            elif url is not None:
+                self._say(f"The API answers at {url}.")
+            await self._stopping.wait()
+            await asyncio.wait(playing)
+            for task in beside:
+                task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, address: Address | None) -> AsyncGenerator[str | None]:
+        """The API, where one is wanted; gives its address."""
+        if address is None:
+            yield None
+            return
+        from groupwise.jobs.fleet.api.serve import (
+            serving,  # whoever wants no API need not load FastAPI
+        )
+
+        async with serving(self._place, self._database, self._bell, address) as url:
+            yield url
+
+    async def _answer(self, _: _Role) -> None:
+        """What answers runs beside all roles (`_answering`)."""
+        await self._stopping.wait()
+
+    def _listen_for_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._asked_to_stop, number)
+
+    def _asked_to_stop(self, number: int) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at > ONE_WISH:  # whoever runs it does not want to wait
+            os._exit(128 + number)
+        self._stopping.set()
+
+    # --- roles ------------------------------------------------------------------------------------
+
+    async def _play(self, role: _Role) -> None:
+        """Again and again until it is asked to stop; a crash is told and costs a pause."""
+        pause = FIRST_PAUSE
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            began = loop.time()
+            try:
+                await self._players[role.name](role)
+            except RunError as error:
+                self._crashed(role, str(error))
+            except Exception as error:  # one role's mistake must not end the others
+                log.exception("the %s crashed", role.name)
+                self._crashed(role, f"{type(error).__name__}: {error}")
+            if loop.time() - began > 2 * LONGEST_PAUSE:
+                pause = FIRST_PAUSE
+            if not self._stopping.is_set():
+                await _at_most(self._stopping.wait(), pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _crashed(self, role: _Role, reason: str) -> None:
+        role.crashes += 1
+        role.last_error = reason
+        log.error("the %s ended: %s; it is begun anew", role.name, reason)
+
+    async def _until_stopped(self, work: Awaitable[None]) -> None:
+        """A loop that knows no end of its own."""
+        task = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+        for each in (task, stopping):
+            each.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _poll(self, role: _Role) -> None:
+        settings = self._settings
+        at_once = settings.concurrency
+        unsure = min(Pace().unsure_at_once, at_once)
+        pace = Pace(interval=settings.poll_seconds, at_once=at_once, unsure_at_once=unsure)
+        poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
+        await self._until_stopped(poller.run())
+
+    async def _began_with_a_poller(self) -> float | None:
+        """When, by the database's clock; its own poller is about to look at all machines."""
+        if len(self._roles) < len(ROLES):
+            return None
+        now = await self._database.read_in_thread(seconds)
+        return now - (time.monotonic() - self._began)
+
+    async def _dispatch(self, role: _Role) -> None:
+        settings = self._settings
+        rhythm = Rhythm(
+            lease=settings.lease_seconds,
+            renew=settings.lease_seconds / 3,
+            adopt=min(settings.lease_seconds / 3, settings.sweep_seconds),
+            sweep=settings.sweep_seconds,
+            reconcile=settings.requeue_seconds,
+        )
+        gateway = Gateway(self._database)
+        if settings.database is None:
+            # the lock of the folder says that whoever drove before is gone, so that no lease has to run out
+            await self._database.in_thread(records.let_all_go)
+        dispatcher = GlobalJobDispatcher(
+            self._parts(gateway),
+            Tuning(
+                rhythm=rhythm,
+                concurrency=settings.concurrency,
+                keeping=_keeping(settings),
+                began=await self._began_with_a_poller(),
+            ),
+            owner=role.owner,
+            gateway=gateway,
+        )
+        role.dispatcher = dispatcher
+        running = asyncio.ensure_future(dispatcher.run())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        dispatcher.stop()
+        await running
+
+    def _parts(self, gateway: Gateway) -> Parts:
+        place = self._place
+        store = BlobStore(place.blobs)
+        return Parts(
+            database=self._database,
+            host=self._hosts,
+            doubt=self._hosts.doubt,
+            keep_only=self._hosts.keep_only,
+            bell=self._bell,
+            logs=LogMirror(place.logs, gateway),
+            checkpoints=CheckpointMirror(store, gateway, keep=self._settings.keep_checkpoints),
+            collector=Collector(place.artefacts, store, gateway),
+            store=store,
+            secrets=place.secrets,
+            folders=(place.logs, place.artefacts),
+        )
+
+    async def _requeue(self, role: _Role) -> None:
+        manager = RequeueManager(
+            self._database,
+            interval=self._settings.requeue_seconds,
+            secrets=self._place.secrets,
+        )
+        await self._until_stopped(manager.run())
+
+    async def _track(self, role: _Role) -> None:
+        hooks = WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
+        outlets: list[Outlet] = [hooks]
+        link = None
+        if (url := self._place.nats_url) is not None:
+            # whoever named an address hears if it is wrong; nobody has to have NATS where it is looked for unasked
+            absent = logging.WARNING if self._settings.nats_url else logging.INFO
+            role.link = link = NatsLink(access_from(url, os.environ), absent=absent)
+            link.open()
+            outlets.append(NatsOutlet(link))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for outlet in outlets:
+                    group.create_task(self._until_stopped(Tracker(self._database, outlet).run()))
+                if (word := self._settings.ship_logs) is not None:
+                    shipper = Shipper(self._database, self._place.logs, sink_of(word))
+                    group.create_task(self._until_stopped(shipper.run()))
+        finally:
+            await hooks.close()
+            if link is not None:
+                await link.close()
+
+    # --- what roles share -------------------------------------------------------------------------
+
+    async def _heartbeats(self) -> None:
+        while True:
+            try:
+                await self._database.in_thread(self._beat)
+            except RunError as error:  # the roles themselves tell of a database that is away
+                log.debug("no heartbeat: %s", error)
+            except Exception:  # a bug here ends no role
+                log.exception("no heartbeat")
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _beat(self, session: Session) -> None:
+        now = seconds(session)
+        for role in self._roles:
+            row = session.get(ControlProcess, role.owner)
+            if row is None:
+                # the lock of the folder says that whoever played it there before is gone
+                alone = self._settings.database is None
+                processes.forget_gone(session, role.name, alone=alone)
+                row = ControlProcess(
+                    owner=role.owner,
+                    role=role.name,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    started_at=now,
+                )
+                session.add(row)
+            row.seen_at = now
+            row.facts = self._facts(role)
+
+    def _uses_folder(self, role: _Role) -> bool:
+        ships = role.name == "tracker" and self._settings.ship_logs is not None
+        return ships or role.name in USE_THE_FOLDER
+
+    def _facts(self, role: _Role) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "crashes": role.crashes,
+            "last_error": role.last_error,
+            processes.PROCESS: self._identity,
+            processes.RELEASE: self._release,
+        }
+        if self._uses_folder(role):
+            found[processes.FOLDER] = self._folder
+        # where nobody has named an address, there need not be anybody to tell
+        if role.link is not None and (self._settings.nats_url or role.link.is_there):
+            found[processes.TELLING] = {"trouble": role.link.trouble}
+        if role.name in SPEAK_WITH_NATS:
+            found[processes.NATS] = self._nats
+        if role.dispatcher is not None and role.dispatcher.not_asked:
+            found[processes.NOT_ASKED] = role.dispatcher.not_asked
+        return found
+
+    async def _sign_off(self) -> None:
+        """Nobody is to wonder where they are; and how many jobs run on."""
+        owners = [role.owner for role in self._roles]
+
+        def leave(session: Session) -> list[str]:
+            session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(owners)))
+            query = select(Job.job_id).where(Job.status == JobStatus.RUNNING)
+            return list(session.scalars(query.order_by(Job.created_at)))
+
+        try:
+            running = await self._database.in_thread(leave)
+        except GroupwiseError as error:
+            log.warning("the end could not be written down: %s", error)
+            return
+        if len(self._roles) == len(ROLES):
+            with contextlib.suppress(OSError):  # nobody reads it
+                self._say(_farewell(running))
+
+
+def _nats_shown(url: str | None) -> dict[str, Any] | None:
+    """Without what may be secret: it stands in the database, where everybody reads."""
+    if url is None:
+        return None
+    access = access_from(url, os.environ)
+    return {"url": access.shown, "whole": access.is_shown_whole}
+
+
+def _keeping(settings: FleetSettings) -> Keeping:
+    return Keeping(3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours)
+
+
+def _farewell(running: Sequence[str]) -> str:
+    if not running:
+        return "The fleet has ended. Jobs that wait begin when `groupwise fleet up` runs again."
+    named = ", ".join(running[:3]) + (f" and {len(running) - 3} more" if len(running) > 3 else "")
+    runs = "runs" if len(running) == 1 else "run"
+    return (
+        f"The fleet has ended; {named} {runs} on. `groupwise fleet up` picks up where it is then."
+    )
+
+
+async def _at_most(work: Awaitable[object], limit: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit):
+            await work

@@ -1,0 +1,36 @@
+"""Who asks something of the fleet: a person at the command line, or the holder of a key of its API.
+
+Every verb takes an `Actor`. Its name stands in the events of what it changed. Its projects are what it may see: a job of another project
+does not exist for it, so that no answer tells whether there is one. Machines belong to nobody's project, and to change them takes an
+actor that is bound to none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from groupwise.api.schemas.problems import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """Who asks, and what it may see."""
+
+    name: str
+    """As events have it: `user:ada`, `key:k7f2`."""
+    projects: frozenset[str] | None = None
+    """None: all."""
+
+    def may_see(self, project: str) -> bool:
+        """Whether jobs of the project exist for it."""
+        return self.projects is None or project in self.projects
+
+    def require_all_projects(self, what: str) -> None:
+        """Raise `forbidden` unless it is bound to no project; `what` is what it wanted: `drain a machine`."""
+        if self.projects is not None:
+            bound = ", ".join(sorted(self.projects)) or "none"
+            raise Refusal(
+                "forbidden",
+                f"To {what} concerns jobs of every project, but {self.name} is bound to: {bound}. "
+                "A key without projects may do it.",
+            )

@@ -1,0 +1,246 @@
+"""Rows as documents: what `--json` prints, what the API answers, and what tables for people are made of.
+
+The columns that people know keep their names. A timestamp is ISO 8601 in UTC; seconds of the database's clock stay numbers. The request
+of a job is told as it was given: it names secrets and never holds one.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from groupwise.jobs.fleet.store.tables import (
+    GPU,
+    VM,
+    ApiKey,
+    Attempt,
+    Checkpoint,
+    ControlProcess,
+    Event,
+    Job,
+    Member,
+    Project,
+    Reservation,
+)
+
+Document = dict[str, Any]
+
+JOB_FIELDS = tuple(
+    "job_id name job_type project status priority model dataset reward_function preprocessing_pipeline hyperparams use_unsloth "
+    "output_dir max_steps learning_rate batch_size num_generations retry_count generation failure_reason blocked_reasons "
+    "assigned_vm gpu_index exit_code log_path submitted_by request resources spent spec_hash idempotency_key "
+    "not_before waiting_since cancel_requested_at".split()
+)
+LISTED_FIELDS = tuple(
+    "job_id name job_type project status priority model retry_count generation failure_reason blocked_reasons assigned_vm "
+    "gpu_index exit_code submitted_by not_before cancel_requested_at".split()
+)
+"""What a list of jobs tells of each."""
+
+
+def iso(moment: datetime | None) -> str | None:
+    """A timestamp of the database in UTC; SQLite gives them without their zone, and they are UTC."""
+    if moment is None:
+        return None
+    aware = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    return aware.isoformat(timespec="seconds")
+
+
+def job_summary(job: Job) -> Document:
+    """A line of a list."""
+    return {name: getattr(job, name) for name in LISTED_FIELDS} | _times(job)
+
+
+def job_document(job: Job) -> Document:
+    """All that its row says, but for the spec, which is long and follows from the request."""
+    arguments = None if job.spec is None else job.spec.get("arguments")
+    return (
+        {name: getattr(job, name) for name in JOB_FIELDS} | _times(job) | {"arguments": arguments}
+    )
+
+
+def _times(job: Job) -> Document:
+    return {
+        "created_at": iso(job.created_at),
+        "start_time": iso(job.start_time),
+        "end_time": iso(job.end_time),
+    }
+
+
+def attempt_document(
+    attempt: Attempt, members: list[Member], held: list[tuple[Reservation, GPU | None]]
+) -> Document:
+    """One execution, with its members and the GPUs that each of them was given."""
+    return {
+        "epoch": attempt.epoch,
+        "generation": attempt.generation,
+        "number": attempt.number,
+        "state": attempt.state,
+        "outcome": attempt.outcome,
+        "failure_class": attempt.failure_class,
+        "charged": attempt.charged,
+        "evidence": attempt.evidence,
+        "contact": attempt.contact,
+        "unreachable_since": attempt.unreachable_since,
+        "cleanup": attempt.cleanup,
+        "owner": attempt.owner,
+        "resumed_from_step": None
+        if attempt.resume_from is None
+        else attempt.resume_from.get("step"),
+        "created_at": attempt.created_at,
+        "running_at": attempt.running_at,
+        "ended_at": attempt.ended_at,
+        "members": [
+            {
+                "rank": member.rank,
+                "vm_id": member.vm_id,
+                "state": member.state,
+                "handle": member.handle,
+                "log_offset": member.log_offset,
+                "released": member.released,
+                "gpus": [
+                    {"index": gpu.index, "uuid": gpu.uuid, "share_mb": reservation.share_mb}
+                    for reservation, gpu in held
+                    if reservation.rank == member.rank and gpu is not None
+                ],
+            }
+            for member in members
+        ],
+    }
+
+
+def checkpoint_document(checkpoint: Checkpoint) -> Document:
+    """A mirrored checkpoint; its files by their paths in the working folder, as sha256, mode and bytes."""
+    return {
+        "generation": checkpoint.generation,
+        "epoch": checkpoint.epoch,
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "mirrored_at": checkpoint.mirrored_at,
+        "damaged_at": checkpoint.damaged_at,
+        "files": checkpoint.manifest,
+    }
+
+
+def event_document(event: Event) -> Document:
+    """What happened."""
+    return {
+        "event_id": event.event_id,
+        "at": event.at,
+        "actor": event.actor,
+        "kind": event.kind,
+        "job_id": event.job_id,
+        "epoch": event.epoch,
+        "vm_id": event.vm_id,
+        "before": event.before,
+        "after": event.after,
+        "detail": event.detail,
+    }
+
+
+def machine_document(vm: VM) -> Document:
+    """What the row of a machine says; the state that follows from it is added by whoever knows the counts."""
+    return {
+        "vm_id": vm.vm_id,
+        "ip_address": vm.ip_address,
+        "port": vm.port,
+        "user": vm.user,
+        "ssh_key_path": vm.ssh_key_path,
+        "transport": vm.transport,
+        "jump": vm.jump,
+        "host_key": vm.host_key,
+        "seen_host_key": vm.seen_host_key,
+        "workdir": vm.workdir,
+        "python": vm.python,
+        "labels": vm.labels,
+        "cpu_slots": vm.cpu_slots,
+        "projects": vm.projects,
+        "deadman": vm.deadman,
+        "probe": vm.probe,
+        "idle_memory_mb": vm.idle_memory_mb,
+        "engine": vm.engine,
+        "active": vm.active,
+        "draining": vm.draining,
+        "cordoned": vm.cordoned,
+        "lost_at": vm.lost_at,
+        "contact": vm.contact,
+        "unreachable_since": vm.unreachable_since,
+        "problem": vm.problem,
+        "degraded": vm.degraded,
+        "boot_id": vm.boot_id,
+        "facts": vm.facts,
+        "launch_failures": vm.launch_failures,
+        "created_at": iso(vm.created_at),
+        "last_polled": iso(vm.last_polled),
+    }
+
+
+def machine_state(vm: VM) -> str:
+    """One word for people: what of all that stands in the row matters most."""
+    if not vm.active:
+        return "removed"
+    if vm.lost_at is not None:
+        return "lost"
+    if vm.contact != "ok":
+        return vm.contact
+    if vm.cordoned is not None:
+        return "cordoned"
+    if vm.draining:
+        return "draining"
+    return "degraded" if vm.degraded else "ok"
+
+
+def gpu_document(gpu: GPU, open_reservations: list[Document]) -> Document:
+    """A GPU, what was seen of it, and who holds it."""
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "model": gpu.model,
+        "memory_mb": gpu.memory_mb,
+        "observed": gpu.observed,
+        "detail": gpu.detail,
+        "memory_used_mb": gpu.memory_used_mb,
+        "utilisation": gpu.utilisation,
+        "temperature": gpu.temperature,
+        "quarantined": gpu.quarantined,
+        "accused": gpu.accused,
+        "observed_at": gpu.observed_at,
+        "held_by": open_reservations,
+    }
+
+
+def process_document(process: ControlProcess, now: float) -> Document:
+    """A process of the control plane, and how long ago it was heard of."""
+    return {
+        "owner": process.owner,
+        "role": process.role,
+        "host": process.host,
+        "pid": process.pid,
+        "started_at": process.started_at,
+        "seen_at": process.seen_at,
+        "silent_seconds": max(0.0, now - process.seen_at),
+        "facts": process.facts,
+    }
+
+
+def project_document(project: Project) -> Document:
+    """A project without its counts."""
+    return {
+        "name": project.name,
+        "weight": project.weight,
+        "max_gpus": project.max_gpus,
+        "max_waiting": project.max_waiting,
+    }
+
+
+def key_document(key: ApiKey) -> Document:
+    """What is known of a key; nobody can use it by that."""
+    return {
+        "key_id": key.key_id,
+        "role": key.role,
+        "projects": key.projects,
+        "note": key.note,
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+        "revoked_at": key.revoked_at,
+    }

@@ -1,0 +1,123 @@
+"""Rows by the names that people give, or a refusal that says which there are.
+
+Whoever is about to change a row gets it locked, so that what was checked is still so when it is written.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.store.tables import GPU, VM, Job, Project
+from groupwise.jobs.fleet.verbs.actor import Actor
+
+MOST_NAMES = 20
+"""Names that a refusal lists."""
+NEAR = 200
+"""The newest jobs, among which a misspelt one is looked for."""
+_INDEX = re.compile(r"[0-9]{1,9}")
+"""Of a GPU; longer ones stand in no column."""
+
+
+def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
+    """The job. Raises `unknown_job`, also for a job of a project that the actor may not see."""
+    found = session.get(Job, job_id, with_for_update=lock or None)
+    if found is None or not actor.may_see(found.project):
+        raise no_job(session, actor, job_id)
+    return found
+
+
+def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) -> Refusal:
+    """That there is none of this id; `near`: and which ones are called nearly so, which takes a look at many."""
+    text = _no_job(session, actor, job_id) if near else f"there is no job {job_id!r}."
+    return Refusal("unknown_job", text)
+
+
+def jobs(
+    session: Session, actor: Actor, ids: Iterable[str], *, lock: bool = False
+) -> dict[str, Job]:
+    """As they stand there now; without those that there are not, or that the actor may not see."""
+    query = select(Job).where(Job.job_id.in_(ids)).order_by(Job.job_id)
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    query = query.execution_options(populate_existing=True)
+    found = session.scalars(query.with_for_update() if lock else query)
+    return {each.job_id: each for each in found}
+
+
+def machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
+    """The machine, also one that was removed. Raises `unknown_vm`."""
+    found = session.get(VM, vm_id, with_for_update=lock or None)
+    if found is None:
+        there = sorted(session.scalars(select(VM.vm_id).where(VM.active)).all())
+        raise Refusal(
+            "unknown_vm",
+            f"there is no machine {vm_id!r}; {which_there_are(vm_id, there, 'vm add')}",
+        )
+    return found
+
+
+def active_machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
+    """The machine, unless it was removed. Raises `unknown_vm` or `vm_state`."""
+    found = machine(session, vm_id, lock=lock)
+    if not found.active:
+        raise Refusal(
+            "vm_state",
+            f"machine {vm_id} was removed from the fleet; `groupwise fleet vm add {vm_id} …` takes it back.",
+        )
+    return found
+
+
+def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
+    """A GPU of a machine by its index or UUID. Raises `unknown_gpu`."""
+    machine(session, vm_id)
+    wanted = GPU.index == int(name) if _INDEX.fullmatch(name) else GPU.uuid == name
+    query = select(GPU).where(GPU.vm_id == vm_id, wanted)
+    found = session.scalars(query.with_for_update() if lock else query).first()
+    if found is None:
+        rows = session.scalars(select(GPU).where(GPU.vm_id == vm_id).order_by(GPU.index)).all()
+        there = ", ".join(f"{row.index} ({row.uuid})" for row in rows[:MOST_NAMES])
+        raise Refusal(
+            "unknown_gpu",
+            f"machine {vm_id} has no GPU {name!r}; "
+            + (f"it has {there}." if there else "none has been seen there."),
+        )
+    return found
+
+
+def project(session: Session, actor: Actor, name: str, *, lock: bool = False) -> Project:
+    """The project. Raises `unknown_project`, also for one that the actor may not see."""
+    found = session.get(Project, name, with_for_update=lock or None)
+    if found is None or not actor.may_see(name):
+        names = session.scalars(select(Project.name).order_by(Project.name)).all()
+        there = [each for each in names if actor.may_see(each)]
+        raise Refusal(
+            "unknown_project",
+            f"there is no project {name!r}; {which_there_are(name, there, 'submit')}",
+        )
+    return found
+
+
+def _no_job(session: Session, actor: Actor, job_id: str) -> str:
+    query = select(Job.job_id).order_by(Job.created_at.desc()).limit(NEAR)
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    near = difflib.get_close_matches(job_id, session.scalars(query).all(), n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"there is no job {job_id!r}; {hint}`groupwise fleet jobs` lists them."
+
+
+def which_there_are(name: str, names: Sequence[str], otherwise: str) -> str:
+    """Which there are, the nearest first of all."""
+    if not names:
+        return f"there are none yet; `groupwise fleet {otherwise}` makes one."
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"there are {', '.join(names[:MOST_NAMES])}{more}."

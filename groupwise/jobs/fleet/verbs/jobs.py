@@ -1,0 +1,461 @@
+"""What people do with jobs once they are submitted: look, cancel, hold and release, try again, and clear away old ones.
+
+Whatever changes a job says so in `events`, in the same transaction. Nothing here speaks to a machine: to cancel a running job means to
+ask for it in its row, and the dispatcher that owns its attempt ends it and says when that is done.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+
+from sqlalchemy import ColumnElement, Select, and_, or_, select, update
+from sqlalchemy.orm import Session, aliased
+
+from groupwise.api.schemas.fleet import MOST_CHANGED
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.queue import admission, pending_reasons, requeue_pending
+from groupwise.jobs.fleet.queue import untracked_processes as unknown
+from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
+from groupwise.jobs.fleet.store.database import at_one_moment, seconds
+from groupwise.jobs.fleet.store.tables import GPU, Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.jobs.fleet.verbs import find, status, visibility
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.documents import (
+    Document,
+    attempt_document,
+    job_document,
+    job_summary,
+)
+
+MOST_LISTED = 1000
+MOST_EVENTS = 200
+"""Of one job, the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is done to jobs."""
+
+    to_each: Callable[[Session, Actor, Job, int], None]
+    """Its row is locked; raises Refusal before it has changed anything. Told how many of its project were changed before it."""
+    at_last: Callable[[Session, Sequence[str]], None] = lambda session, ids: None
+    """With those that were changed, when all were."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """Which jobs a list is of; what is left out does not matter."""
+
+    ids: tuple[str, ...] | None = None
+    """These; those of them that there are not, or that the actor may not see, are left out."""
+    status: frozenset[JobStatus] | None = None
+    project: str | None = None
+    name: str | None = None
+    job_type: str | None = None
+    vm_id: str | None = None
+    submitted_by: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    older_than: str | None = None
+    """A job id: those that were made before it; the last of a list leads to the next."""
+    limit: int = 50
+
+
+def filter_of(
+    *,
+    ids: Sequence[str] | None = None,
+    status: Iterable[str] | None = None,
+    project: str | None = None,
+    name: str | None = None,
+    kind: str | None = None,
+    vm: str | None = None,
+    label: Sequence[str] | None = None,
+    older_than: str | None = None,
+    limit: int = 50,
+) -> JobFilter:
+    """The filter, as GET /jobs and the client name its parts. Raises `invalid_request`."""
+    if ids is not None and len(ids) > MOST_LISTED:
+        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_LISTED} ids at once.")
+    return JobFilter(
+        ids=None if ids is None else tuple(ids),
+        status=None if status is None else _statuses(status),
+        project=project,
+        name=name,
+        job_type=kind,
+        vm_id=vm,
+        labels=dict(_pair(word) for word in label or ()),
+        older_than=older_than,
+        limit=limit,
+    )
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
+    return key, value
+
+
+def _statuses(words: Iterable[str]) -> frozenset[JobStatus]:
+    given = list(words)
+    known = [status.value for status in JobStatus]
+    if unknown := [word for word in given if word not in known]:
+        raise Refusal(
+            "invalid_request",
+            f"{unknown[0]!r} is no status of a job; there are {', '.join(known)}.",
+        )
+    return frozenset(JobStatus(word) for word in given)
+
+
+def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
+    """Statuses of jobs that have ended; None: all of these. Raises `invalid_request` for others."""
+    found = None if words is None else _statuses(words)
+    if found is not None and (wrong := sorted(found - FINAL)):
+        raise Refusal(
+            "invalid_request",
+            f"{', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled.",
+        )
+    return found
+
+
+# Looking
+
+
+def listing(session: Session, actor: Actor, wanted: JobFilter) -> list[Document]:
+    """Jobs, the newest first, as short documents."""
+    if not 1 <= wanted.limit <= MOST_LISTED:
+        raise Refusal("invalid_request", f"limit {wanted.limit}: 1 to {MOST_LISTED} jobs at once.")
+    query = _filtered(select(Job), actor, wanted)
+    if wanted.older_than is not None:
+        query = query.where(_made_before(find.job(session, actor, wanted.older_than)))
+    newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(wanted.limit)
+    return [
+        visibility.job(session, actor, job_summary(job)) for job in session.scalars(newest_first)
+    ]
+
+
+def _filtered(query: Select[Job], actor: Actor, wanted: JobFilter) -> Select[Job]:
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    if wanted.ids is not None:
+        query = query.where(Job.job_id.in_(wanted.ids))
+    if wanted.status is not None:
+        query = query.where(Job.status.in_(wanted.status))
+    for column, value in (
+        (Job.project, wanted.project),
+        (Job.name, wanted.name),
+        (Job.job_type, wanted.job_type),
+        (Job.assigned_vm, wanted.vm_id),
+        (Job.submitted_by, wanted.submitted_by),
+    ):
+        if value is not None:
+            query = query.where(column == value)
+    for key, value in wanted.labels.items():
+        query = query.where(Job.request["labels"][key].as_string() == value)
+    return query
+
+
+def _made_before(last: Job) -> ColumnElement[bool]:
+    """In the order of a list. The database compares what it has stored: SQLite's timestamps are texts of several forms."""
+    row = aliased(Job)
+    created = select(row.created_at).where(row.job_id == last.job_id).scalar_subquery()
+    return or_(Job.created_at < created, and_(Job.created_at == created, Job.job_id < last.job_id))
+
+
+def show(session: Session, actor: Actor, job_id: str) -> Document:
+    """All about one job: its row, attempts with members and evidence, mirrored checkpoints, why it waits, and what happened to it."""
+    job = find.job(session, actor, job_id)
+    found = job_document(job) | {
+        "waiting": why_waiting(session, job),
+        "attempts": attempts(session, job_id),
+        "checkpoints": checkpoints(session, job_id),
+        "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
+    }
+    return visibility.job(session, actor, found)
+
+
+def attempts(session: Session, job_id: str) -> list[Document]:
+    """The attempts of a job, the first one first."""
+    found = session.scalars(
+        select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
+    ).all()
+    epochs = [attempt.epoch for attempt in found]
+    members = session.scalars(
+        select(Member).where(Member.epoch.in_(epochs)).order_by(Member.epoch, Member.rank)
+    ).all()
+    held = session.execute(
+        select(Reservation, GPU)
+        .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
+        .where(Reservation.epoch.in_(epochs))
+        .order_by(Reservation.reservation_id)
+    ).all()
+    return [
+        attempt_document(
+            attempt,
+            [member for member in members if member.epoch == attempt.epoch],
+            [(row, gpu) for row, gpu in held if row.epoch == attempt.epoch],
+        )
+        for attempt in found
+    ]
+
+
+def checkpoints(session: Session, job_id: str) -> list[Document]:
+    """Its mirrored ones without their files, the newest first."""
+    told = ("generation", "epoch", "path", "step", "mirrored_at", "damaged_at")
+    columns = [getattr(Checkpoint, name) for name in told]
+    rows = session.execute(
+        select(*columns).where(Checkpoint.job_id == job_id).order_by(*NEWEST_FIRST)
+    )
+    return [dict(row) for row in rows.mappings()]
+
+
+def why_waiting(session: Session, job: Job) -> list[str]:
+    """Why a job does not run, in words; empty where it runs or has ended."""
+    reasons = pending_reasons.explain(session, job)
+    nobody = status.why_nothing_begins(session)
+    if reasons and job.status != JobStatus.HELD and nobody is not None:
+        reasons.insert(0, nobody)
+    return reasons
+
+
+def progress(session: Session, actor: Actor, job_id: str) -> Document:
+    """What whoever follows a job has to know, and may ask often: its status, how it ended, and the epochs that may have logs."""
+    job = find.job(session, actor, job_id)
+    epochs = session.scalars(
+        select(Attempt.epoch).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
+    ).all()
+    return {
+        "job_id": job_id,
+        "status": job.status,
+        "exit_code": job.exit_code,
+        "failure_reason": job.failure_reason,
+        "epochs": list(epochs),
+    }
+
+
+# Ending, holding, trying again
+
+
+def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = None) -> Document:
+    """Have a job end. One that waits is cancelled at once; one that runs is asked for, and `cancelled` once nothing of it is left.
+
+    Asked twice, it is the same. Raises `job_state` for a job that has ended otherwise.
+    """
+    return _alone(session, actor, job_id, cancelling(reason))
+
+
+def hold(session: Session, actor: Actor, job_id: str) -> Document:
+    """Have a job wait until it is released. Raises `job_state` for one that runs or has ended."""
+    return _alone(session, actor, job_id, holding)
+
+
+def release(session: Session, actor: Actor, job_id: str) -> Document:
+    """Let a held job go on. Raises `job_state` for one that is not held."""
+    return _alone(session, actor, job_id, releasing)
+
+
+def retry(
+    session: Session, actor: Actor, job_id: str, *, allowed: AllowedSecrets = UNLESS_TOLD
+) -> Document:
+    """Begin a failed or cancelled job anew, with its budgets of failures whole again. Raises `job_state` for any other, and where as many
+    jobs of its project wait as may.
+
+    It is read and expanded anew, and goes on from its last checkpoint where it has left one. It has failed again at once, with the
+    reason, where admission finds that it cannot be run.
+    """
+    return _alone(session, actor, job_id, retrying(allowed))
+
+
+def together(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
+    """The same done to many jobs, in one transaction: each as it is then, or `job_id` and `error` of one for which it was refused.
+
+    They are locked in one order, and their projects after them in one order, so that two who do this wait for each other; what becomes free
+    lets others begin once, at the end.
+    """
+    if len(ids) > MOST_CHANGED:
+        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
+    found = find.jobs(session, actor, ids, lock=True)
+    refused: dict[str, Refusal] = {}
+    changed: Counter[str] = Counter()
+    with requeue_pending.woken_once(session), events.gathered(session), at_one_moment(session):
+        for job in sorted(found.values(), key=lambda each: (each.project, each.job_id)):
+            try:
+                change.to_each(session, actor, job, changed[job.project])
+                changed[job.project] += 1
+            except Refusal as refusal:
+                refused[job.job_id] = refusal
+        for job_id in dict.fromkeys(ids):
+            if job_id not in found:
+                refused[job_id] = find.no_job(session, actor, job_id, near=not refused)
+        session.flush()
+        change.at_last(session, sorted(set(ids) - set(refused)))
+    found = find.jobs(session, actor, ids)
+    return [
+        _refused(job_id, refused[job_id])
+        if job_id in refused
+        else visibility.job(session, actor, job_document(found[job_id]))
+        for job_id in ids
+    ]
+
+
+def changed(done: Sequence[Document]) -> list[str]:
+    """The ids of those for which `together` did what was asked; the others may be ids that there are not."""
+    return [each["job_id"] for each in done if "error" not in each]
+
+
+def _refused(job_id: str, refusal: Refusal) -> Document:
+    return {"job_id": job_id, "error": {"code": refusal.code, "message": refusal.message}}
+
+
+def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
+    job = find.job(session, actor, job_id, lock=True)
+    change.to_each(session, actor, job, 0)
+    session.flush()
+    change.at_last(session, [job_id])
+    session.refresh(job)
+    return visibility.job(session, actor, job_document(job))
+
+
+def cancelling(reason: str | None = None) -> Change:
+    """What `cancel` does."""
+    return Change(partial(_cancel, detail=None if reason is None else {"reason": reason}))
+
+
+def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None) -> None:
+    if job.status == JobStatus.CANCELLED:
+        return
+    if job.status in FINAL:
+        raise Refusal(
+            "job_state", f"{job.job_id} has {job.status} already; there is nothing to cancel."
+        )
+    if job.status != JobStatus.RUNNING:
+        _move(session, actor, job, JobStatus.CANCELLED, detail)
+        requeue_pending.wake(session, actor=actor.name)
+    elif job.cancel_requested_at is None:
+        job.cancel_requested_at = seconds(session)
+        events.append(
+            session,
+            actor=actor.name,
+            kind=events.JOB_CANCEL_REQUESTED,
+            job_id=job.job_id,
+            after={"cancel_requested_at": job.cancel_requested_at},
+            detail=detail,
+        )
+
+
+def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
+    if job.status == JobStatus.HELD:
+        return
+    if job.status == JobStatus.RUNNING:
+        raise Refusal(
+            "job_state",
+            f"{job.job_id} is running, and only a job that waits can be held. `groupwise fleet cancel {job.job_id}` ends it; "
+            f"`groupwise fleet retry {job.job_id}` then begins it anew, from its last checkpoint where it has one.",
+        )
+    if job.status in FINAL:
+        raise Refusal(
+            "job_state", f"{job.job_id} has {job.status} already; there is nothing to hold."
+        )
+    _move(session, actor, job, JobStatus.HELD)
+
+
+holding = Change(_hold)
+"""What `hold` does."""
+
+
+def _release(session: Session, actor: Actor, job: Job, _: int) -> None:
+    if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
+        return
+    if job.status != JobStatus.HELD:
+        raise Refusal(
+            "job_state", f"{job.job_id} is {job.status}, not held; there is nothing to release."
+        )
+    _move(session, actor, job, JobStatus.QUEUED)
+
+
+releasing = Change(_release)
+"""What `release` does."""
+
+
+def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
+    """What `retry` does."""
+    return Change(_retry, partial(_admit_again, allowed=allowed))
+
+
+def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
+    if job.status not in RETRIED_FROM:
+        raise Refusal("job_state", _not_retried(job))
+    if (full := admission.no_room(session, job.project, ahead)) is not None:
+        raise Refusal("job_state", f"{job.job_id} stays {job.status}: {full}.")
+    before = {"status": job.status, "generation": job.generation}
+    job.generation += 1
+    job.status = JobStatus.QUEUED
+    job.retry_count, job.spent = 0, {}
+    job.failure_reason = job.exit_code = job.blocked_reasons = job.blocked_on = None
+    job.start_time = job.end_time = job.cancel_requested_at = None
+    job.not_before = 0.0
+    # It is as new: until it is admitted again nobody may claim it.
+    job.admitted_at = job.spec = job.spec_hash = None
+    job.rank = job.due = job.shape = job.resources = None
+    events.append(
+        session,
+        actor=actor.name,
+        kind=events.JOB_RETRIED,
+        job_id=job.job_id,
+        before=before,
+        after={"status": job.status, "generation": job.generation},
+    )
+
+
+def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> None:
+    _believe_checkpoints(session, ids)
+    admission.admit(session, ids, allowed)
+    strays = {each["job_id"] for _, each in unknown.on_machines(session)}
+    unknown.hold_back(session, strays.intersection(ids))
+
+
+def _believe_checkpoints(session: Session, ids: Sequence[str]) -> None:
+    """Those that were damaged are tried once more: somebody may have put back what they lacked."""
+    session.execute(
+        update(Checkpoint)
+        .where(Checkpoint.job_id.in_(ids), Checkpoint.damaged_at.is_not(None))
+        .values(damaged_at=None)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def _not_retried(job: Job) -> str:
+    if job.status == JobStatus.COMPLETED:
+        return f"{job.job_id} has completed; submit it again to have it run once more."
+    if job.status == JobStatus.HELD:
+        return f"{job.job_id} is held; `groupwise fleet release {job.job_id}` lets it go on."
+    if job.status == JobStatus.RUNNING:
+        return f"{job.job_id} is running; cancel it first."
+    return f"{job.job_id} is {job.status}: it is going to run anyway."
+
+
+def _move(
+    session: Session, actor: Actor, job: Job, to: JobStatus, detail: Document | None = None
+) -> None:
+    """A change of status of a job that does not run, with its event."""
+    before = {"status": job.status}
+    job.status = to
+    job.blocked_reasons = job.blocked_on = None
+    job.waiting_since = seconds(session) if to == JobStatus.QUEUED else None
+    if to in FINAL:
+        job.end_time = datetime.fromtimestamp(seconds(session), UTC)
+    events.append(
+        session,
+        actor=actor.name,
+        kind=f"job.{to}",
+        job_id=job.job_id,
+        before=before,
+        after={"status": to},
+        detail=detail,
+    )

@@ -1,0 +1,120 @@
+"""Keys of the fleet's HTTP interface: made, listed and revoked by who is bound to no project; only their hashes are kept.
+
+The form of a key is that of `groupwise.api.schemas.keys`. What is added here is for which projects it is, and until when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.fleet import MOST_SECONDS
+from groupwise.api.schemas.keys import Role, new_key
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.queue.capacity import kept_for
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.tables import VM, ApiKey
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.documents import Document, key_document
+from groupwise.jobs.fleet.verbs.machines import LOCAL
+
+ROLES: Mapping[str, Role] = {"read": Role.READ, "act": Role.ACT, "admin": Role.ADMIN}
+"""As a fleet calls them."""
+
+
+def make(
+    session: Session,
+    actor: Actor,
+    role: str,
+    *,
+    projects: Sequence[str] | None = None,
+    lasts: float | None = None,
+    note: str | None = None,
+) -> Document:
+    """A key that nobody has; its text stands under `key` in this document and nowhere else. `lasts`: seconds; None: until revoked."""
+    actor.require_all_projects("make a key")
+    if role not in ROLES:
+        raise Refusal("invalid_request", f"{role!r} is no role; there are {', '.join(ROLES)}.")
+    if lasts is not None and not 0 < lasts <= MOST_SECONDS:
+        raise Refusal(
+            "invalid_request",
+            f"a key cannot last {lasts:g} seconds: more than 0 and at most {MOST_SECONDS:.0f} are wanted, or nothing at all: until it is "
+            "revoked.",
+        )
+    made, now = new_key(ROLES[role]), seconds(session)
+    bound = None if projects is None else sorted(set(projects))
+    row = ApiKey(
+        key_id=made.id,
+        role=role,
+        digest=made.digest,
+        projects=bound,
+        note=note,
+        created_at=now,
+        expires_at=None if lasts is None else now + lasts,
+    )
+    session.add(row)
+    _tell(session, actor, events.KEY_MADE, {"key_id": made.id, "role": role, "projects": bound})
+    notes = [] if role == "read" else [_as_us(vm_id) for vm_id in where_as_us(session, bound)]
+    return key_document(row) | {"key": made.key, "notes": notes}
+
+
+def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]:
+    """Machines where jobs of these run as the user of the control plane, and so may do whatever the fleet may: read and change its
+    database, its keys and its secrets. None: whoever may submit for all projects is trusted with that."""
+    if projects is None:
+        return []
+    here = select(VM.vm_id, VM.projects).where(VM.active, VM.transport == LOCAL)
+    return [
+        vm_id
+        for vm_id, column in session.execute(here.order_by(VM.vm_id))
+        if (own := kept_for(column)) is None or not own.isdisjoint(projects)
+    ]
+
+
+def bound_submitters(session: Session) -> dict[str, list[str]]:
+    """Keys in use that may submit for some projects alone, with these."""
+    now = seconds(session)
+    rows = session.execute(
+        select(ApiKey.key_id, ApiKey.projects, ApiKey.expires_at)
+        .where(ApiKey.role != "read", ApiKey.revoked_at.is_(None))
+        .order_by(ApiKey.key_id)
+    )
+    return {
+        key_id: projects
+        for key_id, projects, until in rows
+        if projects is not None and (until is None or until > now)
+    }
+
+
+def _as_us(vm_id: str) -> str:
+    return (
+        f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
+        f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `groupwise fleet vm remove {vm_id}` for nobody"
+    )
+
+
+def revoke(session: Session, actor: Actor, key_id: str) -> Document:
+    """From the next request on nobody is known by it. Raises `unknown_key`."""
+    actor.require_all_projects("revoke a key")
+    key = session.get(ApiKey, key_id, with_for_update=True)
+    if key is None:
+        known = ", ".join(session.scalars(select(ApiKey.key_id).order_by(ApiKey.key_id))) or "none"
+        raise Refusal("unknown_key", f"there is no key {key_id!r}; there are: {known}.")
+    if key.revoked_at is None:
+        key.revoked_at = seconds(session)
+        _tell(session, actor, events.KEY_REVOKED, {"key_id": key_id})
+    return key_document(key)
+
+
+def listing(session: Session, actor: Actor) -> list[Document]:
+    """What is known of all of them, the newest first; none can be used by it."""
+    actor.require_all_projects("list keys")
+    rows = session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc(), ApiKey.key_id))
+    return [key_document(key) for key in rows]
+
+
+def _tell(session: Session, actor: Actor, kind: str, detail: Document) -> None:
+    events.append(session, actor=actor.name, kind=kind, detail=detail)

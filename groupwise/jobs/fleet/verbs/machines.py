@@ -1,0 +1,728 @@
+"""What people do with the machines of a fleet: take one in, look, keep new work away, give one up.
+
+    drain      nothing new is placed there; what runs goes on
+    cordon     the same, with a reason; the fleet itself cordons a machine that fails every launch
+    lost       an operator's word that it will not come back: its attempts end as `host_lost`, what they held is free again. Should it
+               answer after all, a dispatcher ends what was given up there, and then it takes work again; nobody has to say so
+    remove     it leaves the fleet, once nothing runs there; its row stays for the history. One that is added again while something that was
+               given up may be left there is lost, until a dispatcher has emptied it
+    trust      the host key that it shows is the right one
+
+Nothing here speaks to a machine. The poller looks at a new one because there is a row, and the dispatchers see every flag before they
+place or launch anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.fleet import (
+    LEAST_DEADMAN,
+    MOST_INTEGER,
+    MOST_SECONDS,
+    MOST_SLOTS,
+    NAME,
+    EngineBody,
+)
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.queue import elastic, requeue_pending
+from groupwise.jobs.fleet.queue import untracked_processes as unknown
+from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.jobs.fleet.text_validation import text_problems
+from groupwise.jobs.fleet.verbs import find, visibility
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.documents import (
+    Document,
+    event_document,
+    gpu_document,
+    machine_document,
+    machine_state,
+)
+
+VM_ID = re.compile(NAME)
+"""A trigger refuses others in rows by hand."""
+MOST_EVENTS = 20
+"""Of one machine, the newest."""
+LOCAL = "local"
+"""The transport of the machine that the control plane runs on."""
+WAY = ("ip_address", "port", "user", "ssh_key_path", "jump")
+"""How one is reached. An address may change with the network, while something runs there."""
+FOLDER = "groupwise-fleet"
+"""Where a runner keeps everything, as the database has it by default."""
+PLACE = ("user", "workdir")
+"""What makes it another place for its runner, which may not change meanwhile; a trigger says so too."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewMachine:
+    """What is said of a machine when it is added; None: as the database's defaults have it."""
+
+    vm_id: str
+    ip_address: str = "127.0.0.1"
+    port: int = 22
+    user: str | None = None
+    ssh_key_path: str | None = None
+    transport: str = "ssh"
+    jump: Mapping[str, Any] | None = None
+    host_key: str | None = None
+    """The pinned one, `type base64`."""
+    seen_host_key: str | None = None
+    """One that it has shown and that nobody has trusted yet."""
+    workdir: str | None = None
+    python: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    cpu_slots: int | None = None
+    projects: Sequence[str] | None = None
+    """Whose jobs alone are placed there; None: any project's."""
+    deadman: float | None = None
+    probe: Sequence[str] | None = None
+    idle_memory_mb: int | None = None
+    engine: Mapping[str, Any] | None = None
+    """What begins jobs in its place (`groupwise.api.schemas.fleet.EngineBody`); None: itself."""
+
+    def problems(self) -> Iterable[str]:
+        """What is wrong with it, in words for whoever said it."""
+        said = {name: getattr(self, name) for name in NewMachine.__slots__}
+        yield from text_problems(said, "")
+        if self.jump is not None:
+            yield from _problems_of_jump(self.jump)
+        yield from self._problems_with_engine()
+        if not VM_ID.fullmatch(self.vm_id):
+            yield f"{self.vm_id!r} is no name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
+        if not 1 <= self.port <= 65535:
+            yield f"port {self.port}: ports are 1 to 65535"
+        if self.transport == "ssh" and not self.user:
+            yield "no user: say as whom to log in there (--user)"
+        if self.cpu_slots is not None and not 0 <= self.cpu_slots <= MOST_SLOTS:
+            yield f"cpu_slots {self.cpu_slots}: 0 to {MOST_SLOTS} jobs without GPUs at once"
+        if self.projects is not None and not all(self.projects):
+            yield "projects: an empty name"
+        if self.probe is not None and (not self.probe or not self.probe[0]):
+            yield "probe is empty: the command that is asked for the GPUs, as nvidia-smi"
+        if self.idle_memory_mb is not None and not 0 <= self.idle_memory_mb <= MOST_INTEGER:
+            yield f"idle_memory_mb {self.idle_memory_mb}: 0 to {MOST_INTEGER} MB"
+        if self.deadman is not None and not LEAST_DEADMAN <= self.deadman <= MOST_SECONDS:
+            yield f"deadman {self.deadman:g}: {LEAST_DEADMAN:.0f} to {MOST_SECONDS:.0f} seconds; a shorter silence would end healthy jobs"
+
+    def _problems_with_engine(self) -> Iterable[str]:
+        if self.engine is None:
+            return
+        yield from elastic.problems(self.engine)
+        for name in NOT_WITH_ENGINE:
+            if getattr(self, name) is not None:
+                yield f"{name} is for machines that begin jobs themselves: {NOT_WITH_ENGINE[name]}"
+
+
+NOT_WITH_ENGINE = {
+    "cpu_slots": "behind an engine all jobs have its slots",
+    "deadman": "what an engine has begun ends by its time limit",
+    "probe": "an engine's GPUs are not looked at",
+    "idle_memory_mb": "an engine's GPUs are not looked at",
+}
+
+
+def _problems_of_jump(jump: Mapping[str, Any]) -> Iterable[str]:
+    """Of a host to go through."""
+    texts = ("host", "user", "ssh_key_path", "host_key")
+    if unknown := sorted(jump.keys() - {*texts, "port"}):
+        yield f"jump has no {', '.join(unknown)}: host, port, user, ssh_key_path and host_key are what there is"
+    yield from (
+        f"jump.{name} is a text"
+        for name in texts
+        if jump.get(name) is not None and not isinstance(jump[name], str)
+    )
+    if not jump.get("host"):
+        yield "jump has no host"
+    port = jump.get("port", 22)
+    if not isinstance(port, int) or not 1 <= port <= 65535:
+        yield f"jump.port {port}: ports are 1 to 65535"
+
+
+def add(session: Session, actor: Actor, new: NewMachine) -> Document:
+    """Take a machine into the fleet, or back into it. Raises `invalid_request` or `vm_exists`."""
+    actor.require_all_projects("add a machine")
+    if wrong := list(new.problems()):
+        raise Refusal("invalid_request", "; ".join(wrong) + ".")
+    is_new = _make_row(session, new.vm_id)
+    vm = session.get_one(VM, new.vm_id, with_for_update=True, populate_existing=True)
+    if vm.active:
+        raise Refusal(
+            "vm_exists",
+            f"there is a machine {new.vm_id} already, {vm.user or ''}@{vm.ip_address}:{vm.port}. Choose another name, or "
+            f"`groupwise fleet vm remove {new.vm_id}` first.",
+        )
+    before = None if is_new else {"active": False}
+    _describe(vm, new)
+    vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
+    _require_own_folder(session, vm)
+    if new.engine is not None:
+        _require_no_gpus(session, new.vm_id)
+    if _left_there(session, new.vm_id):
+        vm.lost_at = vm.lost_at or seconds(session)
+    else:
+        vm.lost_at = None
+    session.flush()
+    session.refresh(vm)
+    after = {
+        "ip_address": vm.ip_address,
+        "port": vm.port,
+        "user": vm.user,
+        "trusted": bool(vm.host_key),
+        "lost_at": vm.lost_at,
+    }
+    _tell(session, actor, events.VM_ADDED, vm, before=before, after=after)
+    return machine_document(vm)
+
+
+def _require_own_folder(session: Session, vm: VM) -> None:
+    """Two rows with one folder would take each other's jobs for their own, which nobody drives, and end them."""
+    same = {name: getattr(vm, name) for name in ("transport", "workdir")}
+    if vm.transport != LOCAL:
+        same |= {name: getattr(vm, name) for name in ("ip_address", "port", "user")}
+    query = select(VM.vm_id).where(VM.active, VM.vm_id != vm.vm_id).filter_by(**same)
+    if (other := session.scalar(query.order_by(VM.vm_id).limit(1))) is not None:
+        raise Refusal(
+            "invalid_request",
+            f"{other} keeps everything in {vm.workdir} of the same machine, and both would take each other's jobs for their own. Give "
+            f"{vm.vm_id} a --workdir of its own.",
+        )
+
+
+def _require_no_gpus(session: Session, vm_id: str) -> None:
+    """Rows of GPUs stay for the history, and would be counted."""
+    if session.scalar(select(GPU.gpu_id).where(GPU.vm_id == vm_id).limit(1)) is not None:
+        raise Refusal(
+            "vm_exists",
+            f"a machine with GPUs was called {vm_id} before, and its history stays. Choose another name for what stands behind an engine.",
+        )
+
+
+def _make_row(session: Session, vm_id: str) -> bool:
+    """Whether there was none. Of two who add one machine at the same moment, the second waits here for the first."""
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    row = insert(VM).values(vm_id=vm_id, active=False).on_conflict_do_nothing()
+    return session.execute(row.returning(VM.vm_id)).scalar() is not None
+
+
+def _left_there(session: Session, vm_id: str) -> bool:
+    """Something was given up there, of which nobody has seen that it is over."""
+    given_up = (
+        select(Member.epoch)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            Member.released.is_(False),
+            Attempt.state == AttemptState.ENDED,
+            Attempt.cleanup == Cleanup.CLEAN,
+        )
+    )
+    return session.scalar(given_up.limit(1)) is not None
+
+
+def _describe(vm: VM, new: NewMachine) -> None:
+    """All columns that say what it is; what was known of an earlier time under this name is forgotten."""
+    for name in (
+        "ip_address",
+        "port",
+        "user",
+        "ssh_key_path",
+        "transport",
+        "host_key",
+        "seen_host_key",
+        "cpu_slots",
+        "deadman",
+    ):
+        setattr(vm, name, getattr(new, name))
+    vm.jump = None if new.jump is None else dict(new.jump)
+    vm.labels = dict(new.labels)
+    vm.probe = None if new.probe is None else list(new.probe)
+    vm.projects = sorted(set(new.projects)) if new.projects else None
+    vm.engine = None if new.engine is None else _without_defaults(new.engine)
+    if new.workdir is not None:
+        vm.workdir = new.workdir
+    elif new.engine is not None:  # several rows may stand for the parts of one cluster
+        vm.workdir = f"{FOLDER}-{new.vm_id}"
+    if new.python is not None:
+        vm.python = new.python
+    if new.idle_memory_mb is not None:
+        vm.idle_memory_mb = new.idle_memory_mb
+    vm.active, vm.draining, vm.cordoned = True, False, None
+    vm.contact, vm.unreachable_since, vm.misses = Contact.NEW, None, 0
+    vm.problem, vm.launch_failures, vm.boot_id = None, 0, None
+
+
+def _without_defaults(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to stand in the row of an engine that has been found sound."""
+    return EngineBody.model_validate(dict(engine)).model_dump(exclude_defaults=True)
+
+
+# Looking
+
+
+def listing(session: Session, actor: Actor, *, removed: bool = False) -> list[Document]:
+    """All machines with what is free there, by name; with `removed` also those that were."""
+    query = select(VM).order_by(VM.vm_id)
+    rows = session.scalars(query if removed else query.where(VM.active)).all()
+    return [_with_gpus(session, actor, vm) for vm in rows]
+
+
+def show(session: Session, actor: Actor, vm_id: str) -> Document:
+    """One machine with its GPUs, what runs there, and what was done with it. Raises `unknown_vm`."""
+    vm = find.machine(session, vm_id)
+    return _with_gpus(session, actor, vm) | {"events": _history(session, actor, vm_id)}
+
+
+def _history(session: Session, actor: Actor, vm_id: str) -> list[Document]:
+    """What happened to the machine itself; what its jobs did stands with them."""
+    of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
+    newest = of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)
+    found = reversed(session.scalars(newest).all())
+    return [visibility.event(actor, event_document(event)) for event in found]
+
+
+def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
+    gpus = session.scalars(select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.index)).all()
+    held: dict[int, list[Document]] = {}
+    slots: list[Document] = []
+    for reservation, attempt, job in session.execute(
+        select(Reservation, Attempt, Job)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(Reservation.vm_id == vm.vm_id, Reservation.released_at.is_(None))
+    ):
+        holder = _holder(actor, reservation, attempt, job)
+        if reservation.gpu_id is None:
+            slots.append(holder)
+        else:
+            held.setdefault(reservation.gpu_id, []).append(holder)
+    documents = [visibility.gpu(actor, gpu_document(gpu, held.get(gpu.gpu_id, []))) for gpu in gpus]
+    strays = unknown.holding(vm.facts)
+    usable = [
+        each
+        for each in documents
+        if each["observed"] == Observed.OK
+        and each["quarantined"] is None
+        and each["uuid"] not in strays.whole | strays.shares_mb.keys()
+    ]
+    return visibility.machine(actor, machine_document(vm)) | {
+        "state": machine_state(vm),
+        "total_gpus": len(documents),
+        "available_gpus": sum(not each["held_by"] for each in usable) if _takes_work(vm) else 0,
+        "gpus": documents,
+        "cpu_slots_held_by": slots,
+        **_places(vm, len(slots)),
+        "fingerprint": fingerprint(vm.host_key),
+        "seen_fingerprint": fingerprint(vm.seen_host_key),
+    }
+
+
+def _places(vm: VM, held: int) -> Document:
+    """Behind an engine; None: it has none."""
+    engine = elastic.elastic_of(vm.engine)
+    if engine is None:
+        return {"total_slots": None, "available_slots": None}
+    total = engine.said.slots
+    free = max(total - held, 0) if _takes_work(vm) and not engine.problem else 0
+    return {"total_slots": total, "available_slots": free}
+
+
+def _holder(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
+    """Who holds it; that somebody of another project does is all that others learn."""
+    if not actor.may_see(job.project):
+        return {"job_id": None, "epoch": None, "share_mb": reservation.share_mb, "cleanup": None}
+    return {
+        "job_id": job.job_id,
+        "epoch": attempt.epoch,
+        "share_mb": reservation.share_mb,
+        "cleanup": attempt.cleanup if attempt.state == AttemptState.ENDED else None,
+    }
+
+
+def _takes_work(vm: VM) -> bool:
+    return machine_state(vm) == "ok"
+
+
+def fingerprint(key: str | None) -> str | None:
+    """Of a host key, as ssh shows it."""
+    if key is None:
+        return None
+    from groupwise.jobs.hosts import (
+        keys,  # asyncssh takes a moment to load, and most answers need none
+    )
+
+    try:
+        return keys.parse(key).fingerprint
+    except UsageError:  # a row that was written by hand; it must not hide the others
+        return "unreadable"
+
+
+# New work
+
+
+def drain(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Place nothing new there; what runs goes on. Done once or twice, it is the same."""
+    return _set_draining(session, actor, vm_id, True)
+
+
+def undrain(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Place work there again."""
+    return _set_draining(session, actor, vm_id, False)
+
+
+def _set_draining(session: Session, actor: Actor, vm_id: str, draining: bool) -> Document:
+    actor.require_all_projects("drain a machine")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.draining != draining:
+        vm.draining = draining
+        kind = events.VM_DRAINING if draining else events.VM_UNDRAINED
+        _tell(
+            session,
+            actor,
+            kind,
+            vm,
+            before={"draining": not draining},
+            after={"draining": draining},
+        )
+        requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
+    return _with_gpus(session, actor, vm)
+
+
+def cordon(session: Session, actor: Actor, vm_id: str, reason: str) -> Document:
+    """Place nothing new there, and say why."""
+    actor.require_all_projects("cordon a machine")
+    if not reason.strip():
+        raise Refusal("invalid_request", "a cordon needs a reason, for whoever wonders later.")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.cordoned != reason:
+        before, vm.cordoned = vm.cordoned, reason
+        _tell(
+            session,
+            actor,
+            events.VM_CORDONED,
+            vm,
+            before={"cordoned": before},
+            after={"cordoned": reason},
+        )
+    return _with_gpus(session, actor, vm)
+
+
+def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Place work there again; its failed launches are forgotten."""
+    actor.require_all_projects("uncordon a machine")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.cordoned is not None:
+        before, vm.cordoned, vm.launch_failures = vm.cordoned, None, 0
+        _tell(
+            session,
+            actor,
+            events.VM_UNCORDONED,
+            vm,
+            before={"cordoned": before},
+            after={"cordoned": None},
+        )
+        requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
+    return _with_gpus(session, actor, vm)
+
+
+# Giving one up
+
+
+def lost(session: Session, actor: Actor, vm_id: str) -> Document:
+    """An operator's word that it will not come back. Its attempts end without being charged; returns them under `attempts`."""
+    actor.require_all_projects("declare a machine lost")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.transport == LOCAL and vm.engine is None:
+        raise Refusal(
+            "vm_state", f"{vm_id} is the machine that the fleet itself runs on; it is not lost."
+        )
+    attempts = _open_attempts(session, vm_id)
+    if vm.lost_at is None:
+        vm.lost_at = seconds(session)
+        detail = {"attempts": [attempt.epoch for attempt in attempts]}
+        _tell(session, actor, events.VM_LOST, vm, after={"lost_at": vm.lost_at}, detail=detail)
+    return _with_gpus(session, actor, vm) | {"attempts": [_named(attempt) for attempt in attempts]}
+
+
+def remove(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Take a machine out of the fleet. Raises `vm_in_use` as long as anything runs there or holds something of it."""
+    actor.require_all_projects("remove a machine")
+    vm = find.machine(session, vm_id, lock=True)
+    if not vm.active:
+        return machine_document(vm)
+    _require_unused(session, vm)
+    vm.active = False
+    _tell(session, actor, events.VM_REMOVED, vm, before={"active": True}, after={"active": False})
+    return machine_document(vm)
+
+
+def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") -> None:
+    attempts = _open_attempts(session, vm.vm_id)
+    if not attempts:
+        return
+    named = ", ".join(
+        f"{each.job_id} (attempt {each.epoch}, {_condition(each)})" for each in attempts[:5]
+    )
+    more = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
+    remedy = (
+        "It was declared lost: a dispatcher gives them up within seconds, if one is running."
+        if vm.lost_at is not None
+        else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish{then and f', {then}'}; if the machine never comes back, "
+        f"`groupwise fleet vm lost {vm.vm_id}`."
+    )
+    raise Refusal("vm_in_use", f"{vm.vm_id} is still used by {named}{more}{what}. {remedy}")
+
+
+def _open_attempts(session: Session, vm_id: str) -> list[Attempt]:
+    """Those that live there, or of which something may still be there."""
+    query = (
+        select(Attempt)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN),
+        )
+        .order_by(Attempt.epoch)
+    )
+    return list(session.scalars(query).all())
+
+
+def _named(attempt: Attempt) -> Document:
+    return {"job_id": attempt.job_id, "epoch": attempt.epoch, "state": attempt.state}
+
+
+def _condition(attempt: Attempt) -> str:
+    return attempt.state if attempt.state != AttemptState.ENDED else f"cleanup {attempt.cleanup}"
+
+
+# Trust
+
+
+def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) -> Document:
+    """Pin the host key that the machine showed last. `shown`: its fingerprint, which has to be that of this key.
+
+    Without `shown` whoever asks has seen the fingerprint and said yes. Raises `host_key_mismatch`.
+    """
+    actor.require_all_projects("trust a machine")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.seen_host_key is None:
+        if vm.host_key is not None and shown in (None, fingerprint(vm.host_key)):
+            return _with_gpus(session, actor, vm)
+        raise Refusal("host_key_mismatch", _nothing_shown(vm))
+    seen = fingerprint(vm.seen_host_key)
+    if shown is not None and shown != seen:
+        raise Refusal(
+            "host_key_mismatch",
+            f"{vm_id} shows the host key {seen}, not {shown}. Whoever runs the machine can tell which is right: "
+            "`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there.",
+        )
+    before = fingerprint(vm.host_key)
+    vm.host_key, vm.seen_host_key = vm.seen_host_key, None
+    if vm.contact == Contact.UNTRUSTED:
+        vm.contact, vm.problem = Contact.NEW, None
+    _tell(
+        session,
+        actor,
+        events.VM_TRUSTED,
+        vm,
+        before={"fingerprint": before},
+        after={"fingerprint": seen},
+    )
+    return _with_gpus(session, actor, vm)
+
+
+def _nothing_shown(vm: VM) -> str:
+    if vm.transport == LOCAL:
+        return f"{vm.vm_id} is this machine: it is not reached by SSH and has no host key."
+    if vm.host_key is not None:
+        return f"{vm.vm_id} is trusted by the host key {fingerprint(vm.host_key)} and has shown no other one."
+    return (
+        f"{vm.vm_id} has not shown its host key yet: no poller has reached it. "
+        f"{vm.problem or 'Wait for the next round, or look at `groupwise fleet doctor`.'}"
+    )
+
+
+def change(
+    session: Session,
+    actor: Actor,
+    vm_id: str,
+    *,
+    ip_address: str | None = None,
+    port: int | None = None,
+    user: str | None = None,
+    ssh_key_path: str | None = None,
+    jump: Mapping[str, Any] | None = None,
+    workdir: str | None = None,
+    python: str | None = None,
+    cpu_slots: int | None = None,
+    projects: Sequence[str] | None = None,
+    labels: Mapping[str, str | None] | None = None,
+    deadman: float | None = None,
+    probe: Sequence[str] | None = None,
+    idle_memory_mb: int | None = None,
+    engine: Mapping[str, Any] | None = None,
+) -> Document:
+    """How it is reached (ip_address, port, user, ssh_key_path, jump: {} for none), where its runner keeps everything (workdir), what
+    jobs there are run with (python), how many without GPUs at once (cpu_slots), and whose (projects; [] for any project's); by what jobs
+    find it (labels: these, None takes one away), after how long a silence jobs end that begin there from now on (deadman; 0: never), and
+    how its GPUs are looked at (probe, idle_memory_mb), and what its engine is said to have (engine: these, None makes one what it is by
+    default). What is left out, or None, stays as it was.
+
+    Attempts that run keep their interpreter and their deadman. What leads to another root of the runner is refused meanwhile: `vm_in_use`.
+    """
+    actor.require_all_projects("change a machine")
+    wanted: dict[str, Any] = {
+        "ip_address": ip_address,
+        "port": port,
+        "user": user,
+        "ssh_key_path": ssh_key_path,
+        "jump": jump,
+        "workdir": workdir,
+        "python": python,
+        "cpu_slots": cpu_slots,
+        "projects": projects,
+        "labels": labels,
+        "deadman": deadman,
+        "probe": probe,
+        "idle_memory_mb": idle_memory_mb,
+        "engine": engine or None,
+    }
+    after = {name: value for name, value in wanted.items() if value is not None}
+    if not after:
+        raise Refusal("invalid_request", f"nothing to change: give {', '.join(wanted)}.")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if engine:
+        after["engine"] = _changed_engine(vm, engine)
+    _require_sound(after, vm.engine)
+    if vm.transport == LOCAL and (ways := [name for name in WAY if name in after]):
+        raise Refusal(
+            "vm_state",
+            f"{vm_id} is the machine that the fleet itself runs on; nobody logs in there, so it has no {' or '.join(ways)}.",
+        )
+    before, after = {name: getattr(vm, name) for name in after}, _as_columns(vm, after)
+    if before == after:
+        return _with_gpus(session, actor, vm)
+    if moved := [name for name in PLACE if before.get(name) != after.get(name)]:
+        _require_empty(session, vm, f"its {' and '.join(moved)} cannot be changed")
+    for name, value in after.items():
+        setattr(vm, name, value)
+    if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
+        _require_own_folder(session, vm)
+        vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
+        vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
+    _tell(session, actor, events.VM_CHANGED, vm, before=before, after=after)
+    requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
+    return _with_gpus(session, actor, vm)
+
+
+def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands there of its engine, with what is to be otherwise."""
+    if vm.engine is None:
+        raise Refusal(
+            "vm_state",
+            f"{vm.vm_id} begins jobs itself: only a machine that is added with an engine has one.",
+        )
+    if engine.get("name", vm.engine.get("name")) != vm.engine.get("name"):
+        raise Refusal(
+            "vm_state",
+            f"what begins jobs on {vm.vm_id} does not change: add another row, and `groupwise fleet vm remove {vm.vm_id}`.",
+        )
+    found = {**vm.engine, **engine}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -> None:
+    """What is said, as it has to be of a new machine. `engine`: that stands there."""
+    wrong = [f"{name} is empty" for name, value in after.items() if value == ""]
+    as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", "engine": engine, **after}
+    if after.get("deadman") == 0:
+        del as_new["deadman"]
+    if after.get("jump") == {}:
+        del as_new["jump"]
+    wrong += NewMachine(**as_new).problems()
+    if wrong:
+        raise Refusal("invalid_request", "; ".join(wrong) + ".")
+
+
+def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to stand in the row."""
+    found = dict(wanted)
+    if "labels" in wanted:
+        labels = {**(vm.labels or {}), **wanted["labels"]}
+        found["labels"] = {name: value for name, value in labels.items() if value is not None}
+    if "projects" in wanted:
+        found["projects"] = sorted(set(wanted["projects"])) or None
+    if "probe" in wanted:
+        found["probe"] = list(wanted["probe"])
+    if wanted.get("deadman") == 0:
+        found["deadman"] = None
+    if "jump" in wanted:
+        found["jump"] = dict(wanted["jump"]) or None
+    if "engine" in wanted:
+        found["engine"] = _without_defaults(wanted["engine"])
+    return found
+
+
+def _require_empty(session: Session, vm: VM, what: str) -> None:
+    """Whatever is there would be looked for in another place."""
+    _require_unused(
+        session, vm, f", so {what} now", then=f"then `groupwise fleet vm set {vm.vm_id}` again"
+    )
+    if _left_there(session, vm.vm_id):
+        raise Refusal(
+            "vm_in_use",
+            f"of what was given up on {vm.vm_id} something may be left, so {what}: a dispatcher ends that where it was begun, as soon as "
+            "the machine answers.",
+        )
+
+
+def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:
+    """Let jobs have a GPU again, whatever was said of it. `gpu`: its index or UUID. Raises `unknown_gpu`."""
+    actor.require_all_projects("clear the quarantine of a GPU")
+    row = find.gpu(session, vm_id, gpu, lock=True)
+    vm = find.machine(session, vm_id)
+    before = {"quarantined": row.quarantined, "accused": row.accused}
+    if any(before.values()):
+        row.quarantined = row.accused = None
+        _tell(
+            session,
+            actor,
+            events.GPU_CLEARED,
+            vm,
+            before=before,
+            after=dict.fromkeys(before),
+            detail={"index": row.index, "uuid": row.uuid},
+        )
+        requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
+    return _with_gpus(session, actor, vm)
+
+
+def _tell(
+    session: Session,
+    actor: Actor,
+    kind: str,
+    vm: VM,
+    *,
+    before: Document | None = None,
+    after: Document | None = None,
+    detail: Document | None = None,
+) -> None:
+    events.append(
+        session,
+        actor=actor.name,
+        kind=kind,
+        vm_id=vm.vm_id,
+        before=before,
+        after=after,
+        detail=detail,
+    )

@@ -1,0 +1,161 @@
+"""What jobs left on the control machine: artefacts in folders, which their records list, and mirrored checkpoints, as blobs that rows name.
+
+Nothing that is not listed can be read: a path leads to a file only where the record of its folder has it, a hash to a blob only where a
+checkpoint of that very job names it. Who fetches a job asks so for each of its files, of which there may be a hundred thousand: what the
+record, or the checkpoints, of a job name is worked out once, and remembered until they are others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import IO
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.files.artefacts import artefact_folder, record_of
+from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
+from groupwise.jobs.fleet.store.tables import Checkpoint, Job
+from groupwise.jobs.fleet.verbs import find
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.documents import Document, checkpoint_document
+
+REMEMBERED = 4
+"""Records, and as many jobs with checkpoints: what one of 100,000 files names takes some 20 MB of memory."""
+
+
+class _Named:
+    """What was worked out last, by what it depends on."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, key: Hashable, work_out: Callable[[], frozenset[str]]) -> frozenset[str]:
+        """Where two ask for the same at once, both may work it out."""
+        with self._lock:
+            found = self._known.get(key)
+        if found is None:
+            found = work_out()
+        with self._lock:
+            self._known[key] = found
+            self._known.move_to_end(key)
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+
+_PATHS = _Named()
+_HASHES = _Named()
+
+
+def job_that_left(session: Session, actor: Actor, job_id: str) -> Document:
+    """Its status, for who is about to look at the folder. Raises `unknown_job`."""
+    found = session.execute(select(Job.status, Job.project).where(Job.job_id == job_id)).first()
+    if found is None or not actor.may_see(found.project):
+        raise find.no_job(session, actor, job_id)
+    return {"job_id": job_id, "status": found.status}
+
+
+# Artefacts
+
+
+def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int = 0) -> Document:
+    """What an attempt left: path, sha256, mode and bytes of each file, and what was left out; without `epoch` the newest one.
+
+    `folder`: where the artefacts of all jobs lie. Raises `unknown_file`.
+    """
+    wanted, record = _opened(folder, job, epoch, rank)
+    with record:
+        found = json.load(record)
+    return {
+        "job_id": job["job_id"],
+        "epoch": wanted,
+        "rank": rank,
+        "files": found["files"],
+        "left_out": found.get("left_out", []),
+    }
+
+
+def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: int = 0) -> Path:
+    """Where one of these files lies. Raises `unknown_file`."""
+    wanted, record = _opened(folder, job, epoch, rank)
+    with record:
+        status = os.fstat(record.fileno())
+        which = (record.name, status.st_ino, status.st_mtime_ns, status.st_size)
+        named = _PATHS.of(which, lambda: frozenset(json.load(record)["files"]))
+    if path not in named:
+        raise Refusal(
+            "unknown_file",
+            f"{job['job_id']} left no file {path!r}; GET /jobs/{job['job_id']}/artefacts lists them.",
+        )
+    place = artefact_folder(folder, job["job_id"], wanted, rank) / path
+    if not place.is_file():
+        raise Refusal(
+            "unknown_file", f"{path!r} of {job['job_id']} is not on the fleet's disk any more."
+        )
+    return place
+
+
+def _opened(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:
+    """Which attempt it is, and its record, which was written before the folder got its name. Raises `unknown_file`."""
+    wanted = _newest(folder, job["job_id"]) if epoch is None else epoch
+    if wanted is not None:
+        with suppress(FileNotFoundError):
+            return wanted, record_of(artefact_folder(folder, job["job_id"], wanted, rank)).open()
+    raise Refusal("unknown_file", _nothing_here(job, epoch, rank))
+
+
+def _newest(folder: Path, job_id: str) -> int | None:
+    try:
+        return int(os.readlink(artefact_folder(folder, job_id, 0).with_name("current")))
+    except (OSError, ValueError):
+        return None
+
+
+def _nothing_here(job: Document, epoch: int | None, rank: int) -> str:
+    whose = "" if epoch is None else f" by its attempt {epoch}"
+    whose += f" of rank {rank}" if rank else ""
+    return f"{job['job_id']} is {job['status']} and has left nothing here{whose}."
+
+
+# Checkpoints
+
+
+def checkpoints(session: Session, actor: Actor, job_id: str) -> list[Document]:
+    """Those that are mirrored, the newest first. Raises `unknown_job`."""
+    job_that_left(session, actor, job_id)
+    rows = session.scalars(
+        select(Checkpoint).where(Checkpoint.job_id == job_id).order_by(*NEWEST_FIRST)
+    )
+    return [checkpoint_document(row) for row in rows]
+
+
+def checkpoint_file(session: Session, actor: Actor, job_id: str, sha256: str) -> str:
+    """The hash, if it is of a file of one of these. Raises `unknown_file`."""
+    job_that_left(session, actor, job_id)
+    if sha256 not in _HASHES.of(_which(session, job_id), lambda: _hashes(session, job_id)):
+        raise Refusal(
+            "unknown_file",
+            f"no mirrored checkpoint of {job_id} has a file {sha256!r}, or none any more: only the newest are kept.",
+        )
+    return sha256
+
+
+def _which(session: Session, job_id: str) -> Hashable:
+    """What tells these rows from those of any other job, moment or database: without their manifests, which are long."""
+    keys = (Checkpoint.generation, Checkpoint.epoch, Checkpoint.path, Checkpoint.mirrored_at)
+    rows = session.execute(select(*keys).where(Checkpoint.job_id == job_id).order_by(*keys))
+    return session.get_bind().engine.url, job_id, tuple(map(tuple, rows))
+
+
+def _hashes(session: Session, job_id: str) -> frozenset[str]:
+    manifests = session.scalars(select(Checkpoint.manifest).where(Checkpoint.job_id == job_id))
+    return frozenset(entry[0] for manifest in manifests for entry in manifest.values())

@@ -1,0 +1,165 @@
+"""Clearing away jobs that ended long ago: their rows, then their logs and artefacts, then the files that only they had named.
+
+Rows go first, some hundreds of jobs in a transaction that looks again which of them may go: somebody may have retried one meanwhile. Files
+follow; where that is interrupted, the next `prune` or a dispatcher takes what is left of them (`files/clearing.py`). Events stay, they are
+the history, and by them the folders of these jobs on machines are known, which dispatchers clear away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sqlalchemy import delete, func, or_, select
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.fleet import MOST_SECONDS
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.files import clearing
+from groupwise.jobs.fleet.files.clearing import remove_files, size_of_files
+from groupwise.jobs.fleet.queue.request import dependency
+from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, JobStatus
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.tables import VM, Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.documents import Document
+from groupwise.jobs.hosts.files import BlobStore
+
+AT_ONCE = 500
+"""Jobs of one transaction, and of one question."""
+WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
+"""As in the index of jobs that wait."""
+
+
+def old_jobs(
+    session: Session,
+    actor: Actor,
+    older_than: float,
+    *,
+    project: str | None = None,
+    status: frozenset[JobStatus] | None = None,
+) -> list[str]:
+    """Jobs that ended more than `older_than` seconds ago and that nothing needs any more, the oldest first."""
+    if not 0 <= older_than <= MOST_SECONDS:
+        raise Refusal(
+            "invalid_request",
+            f"older than {older_than:g} seconds: 0 to {MOST_SECONDS:.0f} seconds are wanted, which is 31 years.",
+        )
+    before = datetime.fromtimestamp(seconds(session) - older_than, UTC)
+    query = (
+        select(Job.job_id)
+        .where(Job.status.in_(FINAL if status is None else status & FINAL))
+        .where(func.coalesce(Job.end_time, Job.created_at) <= before)
+        .order_by(Job.created_at, Job.job_id)
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    if project is not None:
+        query = query.where(Job.project == project)
+    found = session.scalars(query).all()
+    awaited = _awaited(session)
+    needed = awaited.union(*(_in_use(session, some) for some in _portions(found)))
+    return [job_id for job_id in found if job_id not in needed]
+
+
+def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str]:
+    """Remove the rows of these jobs; which those were. One that runs again, or of which something has turned out to be needed, stays."""
+    over = select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
+    jobs = [job for job in session.scalars(over.with_for_update()) if actor.may_see(job.project)]
+    needed = _awaited(session) | _in_use(session, [job.job_id for job in jobs])
+    going = [job for job in jobs if job.job_id not in needed]
+    events.append_many(
+        session,
+        [
+            {
+                "actor": actor.name,
+                "kind": events.JOB_PRUNED,
+                "job_id": job.job_id,
+                "before": {"status": job.status, "project": job.project},
+            }
+            for job in going
+        ],
+    )
+    names = [job.job_id for job in going]
+    session.expunge_all()
+    epochs = select(Attempt.epoch).where(Attempt.job_id.in_(names))
+    for statement in (
+        delete(Reservation).where(Reservation.epoch.in_(epochs)),
+        delete(Checkpoint).where(Checkpoint.job_id.in_(names)),
+        delete(Member).where(Member.epoch.in_(epochs)),
+        delete(Attempt).where(Attempt.job_id.in_(names)),
+        delete(Job).where(Job.job_id.in_(names)),
+    ):
+        session.execute(statement.execution_options(synchronize_session=False))
+    return names
+
+
+def _portions(job_ids: Sequence[str]) -> list[Sequence[str]]:
+    return [job_ids[first : first + AT_ONCE] for first in range(0, len(job_ids), AT_ONCE)]
+
+
+def _awaited(session: Session) -> set[str]:
+    """Jobs that others wait for. What a row names that nobody has admitted has to be there when somebody does."""
+    query = select(Job.blocked_on, Job.request["after"]).where(
+        Job.status.in_(WAITING),
+        Job.admitted_at.is_not(None),
+        or_(Job.blocked_on.is_not(None), Job.request["after"].as_string().is_not(None)),
+    )
+    found: set[str] = set()
+    for blocked_on, after in session.execute(query):
+        found.update(dependency(word)[0] for word in after or ())
+        if blocked_on is not None:
+            found.add(blocked_on)
+    return found
+
+
+def _in_use(session: Session, job_ids: Collection[str]) -> set[str]:
+    """Those of which a machine may still hold something.
+
+    One that was declared lost may come back with it, and is emptied by what stands in the rows; one that was removed will not.
+    """
+    of_these = select(Attempt.job_id).where(Attempt.job_id.in_(job_ids))
+    open_attempt = of_these.where(
+        or_(Attempt.state != AttemptState.ENDED, Attempt.cleanup != Cleanup.CLEAN)
+    )
+    given_up = (
+        of_these.join(Member, Attempt.epoch == Member.epoch)
+        .join(VM, VM.vm_id == Member.vm_id)
+        .where(Member.released.is_(False), VM.active, VM.lost_at.is_not(None))
+    )
+    held = of_these.join(Reservation, Attempt.epoch == Reservation.epoch).where(
+        Reservation.released_at.is_(None)
+    )
+    in_use = (open_attempt, given_up, held)
+    return {job_id for query in in_use for job_id in session.scalars(query)}
+
+
+def clear_away(
+    database: Database,
+    store: BlobStore,
+    folders: Sequence[Path],
+    actor: Actor,
+    older_than: float,
+    *,
+    project: str | None = None,
+    status: frozenset[JobStatus] | None = None,
+    dry_run: bool = False,
+) -> Document:
+    """All of it: which jobs went, and how many bytes that freed. `folders`: those of logs and artefacts.
+
+    `dry_run`: nothing goes, and files that only these jobs have named are not counted.
+    """
+    jobs = database.read(lambda s: old_jobs(s, actor, older_than, project=project, status=status))
+    size = sum(size_of_files(folders, job) for job in jobs)
+    if not dry_run:
+        jobs = [
+            job
+            for some in _portions(jobs)
+            for job in database.run(lambda s, some=some: remove(s, actor, some))
+        ]
+        for job in jobs:
+            remove_files(folders, job)
+        size += clearing.clear_away(database, store, folders)
+    return {"jobs": jobs, "bytes": size, "dry_run": dry_run}

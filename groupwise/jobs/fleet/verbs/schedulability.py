@@ -1,0 +1,143 @@
+"""What a job wants of machines and no machine of the fleet is or has: a name, a label, a model of GPU.
+
+Such a job is accepted, since the machine may be added tomorrow, and waits until then without a word; so whoever submits is told at once.
+The fleet is read once for all jobs of a submission, and only if one of them wants such a thing. What its machines have is gathered once as
+well: thousands of jobs may each want something else, and whoever submits them holds up other writers meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.queue.elastic import Elastic, elastic_of
+from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.store.tables import GPU, VM
+from groupwise.jobs.fleet.verbs.find import which_there_are
+
+MOST_COMPARED = 20
+"""Wishes of one submission for which names that are near are looked up: that takes a moment for each."""
+
+Wish = tuple[str | None, tuple[tuple[str, str], ...], str | None, tuple[int | str, ...]]
+"""Machine, labels, model of GPU, GPUs by name."""
+_Wrong = tuple[str, str, Sequence[str], str]
+"""What is wrong; and a name (if any), those that there are, and the verb that makes more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """One of the fleet, as far as it can be named or described."""
+
+    labels: Mapping[str, str]
+    gpus: Sequence[tuple[int, str, str]]
+    """Index, UUID, model."""
+    engine: Elastic | None = None
+    """Which has GPUs of its own."""
+
+    @property
+    def models(self) -> Iterator[str]:
+        """Of all GPUs that it has or that are given to its jobs."""
+        yield from (model for _, _, model in self.gpus if model)
+        if self.engine is not None and self.engine.said.gpu_model is not None:
+            yield self.engine.said.gpu_model
+
+
+class _There:
+    """What some machines have, to be looked up often."""
+
+    def __init__(self, machines: Sequence[_Machine]) -> None:
+        self.having: dict[tuple[str, str], set[int]] = {}
+        """Which of them, counted from 0, have each label."""
+        for number, each in enumerate(machines):
+            for label in each.labels.items():
+                self.having.setdefault(label, set()).add(number)
+        self.labels = sorted(f"{name}={value}" for name, value in self.having)
+        self.models = sorted({model for each in machines for model in each.models})
+        self.gpus = {name for each in machines for gpu in each.gpus for name in gpu[:2]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """Its machines by name, and what all of them have."""
+
+    machines: Mapping[str, _Machine]
+    there: _There
+    names: Sequence[str]
+
+
+def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
+    """For each of the jobs what of it is not to be had in the fleet as it is."""
+    wishes = [_wish(resources) for resources in jobs]
+    told: dict[Wish, list[str]] = {_NONE: []}
+    if any(wish != _NONE for wish in wishes):
+        machines = _machines(session)
+        fleet = _Fleet(machines, _There([*machines.values()]), [*machines])
+        for wish in wishes:
+            if wish not in told:
+                told[wish] = _missing(fleet, wish, compare=len(told) <= MOST_COMPARED)
+    return [told[wish] for wish in wishes]
+
+
+_NONE: Wish = (None, (), None, ())
+
+
+def _wish(resources: Resources) -> Wish:
+    labels = tuple(sorted(resources.labels.items()))
+    return resources.vm, labels, resources.gpu_model, resources.named
+
+
+def _machines(session: Session) -> dict[str, _Machine]:
+    gpus: dict[str, list[tuple[int, str, str]]] = {}
+    of_gpus = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model)
+    for vm_id, index, uuid, model in session.execute(select(*of_gpus).order_by(*of_gpus[:2])):
+        gpus.setdefault(vm_id, []).append((index, uuid, model or ""))
+    columns = (VM.vm_id, VM.labels, VM.engine)
+    machines = session.execute(select(*columns).where(VM.active).order_by(VM.vm_id))
+    return {
+        vm_id: _Machine(
+            {k: str(v) for k, v in (labels or {}).items()}, gpus.get(vm_id, ()), elastic_of(engine)
+        )
+        for vm_id, labels, engine in machines
+    }
+
+
+def _missing(fleet: _Fleet, wish: Wish, *, compare: bool) -> list[str]:
+    return [
+        f"{wrong}, so the job waits until that changes{there}"
+        for wrong, name, names, otherwise in _wrong(fleet, wish)
+        for there in (f"; {which_there_are(name, names, otherwise)}" if compare and name else "",)
+    ]
+
+
+def _wrong(fleet: _Fleet, wish: Wish) -> Iterator[_Wrong]:
+    vm, labels, model, named = wish
+    if vm is not None and vm not in fleet.machines:
+        which = f" (GPU {', '.join(map(str, named))} of it is asked for)" if named else ""
+        yield f"no machine is called {vm!r}{which}", vm, fleet.names, "vm add"
+        return
+    there = fleet.there if vm is None else _There([fleet.machines[vm]])
+    whose = "no machine has" if vm is None else f"machine {vm} does not have"
+    yield from _wrong_labels(there, labels, whose)
+    if model is not None and all(model.casefold() not in m.casefold() for m in there.models):
+        of = "" if vm is None else f" of machine {vm}"
+        yield f"no GPU{of} that was seen is a {model}", model, there.models, "vm add"
+    for name in named:
+        if name not in there.gpus:
+            yield f"{whose} a GPU {name} that was seen", "", (), ""
+
+
+def _wrong_labels(there: _There, labels: Sequence[tuple[str, str]], whose: str) -> Iterator[_Wrong]:
+    lacking = [label for label in labels if label not in there.having]
+    for name, value in lacking:
+        word = f"{name}={value}"
+        yield f"{whose} the label {word}", word, there.labels, "vm set"
+    if (
+        labels
+        and not lacking
+        and not set[int].intersection(*(there.having[label] for label in labels))
+    ):
+        asked = " and ".join(f"{name}={value}" for name, value in labels)
+        yield f"{whose} {asked} together", "", (), ""

@@ -1,0 +1,442 @@
+"""How a fleet is doing, in one document: jobs by status, machines and GPUs, the control plane, and what somebody should look at.
+
+An alarm is something that the fleet cannot mend by itself, or that nobody would notice otherwise: each says what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from groupwise.core.terminal.quantities import byte_size, duration
+from groupwise.jobs.fleet.attempts.ending import ACCUSATION_SECONDS
+from groupwise.jobs.fleet.processes import FOLDER, NEWS, NOT_ASKED, RELEASE, TELLING
+from groupwise.jobs.fleet.queue import untracked_processes
+from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, JobStatus
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.tables import (
+    GPU,
+    VM,
+    Attempt,
+    Checkpoint,
+    ControlProcess,
+    Job,
+    Member,
+)
+from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs.actor import Actor
+from groupwise.jobs.fleet.verbs.documents import Document, process_document
+from groupwise.jobs.hosts.files import LARGEST_BLOB
+
+SILENT_SECONDS = 30.0
+"""Without a word from a process of the control plane for so long, it counts as dead; each writes every ten."""
+NEEDED_ROLES = ("dispatcher", "poller", "requeue", "tracker")
+FORGOTTEN_SECONDS = 24 * 3600.0
+"""A process that ended so long ago is no news."""
+LARGE_LOG = 10_000_000_000
+"""Bytes. A log is kept whole, on the machine and here, so that one that grows for ever fills both disks."""
+DAMAGE_SECONDS = 24 * 3600.0
+"""For so long it is told that a checkpoint was found damaged."""
+UNTOLD_SECONDS = 300.0
+"""For so long NATS may not have been told that a job has ended."""
+
+LEAST_FREE = 1_000_000_000
+"""Bytes on a disk of the control machine below which it is as good as full: whoever is told then has some time left."""
+
+
+def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Document:
+    """All of it. What it counts are the jobs that the actor may see. `folders`: of the control machine, whose disks fill up."""
+    now = seconds(session)
+    found = machines.listing(session, actor)
+    running = processes(session)
+    return {
+        "jobs": _jobs(session, actor),
+        "oldest_waiting_seconds": _longest_wait(session, actor, now),
+        "machines": {
+            "total": len(found),
+            "ready": sum(each["state"] == "ok" for each in found),
+            "gpus": sum(each["total_gpus"] for each in found),
+            "gpus_available": sum(each["available_gpus"] for each in found),
+        },
+        "processes": running,
+        "alarms": list(alarms(session, actor, folders)),
+        "time": now,
+    }
+
+
+def processes(session: Session) -> list[Document]:
+    """The processes of the control plane, those that are alive first; long dead ones are left out."""
+    now = seconds(session)
+    rows = session.scalars(
+        select(ControlProcess)
+        .where(ControlProcess.seen_at > now - FORGOTTEN_SECONDS)
+        .order_by(ControlProcess.role, ControlProcess.started_at)
+    ).all()
+    documents = [process_document(row, now) for row in rows]
+    for each in documents:
+        each["alive"] = each["silent_seconds"] <= SILENT_SECONDS
+    return sorted(documents, key=lambda each: not each["alive"])
+
+
+NO_DISPATCHER = "no dispatcher is running; `groupwise fleet up` starts one"
+
+
+def missing_roles(session: Session) -> list[str]:
+    """The roles that no living process plays."""
+    alive = {each["role"] for each in processes(session) if each["alive"]}
+    return [role for role in NEEDED_ROLES if role not in alive]
+
+
+def why_nothing_begins(session: Session) -> str | None:
+    """Nobody begins jobs, or not yet; None: somebody does, as far as they have said."""
+    alive = [row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]]
+    if not alive:
+        return NO_DISPATCHER
+    not_asked: list[list[str]] = [row["facts"].get(NOT_ASKED) or [] for row in alive]
+    machine, *others = min(not_asked, key=len) or [None]
+    if machine is None:
+        return None
+    more = f" and {len(others)} more" if others else ""
+    return f"after a standstill nothing begins before the poller has asked all machines what they run, and {machine}{more} not yet"
+
+
+def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:
+    """What somebody should look at, the worst first. A full disk may be why nobody plays a role."""
+    if actor.projects is None:
+        yield from _disks([*_of_database(session), *folders])
+    yield from _roles(session)
+    if actor.projects is None:
+        yield from _different(session)
+        yield from _untold(session)
+        yield from _machines(session)
+        yield from _strays(session)
+        yield from _gpus(session)
+        yield from _accused(session)
+    yield from _attempts(session, actor)
+    yield from _not_mirrored(session, actor)
+    yield from _checkpoints(session, actor)
+
+
+def _jobs(session: Session, actor: Actor) -> dict[str, int]:
+    query = select(Job.status, func.count()).group_by(Job.status)
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    counted = dict(session.execute(query).all())
+    return {status.value: counted.get(status, 0) for status in JobStatus}
+
+
+def _longest_wait(session: Session, actor: Actor, now: float) -> float | None:
+    """Of the jobs that could begin if there were room; None: none waits."""
+    query = select(func.min(Job.waiting_since)).where(
+        Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING))
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    since = session.scalar(query)
+    return None if since is None else max(0.0, now - since)
+
+
+def _alarm(kind: str, message: str, remedy: str, **about: object) -> Document:
+    return {"kind": kind, "message": message, "remedy": remedy, **about}
+
+
+def _roles(session: Session) -> Iterator[Document]:
+    missing = missing_roles(session)
+    if missing:
+        nothing = len(missing) == len(NEEDED_ROLES)
+        yield _alarm(
+            "role_missing",
+            "no part of the control plane is running"
+            if nothing
+            else f"nobody plays the role of {' and '.join(missing)}",
+            "`groupwise fleet up` starts all of them, "
+            f"`groupwise fleet {missing[0]}` {'the first' if nothing else 'it'} alone",
+            roles=missing,
+        )
+
+
+def _different(session: Session) -> Iterator[Document]:
+    """Processes that are one fleet, and do not see or do the same."""
+    alive = [each for each in processes(session) if each["alive"]]
+    folders = _grouped(alive, FOLDER)
+    if len(folders) > 1:
+        yield _alarm(
+            "folder_not_shared",
+            f"these have not the same folder, though they are one fleet: {'; '.join(folders.values())}",
+            "what one of them puts there another does not find, so that jobs fail and files seem lost: mount the shared folder where it is "
+            "missing, and begin the processes there anew",
+        )
+    releases = _grouped(alive, RELEASE)
+    if len(releases) > 1:
+        shown = "; ".join(f"{release}: {who}" for release, who in releases.items())
+        yield _alarm(
+            "releases_differ",
+            f"processes of several releases are one fleet: {shown}",
+            "none knows what a later one writes: end those of the older release, and begin them anew as after each upgrade",
+        )
+
+
+def _grouped(alive: Sequence[Document], fact: str) -> dict[str, str]:
+    """Value of the fact, to those that have it, in words."""
+    who: dict[str, list[str]] = {}
+    for each in alive:
+        if (value := each["facts"].get(fact)) is not None:
+            named = f"{each['role']} on {each['host']} (process {each['pid']})"
+            who.setdefault(value, []).append(named)
+    return {value: ", ".join(sorted(named)) for value, named in sorted(who.items())}
+
+
+def _untold(session: Session) -> Iterator[Document]:
+    """Ends that NATS has not been told of, where a tracker has one to tell."""
+    telling = [each["facts"].get(TELLING) for each in processes(session) if each["alive"]]
+    troubles: list[str | None] = [each["trouble"] for each in telling if each]
+    since = events.first_end_after(session, NEWS) if troubles else None
+    if since is not None and (waited := seconds(session) - since) >= UNTOLD_SECONDS:
+        why = next(filter(None, troubles), "the log of the tracker says why")
+        yield _alarm(
+            "not_told",
+            f"NATS has not been told of jobs that ended {duration(waited)} ago: {why}",
+            "nothing is lost, and whoever listens is told when it can be: start NATS, or let its user publish on jobs.completed and "
+            "jobs.errored; nats_url: off where nobody listens",
+        )
+
+
+def _of_database(session: Session) -> list[Path]:
+    """The folder of its file, where it is one: that can be read on a full disk, and not written."""
+    url = session.connection().engine.url
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return []
+    return [Path(url.database).absolute().parent]
+
+
+def _disks(folders: Iterable[Path]) -> Iterator[Document]:
+    """Asked of the disks themselves, since on a full one nobody could write into the database that it is."""
+    looked_at = set[int]()
+    for folder in folders:
+        there = next((each for each in (folder, *folder.parents) if each.exists()), folder.parent)
+        disk = there.stat().st_dev
+        free = shutil.disk_usage(there).free
+        if free < LEAST_FREE and disk not in looked_at:
+            yield _alarm(
+                "disk_full",
+                f"the control machine has {byte_size(free)} left on the disk of {there}",
+                "make room there; `groupwise fleet prune` does as long as some is left. Once it is full nothing is written down, no job "
+                "begins, and none can end; all goes on by itself when there is room",
+                folder=str(there),
+                free=free,
+            )
+        looked_at.add(disk)
+
+
+def _machines(session: Session) -> Iterator[Document]:
+    now = seconds(session)
+    for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id)):
+        about = {"vm_id": vm.vm_id}
+        if vm.lost_at is not None:
+            continue
+        if vm.contact == Contact.UNTRUSTED:
+            seen = (
+                ""
+                if vm.seen_host_key is None
+                else f", which shows {machines.fingerprint(vm.seen_host_key)}"
+            )
+            was = "its host key has CHANGED" if vm.host_key else "its host key is not trusted yet"
+            yield _alarm(
+                "untrusted",
+                f"{vm.vm_id}: {was}{seen}",
+                f"compare it with the machine's own, then `groupwise fleet vm trust {vm.vm_id} FINGERPRINT`",
+                **about,
+            )
+        elif vm.contact == Contact.UNREACHABLE:
+            since = (
+                ""
+                if vm.unreachable_since is None
+                else f" for {duration(now - vm.unreachable_since)}"
+            )
+            yield _alarm(
+                "unreachable",
+                f"{vm.vm_id} does not answer{since}: {vm.problem or 'no connection'}",
+                f"its jobs are left as they are; `groupwise fleet vm lost {vm.vm_id}` if it never comes back",
+                **about,
+            )
+        if vm.degraded:
+            yield _alarm(
+                "degraded",
+                f"{vm.vm_id}: {vm.problem or 'its GPUs cannot be read'}",
+                "run nvidia-smi there; nothing new is placed on it until it can be read",
+                **about,
+            )
+        if vm.cordoned is not None:
+            yield _alarm(
+                "cordoned",
+                f"{vm.vm_id} is cordoned: {vm.cordoned}",
+                f"`groupwise fleet vm uncordon {vm.vm_id}` once it is mended",
+                **about,
+            )
+
+
+def _strays(session: Session) -> Iterator[Document]:
+    now = seconds(session)
+    for vm_id, each in untracked_processes.on_machines(session):
+        yield _alarm(
+            "attempt_quarantined",
+            f"{vm_id} runs {each['detail']}, which stands in no table, for {duration(now - each['since'])} or longer",
+            f"nothing is done to it, and its job does not begin meanwhile: end its processes on {vm_id} if nobody wants it any more; it "
+            "belongs to a database of before, or to another fleet",
+            vm_id=vm_id,
+            job_id=each["job_id"],
+            epoch=each["epoch"],
+            since=each["since"],
+        )
+
+
+def _gpus(session: Session) -> Iterator[Document]:
+    rows = session.scalars(
+        select(GPU)
+        .join(VM, VM.vm_id == GPU.vm_id)
+        .where(VM.active, GPU.quarantined.is_not(None))
+        .order_by(GPU.vm_id, GPU.index)
+    )
+    for gpu in rows:
+        yield _alarm(
+            "quarantined",
+            f"GPU {gpu.index} of {gpu.vm_id} is in quarantine: {gpu.quarantined}",
+            f"`groupwise fleet vm clear-quarantine {gpu.vm_id} {gpu.index}` once it is sound",
+            vm_id=gpu.vm_id,
+            gpu=gpu.index,
+        )
+
+
+def _accused(session: Session) -> Iterator[Document]:
+    """What a job's log said of late, and nobody else yet."""
+    now = seconds(session)
+    rows = session.scalars(
+        select(GPU)
+        .join(VM, VM.vm_id == GPU.vm_id)
+        .where(VM.active, GPU.quarantined.is_(None), GPU.accused.is_not(None))
+        .order_by(GPU.vm_id, GPU.index)
+    )
+    for gpu in rows:
+        said = gpu.accused or {}
+        if now - said["at"] >= ACCUSATION_SECONDS:
+            continue
+        yield _alarm(
+            "accused",
+            f"GPU {gpu.index} of {gpu.vm_id} may be broken: {said['said']} (attempt {said['job_id']}.{said['epoch']}, "
+            f"{duration(now - said['at'])} ago); jobs still get it",
+            f"look at it; it is put in quarantine when another job says so too. `groupwise fleet vm clear-quarantine {gpu.vm_id} "
+            f"{gpu.index}` if it is sound",
+            vm_id=gpu.vm_id,
+            gpu=gpu.index,
+            job_id=said["job_id"],
+        )
+
+
+def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
+    is_open = (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
+    query = (
+        select(Attempt, Member.vm_id, Member.handle, Member.log_offset)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(
+            (Attempt.cleanup == Cleanup.LEAKING)
+            | ((Attempt.contact == Contact.UNREACHABLE) & (Attempt.state != AttemptState.ENDED))
+            | (is_open & Member.handle["stuck"].as_string().is_not(None))
+            | (is_open & (Member.log_offset >= LARGE_LOG))
+        )
+        .order_by(Attempt.epoch)
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    for attempt, vm_id, handle, logged in session.execute(query):
+        about = {"job_id": attempt.job_id, "epoch": attempt.epoch, "vm_id": vm_id}
+        if attempt.cleanup == Cleanup.LEAKING:
+            yield _alarm(
+                "leaking",
+                f"{attempt.job_id} has ended, but something of its attempt {attempt.epoch} still holds what it had on {vm_id}",
+                f"`groupwise fleet show {attempt.job_id}` says what; end it there, the fleet looks again by itself",
+                **about,
+            )
+        elif handle.get("stuck"):
+            yield _alarm(
+                "attempt_stuck",
+                f"{attempt.job_id} does not get on: {handle['stuck']}",
+                "nothing of it is lost: mend what it says, and it goes on by itself; or "
+                f"`groupwise fleet cancel {attempt.job_id}` ends it without what could not be taken in",
+                **about,
+            )
+        elif handle.get("elsewhere"):
+            yield _alarm(
+                "attempt_elsewhere",
+                f"{attempt.job_id} may be running on {vm_id}, whose row now leads to another machine, user or working folder than the one "
+                "where it was begun",
+                f"set the row as it was (`groupwise fleet vm set {vm_id}`); or declare {vm_id} lost once you have ended the job there",
+                **about,
+            )
+        elif attempt.contact == Contact.UNREACHABLE and attempt.state != AttemptState.ENDED:
+            yield _alarm(
+                "attempt_unreachable",
+                f"{attempt.job_id} may be running on {vm_id}, which does not answer",
+                "nothing is done to it until the machine answers, or is declared lost",
+                **about,
+            )
+        else:
+            yield _alarm(
+                "log_large",
+                f"{attempt.job_id} has logged {byte_size(logged)}, which is kept whole, on {vm_id} and here",
+                f"`groupwise fleet logs {attempt.job_id} --tail 20` shows what it writes; "
+                f"`groupwise fleet cancel {attempt.job_id}` before it fills the disks, and `prune` when it is not needed any more",
+                **about,
+            )
+
+
+def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
+    """Attempts from whose last steps nobody could go on elsewhere."""
+    why = Member.handle["not_mirrored"].as_string()
+    query = (
+        select(Attempt.job_id, Attempt.epoch, Member.vm_id, why)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(Attempt.state != AttemptState.ENDED, why.is_not(None))
+        .order_by(Attempt.epoch)
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    for job_id, epoch, vm_id, said in session.execute(query):
+        yield _alarm(
+            "checkpoint_not_mirrored",
+            f"{job_id}: {said}",
+            f"if {vm_id} is lost, the job goes on from an older one or begins anew (`groupwise fleet show {job_id}` says which there is); "
+            f"this alarm goes when one has come. Let its trainer keep two or more, in files of at most {LARGEST_BLOB >> 30} GiB, each with "
+            "its right hash",
+            job_id=job_id,
+            epoch=epoch,
+            vm_id=vm_id,
+        )
+
+
+def _checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
+    """Damage of late: its job has got over it, but the disk that did it holds all others."""
+    now = seconds(session)
+    query = (
+        select(Checkpoint.job_id, Checkpoint.step, now - Checkpoint.damaged_at)
+        .join(Job, Job.job_id == Checkpoint.job_id)
+        .where(Checkpoint.damaged_at > now - DAMAGE_SECONDS)
+        .order_by(Checkpoint.damaged_at)
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    for job_id, step, ago in session.execute(query):
+        yield _alarm(
+            "checkpoint_damaged",
+            f"the checkpoint of step {step} of {job_id} was found damaged, or files of it gone, {duration(ago)} ago",
+            f"its job was begun again from an older one (`groupwise fleet show {job_id}` says which); look at the disk of the fleet's "
+            "store of files, and at who else removes things there",
+            job_id=job_id,
+            step=step,
+        )

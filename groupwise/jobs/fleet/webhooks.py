@@ -1,0 +1,370 @@
+"""Webhooks: the address that a job names is told by HTTP POST that it has ended, with the JSON that NATS is told.
+
+Whoever submits a job chooses the address, and it is our machine that goes there. So only http and https are spoken, redirects are not
+followed, and the name is looked up once, here: unless every address behind it is one of the public internet nothing is sent, and what was
+checked is what is connected to. `allow_private` opens that to the network of the fleet itself.
+
+An answer of 2xx is the end of it. Everything else is tried again with growing pauses, a bounded number of times. Either end is an event of
+the job, so that a tracker that is restarted does not begin anew with those that are done.
+
+Those for one place (host and port) wait for each other, and for no other place: few at once, those that were never tried first. Where
+nobody can be connected to, one is tried for all that wait for the same place, which then counts for each of them. Places that gave no
+answer the last time share a few slots of their own, so that however many they are they hold up none that answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from urllib.parse import urlsplit
+
+import httpx2
+from sqlalchemy import select
+
+from groupwise.jobs.fleet import tasks
+from groupwise.jobs.fleet.queue.request import is_host
+from groupwise.jobs.fleet.store import events
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import Event
+from groupwise.jobs.fleet.tracker import Ended
+
+PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
+"""Seconds before each further attempt; with the last one it is given up."""
+ANSWERED = 10.0
+"""Seconds for the name, the connection and the answer together."""
+CONNECTED = ANSWERED / 2
+"""Of those, for the connection: nobody there is told from somebody who says nothing."""
+AT_ONCE = 64
+AT_ONCE_MUTE = 16
+"""Beside those, at places that gave no answer the last time."""
+AT_ONE_PLACE = 4
+"""But one where nobody has answered yet, or not the last time."""
+MUTE = 2 * PAUSES[-1]
+"""Seconds for which it is known of a place that it gave no answer: until all that waits there has been tried again."""
+AWAY = 3
+"""Which of `PAUSES` is the longest for which nobody is sent to a place that could not be connected to."""
+LISTENED = 1.0
+"""Seconds that telling waits for answers; those that come later are told by the next one."""
+DELIVERED, GIVEN_UP = "webhook.delivered", "webhook.given_up"
+ACTOR = "tracker"
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+"""Host and port → addresses."""
+
+_LOOK_UPS = ThreadPoolExecutor(AT_ONCE + AT_ONCE_MUTE, thread_name_prefix="webhook-names")
+"""Threads of their own: one that waits for a name goes on when nobody wants it any more, and the process has few for all else."""
+
+logger = logging.getLogger(__name__)
+
+
+class Forbidden(Exception):
+    """The address is none that is spoken to."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What has been tried for one event."""
+
+    attempts: int = 0
+    next_at: float = 0.0
+    is_queued: bool = False
+    """Or it is being tried."""
+    end: tuple[str, str] | None = None
+    """The kind of the last event, and because of what; it may not be written yet."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where some of them go."""
+
+    queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    workers: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    failures: int = 0
+    """Connections in a row."""
+    next_at: float = 0.0
+    has_answered: bool = False
+    """The last time."""
+    mute_until: float = 0.0
+
+
+class WebhookOutlet:
+    """Tells each job's own address; see `Outlet`."""
+
+    name = "tracker.webhooks"
+    tells_history = True
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        allow_private: bool = False,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        resolve: Resolve | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._allow_private = allow_private
+        self._resolve = resolve or addresses_of
+        self._clock = clock
+        self._trials: dict[int, _Trial] = {}
+        self._to: dict[tuple[str, int] | None, _Place] = {}
+        self._settled: set[int] = set()
+        self._places, self._mute = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
+        self._http = httpx2.AsyncClient(
+            transport=transport,
+            timeout=httpx2.Timeout(ANSWERED, connect=CONNECTED),
+            trust_env=False,  # a proxy of the environment would look names up anew
+            follow_redirects=False,
+            headers={"User-Agent": "groupwise-fleet"},
+        )
+
+    def place(self, ended: Ended) -> str | None:
+        """See `Outlet`."""
+        found = None if ended.webhook is None else _place(ended.webhook)
+        return None if found is None else f"{found[0]}:{found[1]}"
+
+    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+        """See `Outlet`. What is under way when this returns goes on."""
+        silent = {e.event_id for e in ended if e.webhook is None}
+        wanted = [e for e in ended if e.webhook is not None]
+        new = [e for e in wanted if e.event_id not in self._trials]
+        known = await self._known(new) if new else frozenset[int]()
+        for each in wanted:
+            if each.event_id not in known:
+                self._queue(each)
+        self._begin()
+        if workers := [worker for place in self._to.values() for worker in place.workers]:
+            await asyncio.wait(workers, timeout=LISTENED)
+        self._end()
+        done, self._settled = silent | known | self._settled, set()
+        for event_id in done:
+            self._trials.pop(event_id, None)
+        return frozenset(done)
+
+    async def close(self) -> None:
+        """Give up what is under way, which the next tracker tries again, and end the connections."""
+        await tasks.ended(*(worker for place in self._to.values() for worker in place.workers))
+        await self._http.aclose()
+
+    def _queue(self, ended: Ended) -> None:
+        now, trial = self._clock(), self._trials.setdefault(ended.event_id, _Trial())
+        if trial.is_queued or trial.next_at > now or ended.event_id in self._settled:
+            return
+        place = self._to.setdefault(_place(ended.webhook or ""), _Place())
+        if place.next_at <= now:
+            trial.is_queued = True
+            place.queue[ended.event_id] = ended
+
+    def _begin(self) -> None:
+        for place in self._to.values():
+            most = min(AT_ONE_PLACE if place.has_answered else 1, len(place.queue))
+            while len(place.workers) < most:
+                place.workers.add(asyncio.create_task(self._work(place)))
+
+    def _end(self) -> None:
+        """Forget those who have ended. Raises what one of them raised."""
+        failed: BaseException | None = None
+        for place in self._to.values():
+            for worker in [each for each in place.workers if each.done()]:
+                place.workers.remove(worker)
+                failed = worker.exception() or failed
+        now = self._clock()
+        self._to = {
+            key: place
+            for key, place in self._to.items()
+            if place.workers or place.queue or now < max(place.next_at, place.mute_until)
+        }
+        if failed is not None:
+            raise failed
+
+    async def _work(self, place: _Place) -> None:
+        """Try what waits for a place, one after the other; those that were tried least first."""
+        while place.queue:
+            event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
+            ended = place.queue.pop(event_id)
+            async with self._mute if self._clock() < place.mute_until else self._places:
+                await self._try(ended, place)
+
+    async def _known(self, ended: Sequence[Ended]) -> frozenset[int]:
+        """Those that were settled before this process began, or by another tracker."""
+        jobs = sorted({e.job_id for e in ended})
+        query = select(Event.detail).where(
+            Event.job_id.in_(jobs), Event.kind.in_((DELIVERED, GIVEN_UP))
+        )
+        details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
+        return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
+
+    async def _try(self, ended: Ended, place: _Place) -> None:
+        trial = self._trials[ended.event_id]
+        try:
+            if trial.end is None:
+                trial.attempts += 1
+                await self._ask(ended, trial, place)
+            if trial.end is not None:
+                await self._settle(ended, trial, *trial.end)
+        finally:
+            trial.is_queued = False
+
+    async def _ask(self, ended: Ended, trial: _Trial, place: _Place) -> None:
+        assert ended.webhook is not None
+        try:
+            async with asyncio.timeout(ANSWERED):
+                status = await self._post(ended.webhook, ended)
+            place.failures, place.has_answered, place.mute_until = 0, True, 0.0
+            problem = f"HTTP {status}"
+            if 200 <= status < 300:
+                trial.end = DELIVERED, problem
+                return
+        except Forbidden as error:
+            trial.end = GIVEN_UP, str(error)
+            return
+        except (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout):
+            problem = f"no answer within {ANSWERED:g} seconds"
+            self._is_mute(place)
+        except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            problem = _said(error)
+            self._is_mute(place)
+            self._is_away(place, problem)
+        except Exception as error:  # noqa: BLE001 - whoever submits a job chooses the address, and it must not be the end of the others'
+            problem = _said(error)
+        self._failed(trial, problem)
+
+    def _is_mute(self, place: _Place) -> None:
+        place.has_answered, place.mute_until = False, self._clock() + MUTE
+
+    def _is_away(self, place: _Place, problem: str) -> None:
+        """None of those that wait would have fared better."""
+        if place.next_at <= self._clock():  # else some others have just found out
+            place.failures += 1
+            place.next_at = self._clock() + _pause(min(place.failures, AWAY))
+        for event_id in list(place.queue):
+            trial = self._trials[event_id]
+            if trial.end is None:
+                trial.attempts += 1
+                self._failed(trial, problem)
+            if trial.end is None:
+                del place.queue[event_id]
+                trial.is_queued = False
+
+    def _failed(self, trial: _Trial, problem: str) -> None:
+        if trial.attempts > len(PAUSES):
+            trial.end = GIVEN_UP, problem
+        else:
+            trial.next_at = self._clock() + _pause(trial.attempts)
+
+    async def _post(self, url: str, ended: Ended) -> int:
+        host, port, scheme = _parts(url)
+        address = _checked(await self._resolve(host, port), host, self._allow_private)
+        parts = urlsplit(url)
+        shown = f"[{address}]" if ":" in address else address
+        request = self._http.build_request(
+            "POST",
+            parts._replace(netloc=f"{shown}:{port}", fragment="").geturl(),
+            content=ended.message(),
+            headers={
+                "Host": parts.netloc,
+                "Content-Type": "application/json",
+                "Groupwise-Event": str(ended.event_id),
+                "Idempotency-Key": f"groupwise-{ended.event_id}",
+            },
+            extensions={"sni_hostname": host} if scheme == "https" else {},
+        )
+        answer = await self._http.send(request, stream=True)
+        await answer.aclose()  # what it says beyond its status is not read
+        return answer.status_code
+
+    async def _settle(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
+        if kind == GIVEN_UP:
+            logger.warning(
+                "the webhook of %s was not told: %s; given up after %d attempts",
+                ended.job_id,
+                because,
+                trial.attempts,
+            )
+        detail = {"event_id": ended.event_id, "attempts": trial.attempts, "because": because[:300]}
+        await self._database.in_thread(
+            lambda s: events.append(s, actor=ACTOR, kind=kind, job_id=ended.job_id, detail=detail)
+        )
+        self._settled.add(ended.event_id)
+
+
+def _pause(number: int) -> float:
+    """After the first, the second … that failed."""
+    return PAUSES[number - 1] * random.uniform(0.5, 1.0)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _place(url: str) -> tuple[str, int] | None:
+    """Host and port. None: no place; what goes there is given up at once."""
+    try:
+        host, port, _ = _parts(url)
+    except Forbidden:
+        return None
+    return host, port
+
+
+def _parts(url: str) -> tuple[str, int, str]:
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname
+    except ValueError as error:
+        raise Forbidden(f"no address: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise Forbidden("only http:// and https:// addresses are told")
+    if not is_host(host) or port == 0:
+        raise Forbidden(f"{ascii(host)[:80]} port {port} is no place on any network")
+    if parts.username is not None or parts.password is not None:
+        raise Forbidden("an address without user and password is wanted")
+    return host, port or (443 if parts.scheme == "https" else 80), parts.scheme
+
+
+def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
+    """The address to connect to; Forbidden unless all are allowed, for a name with a public and a private one is no accident."""
+    if not addresses:
+        raise OSError(f"{host} has no address")
+    if not allow_private and (inner := [a for a in addresses if not is_public(a)]):
+        # For the fleet's people alone: whoever named the address would learn of a network within.
+        logger.info("no webhook is told at %s, which is %s", host, inner[0])
+        raise Forbidden(
+            f"{host} is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"
+        )
+    return addresses[0]
+
+
+_INNER = [
+    ipaddress.ip_network(each)
+    for each in ("2002::/16", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
+]
+"""Relays of 6to4, which lead to whatever network begins there; what Azure's machines ask about themselves; addresses of documentation."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is of the public internet, also where one of IPv4 stands within it."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if any(ip in network for network in _INNER if network.version == ip.version):
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.is_site_local:
+            return False
+        if ip.teredo:
+            return is_public(str(ip.teredo[1]))
+    # Reserved are also the addresses that stand for others in one network alone: ::ffff:127.0.0.1, 64:ff9b::7f00:1.
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+async def addresses_of(host: str, port: int) -> list[str]:
+    """What the system's resolver says, in its order."""
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))

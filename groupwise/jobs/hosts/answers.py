@@ -1,0 +1,677 @@
+"""What a runner says, as values: `MemberState`, `Observation` and the like, read from the JSON of its answers.
+
+Fields that are not known here are skipped, since a newer runner may say more; a field that is missing or of another type than agreed
+is no answer (BadAnswer), except where an older runner did not say it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypeVar, cast
+
+from groupwise.jobs.hosts.framing import BadAnswer
+from groupwise.jobs.hosts.spec import (
+    JOB_ID,
+    MOST_ARTEFACTS,
+    FileEntry,
+    Manifest,
+    file_entry,
+    path_problems,
+)
+
+Word = TypeVar("Word", bound=StrEnum)
+
+MOST, MOST_OF_SMALL = (1 << 63) - 1, (1 << 31) - 1
+"""What columns of databases hold."""
+LONGEST, LONGEST_NAME, LONGEST_TAIL, LONGEST_OUTPUT = 4096, 300, 1 << 16, 8 << 20
+"""Characters that are kept of a text, of a name, of the end of a log, and of what a program printed."""
+MOST_LISTED, MOST_GPUS, SHOWN = 10_000, 256, 1_000
+"""Entries of a list, GPUs of a machine, and what is kept of lists that are for people."""
+MOST_EPOCH = (1 << 62) - 1
+"""As runners count; what is above was given out by nobody, and databases do not count much further."""
+
+
+class RunnerState(StrEnum):
+    """What a machine knows of an attempt."""
+
+    ABSENT = "absent"
+    """Nothing. No proof that it never ran there: only `void` is."""
+    QUEUED = "queued"
+    """Laid out for an engine (Slurm, Ray) to begin."""
+    CLAIMED = "claimed"
+    """Its supervisor lives, its command has not begun."""
+    RUNNING = "running"
+    EXITED = "exited"
+    """With an exit record."""
+    LOST = "lost"
+    """Begun, its supervisor gone without an exit record, the machine not restarted."""
+    REBOOTED = "rebooted"
+    """Begun before the machine's last start, without an exit record."""
+    VOIDED = "voided"
+    """It never ran here and never will."""
+    REFUSED = "refused"
+    """The runner would not start it; final for this epoch."""
+
+
+class ExitReason(StrEnum):
+    """Why a command ended."""
+
+    EXITED = "exited"
+    """By itself, or somebody else's signal."""
+    CANCELLED = "cancelled"
+    EVICTED = "evicted"
+    """Its engine wanted it ended, and said so in time."""
+    TIME_LIMIT = "time_limit"
+    DEADMAN = "deadman"
+    """No word from the control plane for too long."""
+    SPAWN_FAILED = "spawn_failed"
+    """It could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitRecord:
+    """How a command ended."""
+
+    code: int | None
+    signal: int | None
+    reason: ExitReason
+    message: str
+    oom_kill: int
+    """How often the kernel ended something of it for want of memory."""
+    seconds: float | None
+    finished_at: float | None
+    """By the clock of the machine."""
+    tail: str
+    """The last of its log."""
+    gpus: int | None = None
+    """That it held on its machine; None: its runner does not say."""
+    age: float | None = None
+    """Seconds since then, when this was said."""
+    leftovers: int = 0
+    """Processes that it had left behind, and that were ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the runner would not start it."""
+
+    code: str
+    """lower_epoch, voided, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program …"""
+    message: str
+    holder: str | None = None
+    highest: int | None = None
+    """Of lower_epoch: that the machine has seen of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberState:
+    """What one machine knows of one attempt."""
+
+    job: str
+    epoch: int
+    state: RunnerState
+    rank: int = 0
+    boot_id: str | None = None
+    """Of the machine when it began."""
+    same_boot: bool = True
+    pid: int | None = None
+    start_ticks: int | None = None
+    method: str | None = None
+    started_at: float | None = None
+    log_size: int = 0
+    checkpoints: int = 0
+    """Complete ones."""
+    step: int | None = None
+    """Of the newest complete checkpoint."""
+    exit: ExitRecord | None = None
+    refused: Refusal | None = None
+    survivors: int | None = None
+    """Processes of it that live although its supervisor is gone, as far as that was looked for."""
+    place: str | None = None
+    """Names the root that answered."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of those that it was begun with."""
+    share_mb: int | None = None
+    """Of each of them; None: the whole."""
+    slot: int | None = None
+    """For jobs without a GPU."""
+    clock: float | None = None
+    """Of the machine, as it answered; given back with `wait` and `touch`, it says from when on silence counts."""
+    engine: str | None = None
+    """The one that it was laid out for."""
+    engine_says: str = ""
+    """The end of what that has written of it; in an `EngineRunner` what it waits for."""
+    engine_options: tuple[str, ...] = ()
+    """What that was asked."""
+    engine_has: bool | None = None
+    """Of one that is queued: whether it is in that engine's queue. None: it has not been asked, or gave no answer."""
+    folder: str | None = None
+    """Of an attempt that an engine begins."""
+    age: float | None = None
+    """Seconds since it was laid out."""
+    beat_age: float | None = None
+    """Seconds since its supervisor wrote that it lives."""
+
+    @property
+    def lives(self) -> bool:
+        """Something of it is there, with its supervisor or without."""
+        return self.state in _SUPERVISED or bool(self.survivors)
+
+    @property
+    def may_begin(self) -> bool:
+        """An engine may begin it at any moment, whether anybody asks for that or not."""
+        return self.state is RunnerState.QUEUED
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        """What tells its processes from others on that machine."""
+        return {
+            "pid": self.pid,
+            "start_ticks": self.start_ticks,
+            "boot_id": self.boot_id,
+            "method": self.method,
+            "place": self.place,
+        }
+
+
+_SUPERVISED = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a machine is."""
+
+    protocols: tuple[int, ...]
+    python: str
+    hostname: str
+    boot_id: str
+    home: str
+    root: str
+    cpus: int | None
+    ram_mb: int | None
+    disk_free_mb: int | None
+    cgroup: bool
+    """Attempts get a control group of their own."""
+    memory_limits: bool
+    """And one that enforces their limit of memory."""
+    filesystem: str | None
+    """Of the root; locks do not hold on nfs and its kin."""
+    methods: tuple[str, ...]
+    """Ways to start an attempt that are there."""
+    time: float | None
+
+
+class ProbeStatus(StrEnum):
+    """Whether the question for GPUs was answered."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    """There is no such program: a machine without GPUs."""
+    FAILED = "failed"
+    HUNG = "hung"
+    GARBAGE = "garbage"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How the question for GPUs went."""
+
+    status: ProbeStatus
+    """Of the question for GPUs."""
+    apps: ProbeStatus
+    """Of the question who is on them."""
+    lines_not_read: tuple[str, ...] = ()
+    exit: int | None = None
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenGPU:
+    """A GPU, as the probe showed it; None: it did not say."""
+
+    index: int
+    uuid: str
+    model: str | None = None
+    memory_mb: int | None = None
+    memory_used_mb: int | None = None
+    utilisation: int | None = None
+    """Percent."""
+    temperature: int | None = None
+    """Degrees Celsius."""
+    mig: bool = False
+    mig_devices: tuple[Mapping[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenApp:
+    """A process on a GPU."""
+
+    uuid: str
+    pid: int | None
+    memory_mb: int | None
+    attempt: str | None
+    """`<job>.<epoch>` where it is one of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Something that looks like an attempt and that the runner does not know. It is never touched."""
+
+    what: str
+    """folder or process."""
+    detail: str
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a machine looked like."""
+
+    boot_id: str
+    time: float | None
+    load: tuple[float, ...]
+    cpus: int | None
+    ram_mb: int | None
+    ram_free_mb: int | None
+    disk_free_mb: int | None
+    probe: Probe
+    gpus: tuple[SeenGPU, ...]
+    apps: tuple[SeenApp, ...]
+    attempts: tuple[MemberState, ...]
+    quarantined: tuple[Stray, ...]
+    unremoved: tuple[str, ...] = ()
+    """Folders of what was forgotten, with files in them that its user may not remove."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a program of a machine ended, and what it said."""
+
+    code: int | None
+    """None: it did not end in time, and was killed."""
+    out: str
+    err: str
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A piece of a log, and how long the log was."""
+
+    size: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTree:
+    """A complete checkpoint on a machine: a folder whose manifest.json was written last."""
+
+    path: str
+    """Relative to the work folder, as those of `files`."""
+    step: int
+    files: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkTree:
+    """What lies in the work folder of an attempt."""
+
+    files: Manifest
+    refused: tuple[tuple[str, str], ...]
+    """Path and why: links, devices, what cannot be read."""
+    checkpoints: tuple[CheckpointTree, ...]
+    refused_more: Mapping[str, int] = field(default_factory=dict[str, int])
+    """How many of each kind the machine refuses beside those; it names some of very many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What still holds something that an attempt had."""
+
+    what: str
+    """lock, process, cgroup or memory."""
+    detail: str
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Whether a machine is free of an attempt."""
+
+    clean: bool
+    holders: tuple[Holder, ...]
+
+
+class Fields:
+    """The fields of one JSON object of an answer; each is asked for with the type that it must have."""
+
+    def __init__(self, document: object, where: str) -> None:
+        if not isinstance(document, dict):
+            raise BadAnswer(f"{where} is {type(document).__name__}; an object is expected")
+        self._document = cast("dict[str, Any]", document)
+        self._where = where
+
+    def text(self, name: str, most: int = LONGEST) -> str:
+        """A required text. Only its first `most` characters are kept."""
+        return cast("str", self._typed(name, str, required=True))[:most]
+
+    def number(self, name: str, most: int = MOST) -> int:
+        """A whole number that must be there, of at most that size."""
+        return self._counted(name, most, int, required=True) or 0
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """Must be there where there is no default."""
+        found = self._typed(name, bool, required=default is None)
+        return bool(default) if found is None else cast("bool", found)
+
+    def text_or_none(self, name: str, most: int = LONGEST) -> str | None:
+        """A text, or None if it is null or missing. Only its first `most` characters are kept."""
+        found = cast("str | None", self._typed(name, str))
+        return None if found is None else found[:most]
+
+    def number_or_none(self, name: str, most: int = MOST) -> int | None:
+        """A whole number of at most that size; one that came as 3.0 is taken."""
+        return self._counted(name, most, int, float)
+
+    def real_or_none(self, name: str) -> float | None:
+        """Any number that a database keeps."""
+        found = self._typed(name, int, float)
+        if found is not None and not abs(cast("float", found)) <= MOST:  # NaN neither
+            raise self.wrong(name, "a number")
+        return None if found is None else float(cast("float", found))
+
+    def object_or_none(self, name: str) -> Fields | None:
+        """None: it is null or not there."""
+        found = self._typed(name, dict)
+        return None if found is None else Fields(found, f"{self._where}.{name}")
+
+    def objects(self, name: str, most: int = MOST_LISTED) -> list[Fields]:
+        """A list of at most so many objects; missing is empty."""
+        found = enumerate(self.listed(name, most))
+        return [Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in found]
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list, cut to SHOWN; what is no text in it is shown as text."""
+        return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:SHOWN])
+
+    def listed(self, name: str, most: int = MOST_LISTED) -> Sequence[object]:
+        """A list of at most so many; missing is empty."""
+        found = cast("list[object]", self._typed(name, list) or [])
+        if len(found) > most:
+            raise BadAnswer(f"{self._where}.{name} has {len(found)} entries; {most} is the most")
+        return found
+
+    def mapping(self, name: str) -> Mapping[str, object]:
+        """An object with names that are not known before; missing is empty."""
+        return cast("dict[str, object]", self._typed(name, dict) or {})
+
+    def plain(self) -> Mapping[str, Any]:
+        """All of it, as it came."""
+        return self._document
+
+    def wrong(self, name: str, wanted: str) -> BadAnswer:
+        """The error to raise for a field that says something impossible."""
+        return BadAnswer(
+            f"{self._where}.{name} is {repr(self._document.get(name))[:200]}; {wanted} is expected"
+        )
+
+    def _counted(self, name: str, most: int, *types: type, required: bool = False) -> int | None:
+        found = cast("float | None", self._typed(name, *types, required=required))
+        if found is not None and not abs(found) <= most:  # NaN neither
+            raise self.wrong(name, f"a number of at most {most}")
+        return None if found is None else int(found)
+
+    def _typed(self, name: str, *types: type, required: bool = False) -> object:
+        found: object = self._document.get(name)
+        if found is None and not required:
+            return None
+        if not isinstance(found, types) or (isinstance(found, bool) and bool not in types):
+            raise self.wrong(name, " or ".join(t.__name__ for t in types))
+        return found
+
+
+def member_state(document: object) -> MemberState:
+    """Raises BadAnswer, as all of the following."""
+    f = Fields(document, "the state of an attempt")
+    exit_record, refused = f.object_or_none("exit"), f.object_or_none("refused")
+    state = _one_of(RunnerState, f, "state")
+    if state is RunnerState.EXITED and exit_record is None:
+        raise f.wrong("exit", "an exit record")
+    return MemberState(
+        job=f.text("job"),
+        epoch=f.number("epoch"),
+        state=state,
+        rank=f.number_or_none("rank") or 0,
+        boot_id=f.text_or_none("boot_id"),
+        same_boot=f.flag("same_boot", default=True),
+        pid=f.number_or_none("pid"),
+        start_ticks=f.number_or_none("start_ticks"),
+        method=f.text_or_none("method"),
+        started_at=f.real_or_none("started_at"),
+        log_size=f.number_or_none("log_size") or 0,
+        checkpoints=f.number_or_none("checkpoints") or 0,
+        step=f.number_or_none("step"),
+        exit=None if exit_record is None else _exit_record(exit_record),
+        refused=None if refused is None else _refusal(refused),
+        survivors=f.number_or_none("survivors"),
+        place=f.text_or_none("place"),
+        gpus=f.texts("gpus"),
+        share_mb=f.number_or_none("share_mb"),
+        slot=f.number_or_none("slot"),
+        clock=f.real_or_none("clock"),
+        engine=f.text_or_none("engine"),
+        engine_says=f.text_or_none("engine_says") or "",
+        engine_options=f.texts("engine_options"),
+        folder=f.text_or_none("folder"),
+        age=f.real_or_none("age"),
+        beat_age=f.real_or_none("beat_age"),
+    )
+
+
+def ran(document: object) -> Ran:
+    """The answer to `run`."""
+    f = Fields(document, "the answer to run")
+    return Ran(
+        f.number_or_none("code"), f.text("out", LONGEST_OUTPUT), f.text("err", LONGEST_OUTPUT)
+    )
+
+
+def _exit_record(f: Fields) -> ExitRecord:
+    return ExitRecord(
+        code=f.number_or_none("code", MOST_OF_SMALL),
+        signal=f.number_or_none("signal"),
+        reason=_one_of(ExitReason, f, "reason"),
+        message=f.text_or_none("message") or "",
+        oom_kill=f.number_or_none("oom_kill") or 0,
+        seconds=f.real_or_none("seconds"),
+        finished_at=f.real_or_none("finished_at"),
+        tail=(f.text_or_none("tail", LONGEST_OUTPUT) or "")[-LONGEST_TAIL:],
+        gpus=f.number_or_none("gpus"),
+        age=f.real_or_none("age"),
+        leftovers=f.number_or_none("leftovers") or 0,
+    )
+
+
+def _refusal(f: Fields) -> Refusal:
+    holder = f.plain().get("holder")
+    return Refusal(
+        code=f.text("code"),
+        message=f.text_or_none("message") or "",
+        holder=None if holder is None else str(holder)[:LONGEST],
+        highest=f.number_or_none("highest"),
+    )
+
+
+def hello(document: object) -> Hello:
+    """The answer to `hello`."""
+    f = Fields(document, "the answer to hello")
+    protocols = tuple(n for n in f.listed("protocols") if isinstance(n, int))
+    groups = f.object_or_none("cgroup")
+    return Hello(
+        protocols=protocols or (f.number("protocol"),),
+        python=f.text("python"),
+        hostname=f.text("hostname"),
+        boot_id=f.text("boot_id"),
+        home=f.text("home"),
+        root=f.text("root"),
+        cpus=f.number_or_none("cpus"),
+        ram_mb=f.number_or_none("ram_mb"),
+        disk_free_mb=f.number_or_none("disk_free_mb"),
+        cgroup=groups is not None and groups.flag("v2", default=False),
+        memory_limits=groups is not None and groups.flag("memory", default=False),
+        filesystem=f.text_or_none("filesystem"),
+        methods=f.texts("methods"),
+        time=f.real_or_none("time"),
+    )
+
+
+def observation(document: object) -> Observation:
+    """The answer to `observe`."""
+    f = Fields(document, "the observation")
+    probe = f.object_or_none("probe")
+    if probe is None:
+        raise f.wrong("probe", "an object")
+    attempts, strange = _attempts(f)
+    return Observation(
+        boot_id=f.text("boot_id", LONGEST_NAME),
+        time=f.real_or_none("time"),
+        load=tuple(n for n in f.listed("load") if isinstance(n, float | int) and abs(n) <= MOST),
+        cpus=f.number_or_none("cpus"),
+        ram_mb=f.number_or_none("ram_mb"),
+        ram_free_mb=f.number_or_none("ram_free_mb"),
+        disk_free_mb=f.number_or_none("disk_free_mb"),
+        probe=Probe(
+            status=_one_of(ProbeStatus, probe, "status"),
+            apps=_one_of(ProbeStatus, probe, "apps"),
+            lines_not_read=probe.texts("lines_not_read"),
+            exit=probe.number_or_none("exit"),
+            said=probe.text_or_none("said") or "",
+        ),
+        gpus=tuple(_gpu(g) for g in f.objects("gpus", MOST_GPUS)),
+        apps=tuple(_app(a) for a in f.objects("apps")),
+        attempts=attempts,
+        quarantined=(*(_stray(q) for q in f.objects("quarantined")), *strange)[:SHOWN],
+        unremoved=f.texts("unremoved"),
+    )
+
+
+def _attempts(f: Fields) -> tuple[tuple[MemberState, ...], tuple[Stray, ...]]:
+    """Those of an observation, and what cannot be one by its name, which a job may make: one such hides no other."""
+    found = [member_state(each) for each in f.listed("attempts")]
+    believed = tuple(each for each in found if _is_believable(each))
+    strange = (each for each in found if not _is_believable(each))
+    return believed, tuple(Stray("folder", f"{each.job}.{each.epoch}") for each in strange)
+
+
+def _is_believable(state: MemberState) -> bool:
+    return 0 <= state.epoch <= MOST_EPOCH and JOB_ID.fullmatch(state.job) is not None
+
+
+def _stray(f: Fields) -> Stray:
+    detail = f.text_or_none("detail", LONGEST_NAME) or ""
+    return Stray(f.text("what", LONGEST_NAME), detail, f.number_or_none("pid"))
+
+
+def _gpu(f: Fields) -> SeenGPU:
+    return SeenGPU(
+        index=f.number("index", MOST_OF_SMALL),
+        uuid=f.text("uuid", LONGEST_NAME),
+        model=f.text_or_none("model", LONGEST_NAME),
+        memory_mb=f.number_or_none("memory_mb", MOST_OF_SMALL),
+        memory_used_mb=f.number_or_none("memory_used_mb", MOST_OF_SMALL),
+        utilisation=f.number_or_none("utilisation", MOST_OF_SMALL),
+        temperature=f.number_or_none("temperature", MOST_OF_SMALL),
+        mig=f.flag("mig", default=False),
+        mig_devices=tuple(d.plain() for d in f.objects("mig_devices")),
+        problems=f.texts("problems"),
+    )
+
+
+def _app(f: Fields) -> SeenApp:
+    return SeenApp(
+        uuid=f.text("uuid"),
+        pid=f.number_or_none("pid"),
+        memory_mb=f.number_or_none("memory_mb"),
+        attempt=f.text_or_none("attempt"),
+    )
+
+
+def work_tree(document: object) -> WorkTree:
+    """The answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: the machine is not trusted with our disk."""
+    f = Fields(document, "the manifest")
+    refused = [_pair(entry) for entry in f.listed("refused", MOST_ARTEFACTS)]
+    return WorkTree(
+        files=_manifest(f, "files", refused),
+        refused=tuple(refused),
+        checkpoints=tuple(_checkpoint(c) for c in f.objects("checkpoints") if _countable(c)),
+        refused_more=_counts(f, "refused_more"),
+    )
+
+
+def _counts(f: Fields, name: str) -> dict[str, int]:
+    counts = f.mapping(name)
+    if not all(isinstance(count, int) and 0 <= count <= MOST for count in counts.values()):
+        raise f.wrong(name, "a number for each kind")
+    return cast("dict[str, int]", dict(counts))
+
+
+def _checkpoint(f: Fields) -> CheckpointTree:
+    refused: list[tuple[str, str]] = []
+    files = _manifest(f, "files", refused)
+    path = f.text("path")
+    if refused or path_problems("checkpoint", path):
+        raise f.wrong("files", "paths inside the work folder")
+    return CheckpointTree(path, f.number("step"), files)
+
+
+def _countable(f: Fields) -> bool:
+    """Runners of before let any number of steps pass."""
+    step = f.plain().get("step")
+    return not isinstance(step, int) or 0 <= step <= MOST
+
+
+def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
+    files: dict[str, FileEntry] = {}
+    for path, entry in f.mapping(name).items():
+        problems = path_problems("file", path)
+        if problems:
+            refused.append((path, problems[0]))
+        else:
+            files[path] = _entry(f, name, entry)
+    return files
+
+
+def _entry(f: Fields, name: str, entry: object) -> FileEntry:
+    found = file_entry(entry)
+    if found is None:
+        raise f.wrong(name, "[sha256, mode, size] for each path")
+    return found
+
+
+def _pair(entry: object) -> tuple[str, str]:
+    if not isinstance(entry, list) or len(cast("list[object]", entry)) != 2:
+        raise BadAnswer(
+            f"{entry!r} in the manifest's list of refused paths; [path, why] is expected"
+        )
+    path, why = cast("list[object]", entry)
+    return str(path), str(why)
+
+
+def release(document: object) -> Release:
+    """The answer to `release`."""
+    f = Fields(document, "the answer to release")
+    holders = tuple(
+        Holder(h.text("what"), h.text_or_none("detail") or "", h.number_or_none("pid"))
+        for h in f.objects("holders")
+    )
+    return Release(f.flag("clean"), holders)
+
+
+def _one_of(words: type[Word], f: Fields, name: str) -> Word:
+    word = f.text(name)
+    try:
+        return words(word)
+    except ValueError:
+        raise f.wrong(name, f"one of {', '.join(words)}") from None

@@ -1,0 +1,464 @@
+"""Typed calls to the runner of one machine. `Runner` knows the verbs and how long each may take; a `Host` carries them there and back.
+
+Every call may be repeated. One that raises OutcomeUnknown has to be, or its answer be found out by `status`: the machine may have done
+what it was asked. The runner's own text travels by its hash: a machine that does not have it says so, and is asked again with the text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.jobs.hosts import answers
+from groupwise.jobs.hosts.answers import (
+    Hello,
+    LogPart,
+    MemberState,
+    Observation,
+    Ran,
+    Release,
+    RunnerState,
+    WorkTree,
+)
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.framing import SPOKEN, BadAnswer
+from groupwise.jobs.hosts.port import USUAL_BODY, Answer, Host, Request, RunnerRefused
+from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest, as_json
+
+USUAL = 30.0
+"""Seconds for a call that waits for nothing."""
+SLOW = 300.0
+"""Seconds for one that reads or writes much on the machine's disk."""
+LONGEST = 86_400.0
+"""Seconds for one that reads as much as a job has made, SLOW of them without a sign that its runner gets on."""
+LARGEST_MANIFEST, LARGEST_OF_CHECKPOINTS = 256 << 20, 32 << 20
+"""Bytes: of a million files, and of a hundred thousand."""
+BATCH = 8 << 20
+"""Bytes of blobs in one call; smaller ones travel together, a larger one in parts."""
+PIECE = 4 << 20
+"""Bytes of a log or file, or of many small files together, that are asked for at once."""
+GATHERED = 500
+"""Small files that are asked for at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerText:
+    """The text of runner.py, and its hash."""
+
+    source: str
+    sha256: str
+
+
+@functools.cache
+def runner_text() -> RunnerText:
+    """That of this release."""
+    source = Path(__file__).with_name("runner.py").read_text("utf-8")
+    return RunnerText(source, hashlib.sha256(source.encode("utf-8")).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A checkpoint to begin with; its blobs are on the machine already."""
+
+    manifest: Manifest
+    """Paths relative to the work folder."""
+    step: int
+    path: str
+    """Of the checkpoint's folder, relative likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A batch system that begins an attempt on a machine of its choice."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    """What is asked of it, in its own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a machine is told to start."""
+
+    job: str
+    epoch: int
+    spec: JobSpec
+    rank: int = 0
+    members: int = 1
+    gpus: Sequence[str] = ()
+    """UUIDs."""
+    share_mb: int | None = None
+    """Memory of the one GPU that is shared; None: the GPUs are the attempt's alone."""
+    slot: int | None = None
+    """The CPU slot, where there are no GPUs."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Set by the control plane: ATTEMPT, PREVIOUS_FAILURE, MASTER_ADDR …"""
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    resume: Resume | None = None
+    deadman: float | None = None
+    """Seconds."""
+    clock: float | None = None
+    """Of the last `MemberState` that came back: its deadman counts from then, so that it does not begin where this arrives too late."""
+    method: str | None = None
+    """How to detach it; None: the best way that there is."""
+    engine: Engine | None = None
+    """What begins it; None: the machine itself, at once."""
+    python: str | None = None
+    """The interpreter whose programs the command finds first; None: that of the runner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the caller of `wait` knows of an attempt; an answer comes when any of it has changed."""
+
+    state: RunnerState
+    log_size: int = 0
+    checkpoints: int = 0
+    step: int | None = None
+    """Of the newest of these."""
+    clock: float | None = None
+    """Of the last `MemberState` that came back."""
+
+
+class Runner:
+    """The runner of one machine."""
+
+    def __init__(
+        self, host: Host, *, root: str = "groupwise-fleet", python: str = "python3"
+    ) -> None:
+        """`root`: where it keeps its files, relative to the user's home there. `python`: the interpreter that jobs are run with."""
+        self.host = host
+        self.root = root
+        self.python = python
+
+    async def hello(self, *, timeout: float = USUAL) -> Hello:
+        """What the machine is. Raises RunnerRefused where it speaks no protocol of ours."""
+        told = answers.hello((await self._ask("hello", timeout=timeout)).body)
+        if not SPOKEN.intersection(told.protocols):
+            raise RunnerRefused(
+                "protocol",
+                f"the runner speaks protocol {', '.join(map(str, told.protocols))}; this control plane speaks"
+                f" {', '.join(map(str, sorted(SPOKEN)))}",
+            )
+        return told
+
+    async def observe(
+        self,
+        *,
+        probe: Sequence[str] | None = None,
+        probe_timeout: float = 10.0,
+        timeout: float = USUAL,
+    ) -> Observation:
+        """GPUs, what runs on them, attempts. `probe`: the command that is asked for GPUs; None: nvidia-smi."""
+        body: dict[str, Any] = {"probe_timeout": probe_timeout}
+        if probe is not None:
+            body["probe"] = list(probe)
+        return answers.observation((await self._ask("observe", body, timeout=timeout)).body)
+
+    async def missing(self, hashes: Iterable[str]) -> list[str]:
+        """Those blobs that the machine does not have."""
+        wanted = list(dict.fromkeys(hashes))
+        if not wanted:
+            return []
+        answer = await self._ask("missing", {"sha256": wanted}, timeout=SLOW)
+        lacking = set(_listed(answer, "missing"))
+        return [sha256 for sha256 in wanted if sha256 in lacking]
+
+    async def provide(self, store: BlobStore, manifest: Manifest) -> int:
+        """See to it that the machine has every blob of a manifest; how many bytes went there."""
+        sizes = {entry.sha256: entry.size for entry in manifest.values()}
+        lacking = await self.missing(sizes)
+        for batch in _batches([(sha256, sizes[sha256]) for sha256 in lacking]):
+            if len(batch) == 1 and batch[0][1] > BATCH:
+                await self._put_in_parts(store, *batch[0])
+            else:
+                data = await asyncio.to_thread(_read_all, store, batch)
+                await self._put(batch, data)
+        return sum(sizes[sha256] for sha256 in lacking)
+
+    async def _put_in_parts(self, store: BlobStore, sha256: str, size: int) -> None:
+        """Parts are blobs themselves, so that one which was cut off goes on with those that are missing; the machine joins them."""
+        parts = await asyncio.to_thread(_parts, store, sha256)
+        lacking = set(await self.missing(part.sha256 for part in parts))
+        for part in parts:
+            if part.sha256 in lacking:
+                lacking.remove(part.sha256)  # several may have the same content
+                data = await asyncio.to_thread(store.part, sha256, part.offset, part.size)
+                await self._put([(part.sha256, part.size)], data)
+        whole = {"blob": [sha256, size], "parts": [[part.sha256, part.size] for part in parts]}
+        await self._ask("join", whole, timeout=SLOW, longest=LONGEST)
+
+    async def _put(self, blobs: Sequence[tuple[str, int]], data: bytes) -> None:
+        await self._ask("put", {"blobs": blobs}, data, timeout=SLOW)
+
+    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
+        """Start an attempt; one that was begun before is not begun again. RunnerRefused `missing_blobs`: nothing was claimed yet."""
+        body: dict[str, Any] = {
+            "job": launch.job,
+            "epoch": launch.epoch,
+            "rank": launch.rank,
+            "members": launch.members,
+            "spec": as_json(launch.spec),
+            "gpus": list(launch.gpus),
+            "share_mb": launch.share_mb,
+            "slot": launch.slot,
+            "environment": dict(launch.environment),
+            "resume": None if launch.resume is None else _resume(launch.resume),
+            "deadman": launch.deadman,
+            "clock": launch.clock,
+            "python": launch.python or self.python,
+        }
+        if launch.method is not None:
+            body["method"] = launch.method
+        longest = None
+        if launch.engine is not None:
+            body["engine"], longest = launch.engine.name, LONGEST  # its files are laid out first
+            body["engine_options"] = list(launch.engine.options)
+        answer = await self._ask(
+            "launch", body, secrets=launch.secrets, timeout=timeout, longest=longest
+        )
+        return _state(answer)
+
+    async def run(self, arguments: Sequence[str], *, seconds: float = USUAL) -> Ran:
+        """Run a program of the machine to its end, for so many seconds at most."""
+        body = {"arguments": list(arguments), "timeout": seconds}
+        return answers.ran((await self._ask("run", body, timeout=seconds + USUAL)).body)
+
+    async def void(
+        self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
+    ) -> MemberState:
+        """Make sure that it never begins; the answer says what it was if it had."""
+        body = {**_named(job, epoch), "because": because}
+        return _state(await self._ask("void", body, timeout=timeout))
+
+    async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
+        """What the machine knows of it."""
+        return _state(await self._ask("status", _named(job, epoch), timeout=timeout))
+
+    async def wait(
+        self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
+    ) -> tuple[MemberState, ...]:
+        """States of attempts (job, epoch) as soon as one differs from what is known, or after `seconds`."""
+        body = {
+            "known": {
+                f"{job}.{epoch}": {
+                    "state": k.state,
+                    "log_size": k.log_size,
+                    "checkpoints": k.checkpoints,
+                    "step": k.step,
+                    "clock": k.clock,
+                }
+                for (job, epoch), k in known.items()
+            },
+            "timeout": seconds,
+        }
+        answer = await self._ask("wait", body, timeout=seconds + margin)
+        return tuple(answers.member_state(entry) for entry in _listed(answer, "attempts"))
+
+    async def kill(
+        self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
+    ) -> MemberState:
+        """TERM, and KILL after `grace` seconds, to all that is left of it. The answer comes at once; the end is seen by `status`."""
+        body = {**_named(job, epoch), "grace": grace}
+        return _state(await self._ask("kill", body, timeout=timeout))
+
+    async def log(
+        self, job: str, epoch: int, offset: int, *, limit: int = PIECE, timeout: float = USUAL
+    ) -> LogPart:
+        """Bytes of its log from `offset`, at most `limit`, and how long it is."""
+        body = {**_named(job, epoch), "offset": offset, "limit": limit}
+        answer = await self._ask("log", body, timeout=timeout, most_payload=limit)
+        size = answer.body.get("size")
+        if not isinstance(size, int) or len(answer.payload) > limit:
+            raise BadAnswer("the answer to log says no size, or is longer than was asked for")
+        return LogPart(size, answer.payload)
+
+    async def manifest(
+        self, job: str, epoch: int, what: str = "artefacts", *, timeout: float = SLOW
+    ) -> WorkTree:
+        """What lies in its work folder. `what`: artefacts, checkpoints or all."""
+        body = {**_named(job, epoch), "what": what}
+        most = LARGEST_OF_CHECKPOINTS if what == "checkpoints" else LARGEST_MANIFEST
+        answer = await self._ask("manifest", body, timeout=timeout, longest=LONGEST, most_body=most)
+        # of a million files it takes seconds, in which nothing else would be heard
+        return await asyncio.to_thread(answers.work_tree, answer.body)
+
+    async def read(
+        self,
+        job: str,
+        epoch: int,
+        path: str,
+        *,
+        offset: int = 0,
+        limit: int = PIECE,
+        timeout: float = USUAL,
+    ) -> bytes:
+        """Bytes of a file of its work folder, at most `limit`; no link is followed."""
+        body = {**_named(job, epoch), "path": path, "offset": offset, "limit": limit}
+        answer = await self._ask("read", body, timeout=timeout, most_payload=limit)
+        if len(answer.payload) > limit:
+            raise BadAnswer(f"{len(answer.payload)} bytes of {path} came; {limit} were asked for")
+        return answer.payload
+
+    async def gather(
+        self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW
+    ) -> dict[str, bytes]:
+        """Files of its work folder, whole, at most GATHERED of together PIECE bytes. One that is lacking is not what `files` says any more,
+        or cannot be read: `read` says why. Who keeps them compares their hashes."""
+        listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
+        body = {**_named(job, epoch), "files": listed}
+        most = sum(entry.size for entry in files.values())
+        answer = await self._ask("gather", body, timeout=timeout, most_payload=most)
+        whole = _listed(answer, "whole")
+        came = [
+            each for each, is_whole in zip(files.items(), whole, strict=False) if is_whole is True
+        ]
+        if len(whole) != len(listed) or len(answer.payload) != sum(e.size for _, e in came):
+            raise BadAnswer("the answer to gather is not as long as the files that it names")
+        return _cut_up(answer.payload, came)
+
+    async def keep(self, job: str, epoch: int, files: Manifest, *, timeout: float = SLOW) -> None:
+        """Have the machine keep files of its work folder as blobs. RunnerRefused `changed` where one is another by now."""
+        listed = [[path, entry.sha256, entry.size] for path, entry in files.items()]
+        body = {**_named(job, epoch), "files": listed}
+        await self._ask("keep", body, timeout=timeout, longest=LONGEST)
+
+    async def release(
+        self,
+        job: str,
+        epoch: int,
+        *,
+        gpus: Sequence[str] = (),
+        share_mb: int | None = None,
+        idle_memory_mb: int = 500,
+        probe: Sequence[str] | None = None,
+        timeout: float = USUAL,
+    ) -> Release:
+        """Whether nothing holds any more what it had."""
+        body: dict[str, Any] = {
+            **_named(job, epoch),
+            "gpus": list(gpus),
+            "share_mb": share_mb,
+            "idle_memory_mb": idle_memory_mb,
+        }
+        if probe is not None:
+            body["probe"] = list(probe)
+        return answers.release((await self._ask("release", body, timeout=timeout)).body)
+
+    async def forget(self, job: str, epoch: int, *, timeout: float = SLOW) -> None:
+        """Remove its folder. A launch that arrives later is refused all the same."""
+        await self._ask("forget", _named(job, epoch), timeout=timeout)
+
+    async def sweep(
+        self, keep: Iterable[str] = (), *, older_than: float = 3600.0, timeout: float = SLOW
+    ) -> None:
+        """Remove blobs that are not in `keep` and that nobody has asked for lately, runners of earlier releases, and what was left over.
+
+        `older_than`: seconds. What was sent, or asked for by `missing`, since then stays.
+        """
+        body = {"keep": list(keep), "older_than": older_than}
+        await self._ask("sweep", body, timeout=timeout)
+
+    async def touch(
+        self, clocks: Mapping[tuple[str, int], float | None], *, timeout: float = USUAL
+    ) -> None:
+        """Tell the deadmen of these attempts (job, epoch) that the control plane lives, each with the clock that came back last."""
+        named = {f"{job}.{epoch}": clock for (job, epoch), clock in clocks.items()}
+        if named:
+            await self._ask("touch", {"attempts": named}, timeout=timeout)
+
+    async def _ask(
+        self,
+        verb: str,
+        body: Mapping[str, Any] | None = None,
+        payload: bytes = b"",
+        *,
+        secrets: Mapping[str, str] | None = None,
+        timeout: float,
+        longest: float | None = None,
+        most_body: int = USUAL_BODY,
+        most_payload: int = 0,
+    ) -> Answer:
+        text = runner_text()
+        full: dict[str, Any] = {"root": self.root, "runner": text.sha256, **(body or {})}
+        request = Request(verb, full, payload, secrets or {}, longest, most_body, most_payload)
+        answer = await self.host.call(request, timeout=timeout)
+        if answer.body.get("need") == "runner":
+            with_text = replace(request, body={**full, "source": text.source})
+            answer = await self.host.call(with_text, timeout=timeout)
+            if "need" in answer.body:
+                raise RunnerRefused("runner", "the machine asks for its runner again and again")
+        return answer
+
+
+def _named(job: str, epoch: int) -> dict[str, Any]:
+    return {"job": job, "epoch": epoch}
+
+
+def _state(answer: Answer) -> MemberState:
+    return answers.member_state(answer.body)
+
+
+def _resume(resume: Resume) -> dict[str, Any]:
+    manifest = {path: _entry(entry) for path, entry in resume.manifest.items()}
+    return {"manifest": manifest, "step": resume.step, "path": resume.path}
+
+
+def _entry(entry: FileEntry) -> list[Any]:
+    return [entry.sha256, entry.mode, entry.size]
+
+
+def _listed(answer: Answer, name: str) -> list[Any]:
+    found = answer.body.get(name)
+    if not isinstance(found, list):
+        raise BadAnswer(f"the answer has {name} = {found!r}; a list is expected")
+    return list(found)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _cut_up(payload: bytes, files: Sequence[tuple[str, FileEntry]]) -> dict[str, bytes]:
+    """The bytes of each, one after the other in `payload`."""
+    ends = list(itertools.accumulate(entry.size for _, entry in files))
+    return {
+        path: payload[end - entry.size : end]
+        for (path, entry), end in zip(files, ends, strict=True)
+    }
+
+
+def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]]:
+    """Groups of at most BATCH bytes together; what is larger stands alone."""
+    batch: list[tuple[str, int]] = []
+    for blob in blobs:
+        if batch and sum(size for _, size in batch) + blob[1] > BATCH:
+            yield batch
+            batch = []
+        batch.append(blob)
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of a blob that is too large for one call."""
+
+    sha256: str
+    offset: int
+    size: int
+
+
+def _parts(store: BlobStore, sha256: str) -> list[_Part]:
+    """Raises BlobError where the blob is damaged."""
+    parts: list[_Part] = []
+    for piece in store.pieces(sha256, piece=BATCH):
+        offset = parts[-1].offset + parts[-1].size if parts else 0
+        parts.append(_Part(hashlib.sha256(piece).hexdigest(), offset, len(piece)))
+    return parts
+
+
+def _read_all(store: BlobStore, batch: Sequence[tuple[str, int]]) -> bytes:
+    return b"".join(store.read(sha256) for sha256, _ in batch)

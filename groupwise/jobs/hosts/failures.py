@@ -1,0 +1,187 @@
+"""Why a command failed: from what its runner wrote down to a failure class, with the line that was believed for it.
+
+The log is text of the job's own making. It decides how often a job is tried again and what people are told, and never whether something
+still runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from groupwise.core.terminal.text import one_line, shorten
+from groupwise.jobs.hosts.answers import ExitReason, ExitRecord
+
+
+class FailureClass(StrEnum):
+    """Why an attempt failed: the column `attempts.failure_class`."""
+
+    GPU_OOM = "gpu_oom"
+    """The GPU's memory was too small."""
+    HOST_OOM = "host_oom"
+    """The machine's memory was."""
+    GPU_FAULT = "gpu_fault"
+    """The GPU is broken. It gets no job until an operator has looked, where its machine says so or a second job does."""
+    NETWORK = "network"
+    """A hub or a data source could not be reached; exit code 75 says so too."""
+    PREEMPTION = "preemption"
+    """The machine was taken away, with notice."""
+    REBOOT = "reboot"
+    """The machine has booted since."""
+    HOST_LOST = "host_lost"
+    """An operator said that the machine does not come back, or its deadman ended the job."""
+    SUPERVISOR_LOST = "supervisor_lost"
+    """What watched over the command was killed, so that nobody knows how it ended."""
+    LAUNCH_FAILURE = "launch_failure"
+    """The machine would not start it; nothing ran."""
+    NOT_PROVIDED = "not_provided"
+    """The control machine does not have what the job needs, a secret or a file; nothing ran, and no machine is to blame."""
+    TIME_LIMIT = "time_limit"
+    USER_ERROR = "user_error"
+    """The job says that it was asked for something impossible: exit code 2, or 64 to 78 but 75."""
+    KILLED = "killed"
+    """Signal 9 from somebody unknown."""
+    CRASHED = "crashed"
+    """Anything else than exit code 0."""
+    ARTEFACTS = "artefacts"
+    """It succeeded, but what it left behind could not be fetched whole."""
+
+
+def succeeded(record: ExitRecord) -> bool:
+    """The command ended by itself, and well. One that says 0 because it was told to stop has not done its work."""
+    return record.code == 0 and record.reason is ExitReason.EXITED
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A class, and what it was believed for."""
+
+    failure: FailureClass
+    because: str
+
+
+SIGKILL, SIGTERM = 9, 15
+_TRY_LATER = 75
+"""EX_TEMPFAIL of sysexits: a hub or another service did not answer, and may the next time."""
+_USER_CODES = frozenset({2, *range(64, 79)} - {_TRY_LATER})
+"""2 is what argument parsers say, 64 to 78 is the band of sysexits."""
+_SHELL_KILLED = 128 + SIGKILL
+_SHELL_TERMINATED = 128 + SIGTERM
+
+_GPU_FAULT = re.compile(
+    r"fallen off the bus|GPU is lost|uncorrectable (?:NVLink |double.bit )?(?:ECC )?error|ECC error"
+    r"|NVRM: Xid|\bXid \("
+    r"|Unable to determine the device handle|hardware stack error",
+    re.IGNORECASE,
+)
+_GPU_OOM = re.compile(
+    r"CUDA out of memory|OutOfMemoryError: (?:CUDA|HIP)|CUDA error: out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|CUDA_ERROR_OUT_OF_MEMORY",
+    re.IGNORECASE,
+)
+_HOST_OOM = re.compile(
+    r"^MemoryError\b|Cannot allocate memory|DefaultCPUAllocator: .*(?:can't|not enough) memory|std::bad_alloc",
+    re.MULTILINE,
+)
+_PREEMPTED = re.compile(
+    r"DUE TO PREEMPTION|spot instance interruption|preemption notice", re.IGNORECASE
+)
+_NETWORK = re.compile(
+    r"Temporary failure in name resolution|Name or service not known|Could not resolve host|Max retries exceeded with url"
+    r"|Connection(?:Error|ResetError|RefusedError)\b|ConnectTimeout|ReadTimeout|Network is unreachable|No route to host"
+    r"|HTTP(?:Status)?Error.*\b(?:429|50[0234])\b|\b(?:502 Bad Gateway|503 Service Unavailable|504 Gateway Time-?out)\b"
+)
+LONGEST_LINE = 300
+"""Characters of a line that is given as a reason."""
+_LAST_LINES = 20
+"""A log speaks of connections that were lost and found again; only what stands at its end ended the job."""
+
+
+def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnosis:
+    """Why a command failed that left this record. `gpu_problems`: what its machine says is wrong with the GPUs that it held."""
+    return (
+        _by_reason(record)
+        or _by_code(record)
+        or _by_machine(record, gpu_problems)
+        or _by_log(record)
+        or _by_signal(record)
+        or Diagnosis(FailureClass.CRASHED, _with_last_line(f"exit code {record.code}", record))
+    )
+
+
+def _by_reason(record: ExitRecord) -> Diagnosis | None:
+    """Where the runner itself ended it, or could not begin."""
+    classes = {
+        ExitReason.TIME_LIMIT: FailureClass.TIME_LIMIT,
+        ExitReason.DEADMAN: FailureClass.HOST_LOST,
+        ExitReason.SPAWN_FAILED: FailureClass.LAUNCH_FAILURE,
+        ExitReason.CANCELLED: FailureClass.KILLED,
+        ExitReason.EVICTED: FailureClass.PREEMPTION,
+    }
+    if failure := classes.get(record.reason):
+        return Diagnosis(failure, record.message or f"the runner says {record.reason}")
+    return None
+
+
+def _by_code(record: ExitRecord) -> Diagnosis | None:
+    if record.code in _USER_CODES:
+        said = _with_last_line(f"exit code {record.code}", record)
+        return Diagnosis(FailureClass.USER_ERROR, said)
+    if record.code == _TRY_LATER:
+        said = _with_last_line(f"exit code {record.code}, it may succeed later", record)
+        return Diagnosis(FailureClass.NETWORK, said)
+    return None
+
+
+def _by_machine(record: ExitRecord, gpu_problems: Sequence[str]) -> Diagnosis | None:
+    if gpu_problems:
+        return Diagnosis(FailureClass.GPU_FAULT, gpu_problems[0])
+    if record.oom_kill:
+        return Diagnosis(
+            FailureClass.HOST_OOM, f"the kernel killed {record.oom_kill} of its processes"
+        )
+    return None
+
+
+def _by_log(record: ExitRecord) -> Diagnosis | None:
+    tail = record.tail
+    last = "\n".join(tail.splitlines()[-_LAST_LINES:])
+    had_gpu = record.gpus != 0
+    for pattern, text, failure in (
+        (_GPU_FAULT, tail if had_gpu else "", FailureClass.GPU_FAULT),
+        (_GPU_OOM, tail, FailureClass.GPU_OOM),
+        (_PREEMPTED, tail, FailureClass.PREEMPTION),
+        (_HOST_OOM, last, FailureClass.HOST_OOM),
+        (_NETWORK, last, FailureClass.NETWORK),
+    ):
+        if match := pattern.search(text):
+            return Diagnosis(failure, _line_of(text, match.start()))
+    return None
+
+
+def _by_signal(record: ExitRecord) -> Diagnosis | None:
+    if record.signal == SIGTERM or record.code == _SHELL_TERMINATED:
+        return Diagnosis(FailureClass.PREEMPTION, "SIGTERM that the control plane had not sent")
+    if record.signal == SIGKILL or record.code == _SHELL_KILLED:
+        return Diagnosis(FailureClass.KILLED, "signal 9, and no sign of too little memory")
+    if record.signal is not None:
+        return Diagnosis(FailureClass.CRASHED, f"signal {record.signal}")
+    return None
+
+
+def _line_of(text: str, position: int) -> str:
+    begin = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    return _shown(text[begin : end if end >= 0 else len(text)])
+
+
+def _with_last_line(said: str, record: ExitRecord) -> str:
+    """A code alone says little, and the last line is what programs end with that give up, a traceback's message too."""
+    last = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
+    return said if last is None else f"{said}: {_shown(last)}"
+
+
+def _shown(line: str) -> str:
+    return shorten(one_line(line.strip()), LONGEST_LINE)

@@ -1,0 +1,190 @@
+"""Files of an attempt, brought from its machine into a folder here.
+
+The machine says what there is (path, sha256, mode, size). Large files come in pieces, of small ones many with one call. Each is hashed here
+and flushed, and a file that an earlier try left half is gone on with. What comes out otherwise than the machine said has changed meanwhile:
+that raises `Changed`, and the list has to be asked for anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from groupwise.jobs.hosts.driver import GATHERED, PIECE, Runner
+from groupwise.jobs.hosts.files import hash_of
+from groupwise.jobs.hosts.port import RunnerRefused
+from groupwise.jobs.hosts.spec import FileEntry, Manifest
+
+T = TypeVar("T")
+
+AT_ONCE = 4
+"""Calls to the machine for files, at once: each is for a piece of one, or for many small ones."""
+CHANGED = frozenset({"not_found", "changed", "refused_path"})
+"""How a machine refuses to read a file that it offered before: something has changed it since."""
+
+
+class Changed(Exception):
+    """A file is not what the machine's list said. The message is its path."""
+
+
+class Write(Protocol):
+    """Does something to the disk, in a thread; `name` says what, in a word."""
+
+    def __call__(self, name: str, fn: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+def in_a_thread(name: str, fn: Callable[[], T]) -> Awaitable[T]:
+    """The plain `Write`."""
+    return asyncio.to_thread(fn)
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Whoever is cancelled meanwhile waits for its end: a thread cannot be stopped, and the folder is somebody else's soon."""
+    working = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
+
+
+class Fetching:
+    """From the working folder of one attempt into `folder`, which is nobody else's meanwhile."""
+
+    def __init__(
+        self, runner: Runner, job: str, epoch: int, folder: Path, write: Write = in_a_thread
+    ) -> None:
+        self._runner, self._job, self._epoch = runner, job, epoch
+        self._folder = folder
+        self._do = write
+
+    async def files(self, files: Manifest) -> None:
+        """Bring all of them. Raises Changed, HostError, OSError; what has come stays for the next try."""
+        waiting = _parcels(files)
+
+        async def work() -> None:
+            for parcel in waiting:
+                await self._parcel(parcel)
+
+        tasks = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _parcel(self, parcel: Manifest) -> None:
+        """Several come together. What does not come so is another file by now or cannot be read: by itself it says why."""
+        if len(parcel) > 1:
+            parcel = await self._gather(parcel)
+        for path, entry in parcel.items():
+            await self._file(path, entry)
+
+    async def _gather(self, parcel: Manifest) -> Manifest:
+        """With one call; those that have not come."""
+        lacking = await self._write("parcel", partial(_absent, self._folder, parcel))
+        if not lacking:
+            return lacking
+        came = await self._runner.gather(self._job, self._epoch, lacking)
+        return await self._write("gathered", partial(_keep, self._folder, lacking, came))
+
+    async def _file(self, path: str, entry: FileEntry) -> None:
+        """Whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
+        here = await self._write("file", partial(_begin, self._folder / path, entry))
+        if here and await self._rest(path, entry, here):
+            return
+        if not await self._rest(path, entry, 0):
+            raise Changed(path)
+
+    async def _rest(self, path: str, entry: FileEntry, here: int) -> bool:
+        """Fetch what follows `here`. False: the file that came out is not the one of the list, and is gone."""
+        place = self._folder / path
+        while here < entry.size:
+            try:
+                data = await self._runner.read(self._job, self._epoch, path, offset=here)
+            except RunnerRefused as error:
+                if error.code in CHANGED:
+                    raise Changed(path) from error
+                raise
+            if not data:
+                raise Changed(path)
+            here = await self._write("piece", partial(_append, place, here, data))
+        return await self._write("verify", partial(_finish, place, entry))
+
+    async def _write(self, name: str, fn: Callable[[], T]) -> T:
+        return await to_its_end(self._do(name, fn))
+
+
+def _parcels(files: Manifest) -> Iterator[Manifest]:
+    """Files that one call can bring, in order of their names; what is too large for one stands alone."""
+    parcel: dict[str, FileEntry] = {}
+    size = 0
+    for path, entry in sorted(files.items()):
+        if parcel and (len(parcel) == GATHERED or size + entry.size > PIECE):
+            yield parcel
+            parcel, size = {}, 0
+        parcel[path] = entry
+        size += entry.size
+    if parcel:
+        yield parcel
+
+
+def _begin(place: Path, entry: FileEntry) -> int:
+    """How many bytes of a file are here already."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("ab") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > entry.size:
+            file.truncate(0)
+            return 0
+    return size
+
+
+def _absent(folder: Path, parcel: Manifest) -> Manifest:
+    """Those that an earlier try has not left whole and right."""
+
+    def is_here(path: str, entry: FileEntry) -> bool:
+        place = folder / path
+        return _begin(place, entry) == entry.size and _finish(place, entry)
+
+    return {path: entry for path, entry in parcel.items() if not is_here(path, entry)}
+
+
+def _keep(folder: Path, lacking: Manifest, came: Mapping[str, bytes]) -> Manifest:
+    """Write what came; those that are lacking still."""
+    for path, data in came.items():
+        _append(folder / path, 0, data)
+    kept = {path for path in came if _finish(folder / path, lacking[path])}
+    return {path: entry for path, entry in lacking.items() if path not in kept}
+
+
+def _append(place: Path, offset: int, data: bytes) -> int:
+    with place.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return offset + len(data)
+
+
+def _finish(place: Path, entry: FileEntry) -> bool:
+    """Whether it is the right file; then it is on the disk for good, else gone."""
+    place.touch()  # one without content has not been written yet
+    if hash_of(place) != entry.sha256:
+        place.unlink()
+        return False
+    with place.open("rb") as file:
+        set_mode(file.fileno(), entry)
+        os.fsync(file.fileno())
+    return True
+
+
+def set_mode(descriptor: int, entry: FileEntry) -> None:
+    """Whoever may read a new file here may execute it if it could be there, and nobody may more than there."""
+    mode = os.fstat(descriptor).st_mode
+    if entry.mode & 0o100:
+        mode |= (mode & 0o444) >> 2
+    os.fchmod(descriptor, mode & (entry.mode | 0o600) & 0o755)

@@ -1,0 +1,266 @@
+"""How a request and its answer look as bytes, on the control side; `bootstrap.py` and `runner.py` are the other side.
+
+A request is one line, `GROUPWISE <protocol> <length> <sha256>`, a JSON body of that length, and raw bytes where the body says so. The
+machine does nothing before length and hash agree, so a request that was cut on its way has not happened.
+
+An answer begins with `GROUPWISE-ANSWER <protocol> <length> <sha256> <payload length>`. A login shell may say what it likes before that
+line: it is skipped. `AnswerReader` is fed the bytes as they come, from whatever brings them, and stops wanting more when the answer is
+whole: nobody waits for the end of a stream that some other process may hold open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from groupwise.api.http.strict_json import check_number, finite, no_constant
+from groupwise.jobs.hosts.port import Answer, HostError, OutcomeUnknown, Request, RunnerRefused
+
+PROTOCOL = 1
+"""What this side writes."""
+SPOKEN = frozenset(n for n in (PROTOCOL, PROTOCOL - 1) if n >= 1)
+"""What it reads: also the one before, so that control plane and machines need not change in one moment."""
+MOST_NOISE = 1 << 20
+"""Bytes before the answer; a machine that says more than this has no answer in mind."""
+
+_HEADER = re.compile(rb"GROUPWISE-ANSWER (\d{1,6}) (\d{1,12}) ([0-9a-f]{64}) (\d{1,12})\r?\n")
+_LONGEST_HEADER = 200
+_MOST_COMPLAINTS = 4000
+"""Bytes of standard error that are kept for a message, the last ones."""
+_LONGEST_COMPLAINT = 300
+"""Letters of it, in the message."""
+
+
+class BadAnswer(OutcomeUnknown):
+    """What came back is no answer: torn, changed on the way, or of another protocol. The request may have been carried out all the same."""
+
+
+def request_bytes(request: Request) -> bytes:
+    """The whole of a request; `payload` and `secrets` become fields of its body where there are any."""
+    body: dict[str, Any] = {"protocol": PROTOCOL, **request.body, "verb": request.verb}
+    if request.payload:
+        body["payload"] = len(request.payload)
+    if request.secrets:
+        body["secrets"] = dict(request.secrets)
+    document = json.dumps(body, separators=(",", ":")).encode("ascii")
+    digest = hashlib.sha256(document).hexdigest()
+    header = f"GROUPWISE {PROTOCOL} {len(document)} {digest}\n".encode("ascii")
+    return b"".join((header, document, request.payload))
+
+
+def answer_bytes(body: Mapping[str, Any], payload: bytes = b"", protocol: int = PROTOCOL) -> bytes:
+    """The whole of an answer, for those who stand in for a machine."""
+    document = json.dumps(body, separators=(",", ":")).encode("ascii")
+    digest = hashlib.sha256(document).hexdigest()
+    header = f"GROUPWISE-ANSWER {protocol} {len(document)} {digest} {len(payload)}\n"
+    return b"".join((header.encode("ascii"), document, payload))
+
+
+class AnswerReader:
+    """Takes what a machine says, piece by piece, until there is an answer to the request in it."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._buffer = bytearray()
+        self._body_length: int | None = None
+        self._payload_length = 0
+        self._digest = b""
+        self._noise = 0
+        self.answer: Answer | None = None
+
+    @property
+    def silent(self) -> bool:
+        """Nothing came at all, not even noise."""
+        return not self._buffer and not self._noise
+
+    def feed(self, data: bytes) -> bool:
+        """True once the answer is whole. Raises BadAnswer for what can become none."""
+        self._buffer += data
+        if self._body_length is None and not self._find_header():
+            return False
+        return self._take_answer()
+
+    def noise(self, most: int = 2000) -> str:
+        """What stands where an answer should be, for a message."""
+        return bytes(self._buffer[-most:]).decode("utf-8", "replace").strip()
+
+    def _find_header(self) -> bool:
+        found = _HEADER.search(self._buffer)
+        if found is None:
+            self._forget_noise()
+            return False
+        protocol, length, digest, payload = found.groups()
+        self._body_length, self._payload_length, self._digest = int(length), int(payload), digest
+        self._noise += found.start()
+        del self._buffer[: found.end()]
+        if int(protocol) not in SPOKEN:
+            raise BadAnswer(
+                f"the machine's runner answers in protocol {int(protocol)}; this control plane speaks"
+                f" {' and '.join(map(str, sorted(SPOKEN)))}: bring both to the same release"
+            )
+        asked = self._request
+        if self._body_length > asked.most_body or self._payload_length > asked.most_payload:
+            raise BadAnswer(
+                f"the machine announces an answer to {asked.verb} of {self._body_length} + {self._payload_length} bytes;"
+                f" at most {asked.most_body} + {asked.most_payload} are read"
+            )
+        return True
+
+    def _forget_noise(self) -> None:
+        """Keep what may be the beginning of a header, and count the rest."""
+        spare = len(self._buffer) - max(_LONGEST_HEADER, 2000)
+        if spare > 0:
+            del self._buffer[:spare]
+            self._noise += spare
+        if self._noise > MOST_NOISE:
+            raise BadAnswer(
+                f"more than {MOST_NOISE} bytes came from the machine before any answer: does a start-up file of its shell"
+                f" print without end? The last of it: {self.noise(200)!r}"
+            )
+
+    def _take_answer(self) -> bool:
+        assert self._body_length is not None
+        if len(self._buffer) < self._body_length + self._payload_length:
+            return False
+        document = bytes(self._buffer[: self._body_length])
+        if hashlib.sha256(document).hexdigest().encode("ascii") != self._digest:
+            raise BadAnswer(
+                "the answer's hash does not agree with its text: it was changed on the way"
+            )
+        end = self._body_length + self._payload_length
+        self.answer = Answer(
+            _object(document, self._request.most_body), bytes(self._buffer[self._body_length : end])
+        )
+        return True
+
+
+def _object(document: bytes, most_body: int) -> Mapping[str, Any]:
+    try:
+        check_number(document, lists=most_body // 64, texts=most_body // 16)
+        # Of bytes json would guess UTF-16, and let half characters pass.
+        text = document.decode("utf-8")
+        body: object = json.loads(text, parse_constant=no_constant, parse_float=finite)
+        body = _storable(body) if b"\\u" in document else body
+    except (ValueError, RecursionError) as error:
+        raise BadAnswer(f"the answer is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
+    return cast("dict[str, Any]", body)
+
+
+def _storable(value: Any) -> Any:
+    """The same without characters that no database takes: a job may print anything, and the end of its log is told as text."""
+    if isinstance(value, str):
+        return value.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_storable(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {_storable(k): _storable(v) for k, v in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def accepted(answer: Answer) -> Answer:
+    """The answer, unless it is a refusal: then RunnerRefused."""
+    error = answer.body.get("error")
+    if error is None:
+        return answer
+    told = cast("dict[str, Any]", error) if isinstance(error, dict) else {"message": str(error)}
+    raise RunnerRefused(str(told.get("code", "error")), str(told.get("message", "no reason given")))
+
+
+def no_answer(request: Request, place: object, timeout: float) -> str:
+    """In words, once the time limit is over."""
+    since = "" if request.longest is None else " of the last sign that it gets on"
+    return f"no answer to {request.verb} from {place} within {timeout:g} s{since}"
+
+
+CANNOT_EXECUTE = frozenset({126, 127})
+"""What a shell ends with when it finds no such program, or may not run it."""
+
+
+def without_answer(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
+    """What it means that the command on the machine has ended and there is no answer. `complaints` is what it wrote to standard error."""
+    said = _last_line(complaints) or _last_line(reader.noise())
+    if status in CANNOT_EXECUTE and reader.answer is None:
+        return RunnerRefused(
+            "no_python",
+            f"python3 cannot be run there: {said or 'not found'}; install Python 3.8 or later",
+        )
+    ended = "the connection ended" if status is None else f"the runner ended with status {status}"
+    return OutcomeUnknown(f"{ended} before its answer was whole" + (f": {said}" if said else ""))
+
+
+def _last_line(said: str) -> str:
+    """Of a traceback that is the error; people read it among the states of many machines."""
+    return said.strip().rpartition("\n")[2].strip()[-_LONGEST_COMPLAINT:]
+
+
+class Exchange:
+    """One request under way, told by its transport what comes from the machine; `answer` is what the caller waits for."""
+
+    def __init__(self, request: Request) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.status: int | None = None
+        """What the command on the machine ended with, once it has."""
+        self._reader = AnswerReader(request)
+        self._complaints = b""
+        self._limit: asyncio.Timeout | None = None
+        self._patience = self._end = 0.0
+
+    def limit(self, patience: float, longest: float | None) -> asyncio.Timeout:
+        """The time limit of the call, in seconds from now on; with `longest` from when the machine was last heard, and that in all."""
+        now = asyncio.get_running_loop().time()
+        limit = asyncio.timeout_at(now + patience)
+        if longest is not None:
+            self._limit, self._patience, self._end = limit, patience, now + longest
+        return limit
+
+    @property
+    def answered(self) -> bool:
+        """The answer came, whole."""
+        return self._reader.answer is not None
+
+    def heard(self, data: bytes) -> None:
+        """Its standard output."""
+        if self.answer.done():
+            return
+        self._wait_on()
+        try:
+            whole = self._reader.feed(data)
+        except BadAnswer as error:
+            self.fail(error)
+            return
+        if whole:
+            assert self._reader.answer is not None
+            self.answer.set_result(self._reader.answer)
+
+    def _wait_on(self) -> None:
+        if self._limit is not None and not self._limit.expired():
+            now = asyncio.get_running_loop().time()
+            self._limit.reschedule(min(now + self._patience, self._end))
+
+    def complained(self, data: bytes) -> None:
+        """Its standard error."""
+        self._complaints = (self._complaints + data)[-_MOST_COMPLAINTS:]
+
+    def fail(self, error: HostError) -> None:
+        """No answer will come."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def over(self) -> None:
+        """No more will be heard."""
+        self.fail(
+            without_answer(self._reader, self.status, self._complaints.decode("utf-8", "replace"))
+        )
+
+    def drop(self) -> None:
+        """Nobody waits any more."""
+        if not self.answer.done():
+            self.answer.cancel()
+        elif not self.answer.cancelled():
+            self.answer.exception()  # else asyncio reports it as one that nobody looked at

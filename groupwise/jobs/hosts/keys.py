@@ -1,0 +1,248 @@
+"""Host keys, and how a machine is called in somebody's ssh config.
+
+A machine is trusted by its key, which stands in its row as `ssh-ed25519 AAAA…`. `scan` asks a machine which key it has, and leaves before
+anything else is said; whether that key is the right one, a person decides, by its fingerprint.
+
+`resolve_alias` asks OpenSSH once what a name means: host, port, user, key, jump host. Afterwards nobody's ssh config is read any more, for
+what stands in it may change, and may run commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncssh
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.hosts.port import HostUnreachable
+
+ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "ssh-ed25519": ("ssh-ed25519",),
+    "ecdsa-sha2-nistp256": ("ecdsa-sha2-nistp256",),
+    "ecdsa-sha2-nistp384": ("ecdsa-sha2-nistp384",),
+    "ecdsa-sha2-nistp521": ("ecdsa-sha2-nistp521",),
+    "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
+}
+"""The types of key that are taken, best first, and how each may sign: RSA not with SHA-1."""
+
+
+TrustedKeys = tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]
+"""Keys, authorities, and keys that are revoked."""
+NOBODY: TrustedKeys = ([], [], [])
+"""Not None, which would mean everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostKey:
+    """The public key of a machine."""
+
+    type: str
+    data: bytes
+
+    def __str__(self) -> str:
+        return f"{self.type} {base64.b64encode(self.data).decode('ascii')}"
+
+    @property
+    def fingerprint(self) -> str:
+        """As ssh and ssh-keygen show it: `SHA256:…`."""
+        digest = base64.b64encode(hashlib.sha256(self.data).digest()).decode("ascii")
+        return "SHA256:" + digest.rstrip("=")
+
+    def public(self) -> asyncssh.SSHKey:
+        """For asyncssh. Raises UsageError where the key is none."""
+        try:
+            return asyncssh.import_public_key(str(self))
+        except asyncssh.KeyImportError as error:
+            raise UsageError(f"the host key {self} cannot be read: {error}") from error
+
+
+def parse(line: str) -> HostKey:
+    """A key as `type base64`, with a comment after it or not: the line of a `.pub` file or of `ssh-keyscan`. Raises UsageError."""
+    words = line.split()
+    if len(words) > 2 and words[0] not in ALGORITHMS and words[1] in ALGORITHMS:
+        words = words[1:]  # ssh-keyscan and known_hosts begin with the name of the host
+    wanted = f"a host key is a type ({', '.join(ALGORITHMS)}), a blank and base64, as in the .pub file of the machine"
+    if len(words) < 2 or words[0] not in ALGORITHMS:
+        raise UsageError(f"{line.strip()[:80]!r} is no host key: {wanted}")
+    try:
+        data = base64.b64decode(words[1], validate=True)
+    except binascii.Error:
+        raise UsageError(
+            f"the base64 of the host key {words[1][:40]!r} is broken: {wanted}"
+        ) from None
+    key = HostKey(words[0], data)
+    key.public()
+    return key
+
+
+def key_of(public: asyncssh.SSHKey) -> HostKey:
+    """The key that asyncssh holds."""
+    return HostKey(public.get_algorithm(), public.public_data)
+
+
+def trusting(key: HostKey) -> TrustedKeys:
+    """That one, and nothing else."""
+    return ([key.public()], [], [])
+
+
+def signatures(pinned: HostKey | None) -> list[str]:
+    """What a machine is asked to sign with: the pinned type first, so that a machine with several keys shows that one."""
+    first = [*ALGORITHMS[pinned.type]] if pinned else []
+    return first + [name for names in ALGORITHMS.values() for name in names if name not in first]
+
+
+class KeyWitness(asyncssh.SSHClient):
+    """Remembers the key of a machine that showed another than the trusted one, and trusts it no more for that."""
+
+    def __init__(self) -> None:
+        self.seen: HostKey | None = None
+        self.lost = asyncio.Event()
+
+    def validate_host_public_key(
+        self, host: str, addr: str, port: int, key: asyncssh.SSHKey
+    ) -> bool:
+        self.seen = key_of(key)
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+
+async def scan(
+    address: str,
+    port: int,
+    *,
+    timeout: float = 10.0,
+    tunnel: asyncssh.SSHClientConnection | None = None,
+) -> HostKey:
+    """The key that a machine shows; nothing but that is asked of it. Raises HostUnreachable."""
+    witness = KeyWitness()
+    try:
+        connection, _ = await asyncssh.create_connection(
+            lambda: witness,
+            address,
+            port,
+            tunnel=tunnel,
+            username="nobody",
+            client_keys=None,
+            known_hosts=NOBODY,
+            server_host_key_algs=signatures(None),
+            config=None,
+            agent_path=None,
+            connect_timeout=timeout,
+        )
+    except (OSError, asyncssh.Error, ValueError, OverflowError) as error:
+        # The last two: what somebody wrote is no name of a host, or no port.
+        if witness.seen is not None:
+            return witness.seen
+        raise HostUnreachable(
+            f"the host key of {address} port {port} cannot be read: {error or type(error).__name__}"
+        ) from error
+    connection.abort()
+    raise AssertionError("a connection was made although no key is trusted")
+
+
+KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
+"""Where OpenSSH writes down whom somebody trusts."""
+
+
+def known(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
+    """The best key of a type that is taken here which the user's OpenSSH trusts this host with; None: it knows none, or has it revoked."""
+    paths = [str(path) for each in files if (path := Path(each).expanduser()).is_file()]
+    if not paths:
+        return None
+    try:
+        found = asyncssh.match_known_hosts(asyncssh.read_known_hosts(paths), host, "", port)
+    except (OSError, ValueError):  # unreadable, or with lines that are none
+        return None
+    trusted, revoked = found[0], found[2]
+    keys = [key_of(each) for each in trusted if each not in revoked]
+    usable = [each for each in keys if each.type in ALGORITHMS]
+    return min(usable, key=lambda each: [*ALGORITHMS].index(each.type), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """What a name in an ssh config stands for."""
+
+    host: str
+    port: int
+    user: str
+    identity_file: str | None
+    """The first of those it names that is there."""
+    jump: Alias | None = None
+
+
+def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> Alias:
+    """What `ssh NAME` would connect to, asked of ssh itself. `config` None: that of the user. Raises UsageError."""
+    settings = _asked_of_ssh(name, config)
+    host, port, user = (settings[key][0] for key in ("hostname", "port", "user"))
+    command = settings.get("proxycommand", ["none"])[0]
+    if command != "none":
+        raise UsageError(
+            f"{name} is reached by a command of the ssh config (ProxyCommand {command}), which is not run here;"
+            " give the machine a ProxyJump, or an address that can be reached"
+        )
+    through = settings.get("proxyjump", ["none"])[0]
+    jump = None if through == "none" else _resolved_jump(name, through, config, jumps)
+    return Alias(host, int(port), user, _first_there(settings.get("identityfile", [])), jump)
+
+
+def _resolved_jump(name: str, through: str, config: Path | None, jumps: int) -> Alias:
+    if jumps < 1 or "," in through:
+        raise UsageError(
+            f"{name} is reached through several jump hosts ({through}); one is supported"
+        )
+    user, _, rest = through.removeprefix("ssh://").rpartition("@")
+    host, port = _host_and_port(rest)
+    found = resolve_alias(host, config=config, jumps=jumps - 1)
+    return Alias(found.host, port or found.port, user or found.user, found.identity_file)
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    """`host`, `host:port`, `[v6]`, `[v6]:port`, or a bare IPv6 address."""
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        return host, int(rest[1:]) if rest[1:].isdecimal() else None
+    host, colon, port = text.rpartition(":")
+    if colon and port.isdecimal() and ":" not in host:
+        return host, int(port)
+    return text, None
+
+
+def _asked_of_ssh(name: str, config: Path | None) -> dict[str, list[str]]:
+    if not name or name.startswith("-") or any(c.isspace() or c == "\0" for c in name):
+        raise UsageError(f"{name!r} is no name of a host in an ssh config")
+    program = shutil.which("ssh")
+    if program is None:
+        raise UsageError(
+            "there is no ssh on PATH to read its config with; give the address, port, user and key of the machine instead"
+        )
+    command = [program, "-G", *(["-F", str(config)] if config else []), "--", name]
+    told = subprocess.run(  # the name is one argument of its own, after `--`
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20
+    )
+    if told.returncode:
+        raise UsageError(f"ssh cannot say what {name} is: {told.stderr.strip()}")
+    return _grouped(told.stdout.splitlines())
+
+
+def _grouped(lines: Sequence[str]) -> dict[str, list[str]]:
+    settings: dict[str, list[str]] = {}
+    for line in lines:
+        key, _, value = line.partition(" ")
+        settings.setdefault(key.lower(), []).append(value)
+    return settings
+
+
+def _first_there(files: Sequence[str]) -> str | None:
+    paths = (Path(f).expanduser() for f in files)
+    return next((str(path) for path in paths if path.is_file()), None)

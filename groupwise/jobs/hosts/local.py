@@ -1,0 +1,211 @@
+"""This machine as a host: each call runs the bootstrap as a process of its own, exactly as it would be run over SSH, without a shell.
+
+So the embedded default and a fleet of machines go through the same runner, and what is started lives on when the control plane ends:
+the runner detaches it.
+
+A call ends when the answer is whole, not when the process's output ends: what it left behind may hold that open for hours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import BinaryIO
+
+from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
+from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
+from groupwise.jobs.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Request
+
+STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
+ENDS_BY_ITSELF = 2.0
+"""Seconds that the runner has to end after its answer."""
+PASSED_ON = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
+"""What a login sets. The rest, keys of the control plane among it, is nothing for a process that outlives it."""
+
+
+def _of_a_login(also: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in (*PASSED_ON, *also) if name in os.environ}
+
+
+class LocalHost:
+    """The machine that the control plane itself runs on."""
+
+    def __init__(
+        self,
+        python: str = sys.executable,
+        *,
+        environment: Mapping[str, str] | None = None,
+        also: Iterable[str] = (),
+    ) -> None:
+        """`python` runs the bootstrap, with those variables of this process that a login would set too and those of `also`, or with
+        `environment`."""
+        self._command = (python, *FLAGS, "-c", BOOTSTRAP)
+        self._environment = dict(environment if environment is not None else _of_a_login(also))
+        self._under_way: set[_Process] = set()
+        self._closed = False
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        """See `Host.call`."""
+        if self._closed:
+            raise HostUnreachable("this connection has been closed")
+        process = await self._begin(request)
+        self._under_way.add(process)
+        try:
+            async with process.exchange.limit(timeout, request.longest):
+                return accepted(await process.exchange.answer)
+        except TimeoutError:
+            raise OutcomeUnknown(no_answer(request, "this machine", timeout)) from None
+        finally:
+            self._under_way.discard(process)
+            await process.end()
+
+    async def _begin(self, request: Request) -> _Process:
+        process = _Process(request)
+        try:
+            await process.begin(self._command, self._environment, request_bytes(request))
+        except OSError as error:
+            raise HostUnreachable(f"{self._command[0]} cannot be started here: {error}") from error
+        return process
+
+    async def close(self) -> None:
+        """See `Host.close`."""
+        self._closed = True
+        for process in tuple(self._under_way):
+            process.exchange.fail(
+                OutcomeUnknown("the connection to this machine was closed meanwhile")
+            )
+
+
+class _Process:
+    """One process of the bootstrap: the request goes in, the answer is read as it comes.
+
+    Not a subprocess of asyncio: in Python 3.11 whoever is cancelled as one of these begins waits for ever.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.exchange = Exchange(request)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipes: list[asyncio.BaseTransport] = []
+        self._open = {STANDARD_OUTPUT, STANDARD_ERROR}
+        self._exited = asyncio.Event()
+
+    async def begin(
+        self, command: Sequence[str], environment: Mapping[str, str], request: bytes
+    ) -> None:
+        """Start it, and send it the request. Cancelled or failed, it leaves nothing behind. Raises OSError."""
+        with contextlib.ExitStack() as ours:
+            sends, hears, listens = self._start(command, environment, ours)
+            try:
+                await self._connect(sends, hears, listens, request)
+            except BaseException:
+                await self.end()
+                raise
+            ours.pop_all()  # their transports close them
+
+    def _start(
+        self, command: Sequence[str], environment: Mapping[str, str], ours: contextlib.ExitStack
+    ) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
+        """The ends of its pipes that are ours: what it is asked, what it answers, what it complains of."""
+        with contextlib.ExitStack() as theirs:
+            asks, sends = _pipe(theirs, ours)
+            hears, answers = _pipe(ours, theirs)
+            listens, complains = _pipe(ours, theirs)
+            # A session of its own: Ctrl-C in the terminal of the control plane is not meant for the runner.
+            self._child = subprocess.Popen(
+                command,
+                stdin=asks,
+                stdout=answers,
+                stderr=complains,
+                env=environment,
+                cwd="/",
+                start_new_session=True,
+            )
+        self._watch(self._child)
+        return sends, hears, listens
+
+    def _watch(self, child: subprocess.Popen[bytes]) -> None:
+        """`_exited` is set once it has."""
+        loop = asyncio.get_running_loop()
+        handle = os.pidfd_open(child.pid)
+
+        def has_ended() -> None:
+            loop.remove_reader(handle)
+            os.close(handle)
+            self.exchange.status = child.wait()  # at once
+            self._exited.set()
+            self._perhaps_over()
+
+        loop.add_reader(handle, has_ended)
+
+    async def _connect(
+        self, sends: BinaryIO, hears: BinaryIO, listens: BinaryIO, request: bytes
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number, pipe in ((STANDARD_OUTPUT, hears), (STANDARD_ERROR, listens)):
+            reading, _ = await loop.connect_read_pipe(functools.partial(_Pipe, self, number), pipe)
+            self._pipes.append(reading)
+        writing, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, sends)
+        self._pipes.append(writing)
+        writing.write(request)
+        writing.write_eof()
+
+    async def end(self) -> None:
+        """Let go of it. A process that does not end by itself is killed; what it has started is not."""
+        self.exchange.drop()
+        try:
+            await self._exits(within=ENDS_BY_ITSELF if self.exchange.answered else 0)
+        finally:
+            for each in self._pipes:
+                each.close()
+            assert self._child is not None
+            if not self._exited.is_set():
+                self._child.kill()
+        await self._exits(within=ENDS_BY_ITSELF)
+
+    async def _exits(self, within: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._exited.wait()
+
+    def heard(self, number: int, data: bytes) -> None:
+        """Of its output or its complaints."""
+        if number == STANDARD_ERROR:
+            self.exchange.complained(data)
+        else:
+            self.exchange.heard(data)
+
+    def closed(self, number: int) -> None:
+        """Nothing more comes of that."""
+        self._open.discard(number)
+        self._perhaps_over()
+
+    def _perhaps_over(self) -> None:
+        if self._exited.is_set() and not self._open:
+            self.exchange.over()
+
+
+class _Pipe(asyncio.Protocol):
+    """One of its outputs."""
+
+    def __init__(self, process: _Process, number: int) -> None:
+        self._process, self._number = process, number
+
+    def data_received(self, data: bytes) -> None:
+        self._process.heard(self._number, data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._process.closed(self._number)
+
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    """Its two ends, closed by whoever owns them."""
+    read, write = os.pipe()
+    return (
+        reader.enter_context(os.fdopen(read, "rb", buffering=0)),
+        writer.enter_context(os.fdopen(write, "wb", buffering=0)),
+    )

@@ -1,0 +1,286 @@
+"""A machine from which Ray's head can be reached: attempts are laid out on its disk, which the nodes share, and begun by Ray as its jobs.
+
+What is asked of it when, and what its answers are worth, stands in `engines.py`. Ray is asked by the HTTP API of its head (the Jobs API),
+under an id that is the attempt's name, so that it has each once. It keeps all it knows in the head: one that was started anew knows nothing
+of what waited, and what has waited for a quarter of an hour it gives up. Both are submitted again by whoever looks, since what is asked of
+it stands with the attempt, and whether it begins is decided by its token; or by whom tends it, where somebody does (`TendedRay`).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from groupwise.jobs.hosts.answers import MemberState
+from groupwise.jobs.hosts.engines import EngineRunner, TendedRunner, name_of
+from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
+
+NAME = "ray"
+ADDRESS = "http://127.0.0.1:8265"
+"""Where a head answers, unless it was told otherwise."""
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""Variables by which Ray is asked."""
+HERE = frozenset({"127.0.0.1", "localhost", "::1"})
+CALL_SECONDS = 15.0
+STOP_SECONDS = 30
+"""Between Ray's TERM and its KILL; 3, if nothing is said, are too few for a checkpoint. The supervisor needs 25 (EVICT_GRACE)."""
+LIVING = frozenset({"PENDING", "RUNNING"})
+SAY_ENOUGH = frozenset({"PENDING", "RUNNING", "SUCCEEDED"})
+"""States whose message is no news."""
+GAVE_UP = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
+"""What Ray says of a job that has waited for RAY_JOB_START_TIMEOUT_SECONDS (900) of its head."""
+WANTED = {
+    "entrypoint_num_cpus": "CPU",
+    "entrypoint_num_gpus": "GPU",
+    "entrypoint_memory": "memory",
+}
+"""What a job asks, and what Ray calls it."""
+GANG = "gang"
+"""In what is asked: that it is of several machines at once, which the Jobs API does not know (`ray_gang.py`)."""
+
+Call = tuple[str, str, Mapping[str, Any] | None]
+"""Method, path, body."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayJob:
+    """What Ray has of a submission."""
+
+    name: str
+    status: str
+    why: str = ""
+    gave_up: bool = False
+    """Ray has: it had waited too long."""
+    has: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    """Of Ray's resources, by their names, what is used and what there is."""
+
+    @property
+    def lives(self) -> bool:
+        """It waits, runs, or is ending."""
+        return self.status in LIVING
+
+    def __str__(self) -> str:
+        why = f" ({self.why})" if self.why else ""
+        return f"job {self.name} of Ray is {self.status.lower()}{why}"
+
+
+class RayRunner(EngineRunner[RayJob]):
+    """See `EngineRunner`."""
+
+    _word: str | None = None
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        root: str = "groupwise-fleet",
+        python: str = "python3",
+        address: str = ADDRESS,
+    ) -> None:
+        """`address`: of Ray's head, as that machine reaches it."""
+        super().__init__(host, root=root, python=python)
+        self.address = address
+
+    async def word(self) -> str:
+        """See `EngineRunner.word`: machines that share a folder may have a Ray each, under one and the same address."""
+        if self._word is None:
+            where = urlsplit(self.address)
+            here = where.hostname in HERE
+            name = (await self.hello()).hostname if here else where.hostname
+            self._word = f"{NAME}:{name}:{where.port or ''}"
+        return self._word
+
+    async def found(self, names: Collection[str]) -> Sequence[RayJob]:
+        """See `EngineRunner.found`."""
+        of_each = await self._call(
+            *(("GET", _path(name), None) for name in names), ("GET", "/api/cluster_status", None)
+        )
+        *jobs, (_, cluster) = of_each
+        has = _resources(cluster)
+        answers = zip(names, jobs, strict=True)
+        return [job for name, answer in answers if (job := _job(name, *answer, has)) is not None]
+
+    async def free(self) -> str:
+        """What of its resources nobody uses, in words. Raises HostUnreachable where no Ray answers."""
+        (status, version), (_, cluster) = await self._call(
+            ("GET", "/api/version", None), ("GET", "/api/cluster_status", None)
+        )
+        if status != 200 or "ray_version" not in version:
+            raise self._no_answer(status, version)
+        return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
+
+    def _waits_for(self, state: MemberState, job: RayJob) -> str:
+        """See `EngineRunner._waits_for`. Ray says of no job what it lacks."""
+        asked = _asked(state.engine_options)
+        gang: dict[str, Any] | None = asked.get(GANG)
+        wants = _wants(asked) if gang is None else gang["bundle"]
+        words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
+        on = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
+        free = _free(job.has, wants)
+        return f"{job}: it wants {words}{on}" + (f"; free: {free}" if free else "")
+
+    # --- giving ---------------------------------------------------------------------------------
+
+    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+        """See `EngineRunner._submit`."""
+        asked = _asked(options)
+        gang = asked.pop(GANG, None)
+        begins = _entrypoint(state, asked) if gang is None else _gang_entrypoint(state, gang)
+        body = {
+            "submission_id": name_of(state),
+            "entrypoint": begins,
+            "runtime_env": {
+                "env_vars": {
+                    "RAY_JOB_STOP_SIGNAL": "SIGTERM",
+                    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
+                }
+            },
+            **asked,
+        }
+        [(status, text)] = await self._call(("POST", "/api/jobs/", body))
+        if status == 200 or "already exists" in text:
+            return
+        if status in (400, 422):
+            raise RunnerRefused("engine", f"Ray would not have it: {_last_line(text)}")
+        raise self._no_answer(status, text)
+
+    async def _cancel(self, jobs: Iterable[RayJob]) -> None:
+        """What waits is told so as well, although Ray hears it only once it has begun it."""
+        calls = [("POST", f"{_path(each.name)}/stop", None) for each in jobs if each.lives]
+        await self._call(*calls)
+
+    async def _not_queued(self, state: MemberState, jobs: Sequence[RayJob]) -> MemberState:
+        """What Ray has forgotten, or was tired of, it gets again; as what it is about to get."""
+        if any(not each.gave_up for each in jobs):
+            return await self._never_begins(state, str(jobs[-1]))
+        await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
+        return await self._unknown(replace(state, engine_says="it is on its way to Ray"))
+
+    async def _unknown(self, state: MemberState) -> MemberState:
+        """What becomes of an attempt that Ray does not have."""
+        try:
+            await self._submit(state, state.engine_options)
+        except RunnerRefused as refusal:
+            return await self._never_begins(state, refusal.message)
+        return state
+
+    async def _call(self, *calls: Call) -> list[tuple[int, str]]:
+        """Status and text of each. Raises HostUnreachable where one was not answered, or Ray does not know who asks."""
+        if not calls:
+            return []
+        asked = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
+        ran = await self.run(("python3", "-I", "-S", "-c", _text("ray_call.py"), json.dumps(asked)))
+        if ran.code != 0:
+            said = _last_line(ran.err) or "no answer in time"
+            raise HostUnreachable(f"Ray does not answer there at {self.address}: {said}")
+        answers = [(int(status), str(text)) for status, text in json.loads(ran.out)]
+        if any(status in (401, 403) for status, _ in answers):
+            raise HostUnreachable(
+                f"Ray at {self.address} does not take its token, which is read there from {', '.join(TOKENS)} or ~/.ray/auth_token"
+            )
+        return answers
+
+    def _no_answer(self, status: int, text: str) -> HostUnreachable:
+        return HostUnreachable(
+            f"what answers there at {self.address} is no head of Ray, or not well: {status} {_last_line(text)}"
+        )
+
+
+class TendedRay(TendedRunner[RayJob], RayRunner):
+    """See `TendedRunner`. Its folder is that of no other engine, so that its attempts stay its own where Ray's address changes."""
+
+    async def word(self) -> str:
+        """See `EngineRunner.word`."""
+        return NAME
+
+    async def _unknown(self, state: MemberState) -> MemberState:
+        return replace(state, engine_has=False)
+
+
+@cache
+def _text(program: str) -> str:
+    return Path(__file__).with_name(program).read_text("utf-8")
+
+
+def _asked(options: Sequence[str]) -> dict[str, Any]:
+    """In the words of the Jobs API."""
+    return json.loads(options[0]) if options else {}
+
+
+def _wants(asked: Mapping[str, Any]) -> dict[str, float]:
+    wants: dict[str, float] = {word: asked[name] for name, word in WANTED.items() if name in asked}
+    return {**wants, **asked.get("entrypoint_resources", {})}
+
+
+def _path(name: str) -> str:
+    return f"/api/jobs/{quote(name, safe='')}"
+
+
+def _gang_entrypoint(state: MemberState, gang: Mapping[str, Any]) -> str:
+    """A line of shell that waits for all machines. It works on none of them."""
+    asked = shlex.quote(json.dumps({"folder": state.folder, **gang}))
+    log = shlex.quote(f"{state.folder}/engine.log")
+    return f"exec python3 -c {shlex.quote(_text('ray_gang.py'))} {asked} >>{log} 2>&1"
+
+
+def _entrypoint(state: MemberState, asked: Mapping[str, Any]) -> str:
+    """A line of shell. Ray leaves a job that asks for no GPU those of its node."""
+    none = "" if asked.get("entrypoint_num_gpus") else "CUDA_VISIBLE_DEVICES= "
+    begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
+    return f"{none}exec sh {begin} >>{log} 2>&1"
+
+
+def _job(
+    name: str, status: int, text: str, has: Mapping[str, tuple[float, float]]
+) -> RayJob | None:
+    """None: Ray does not know it. Raises HostUnreachable for what says neither."""
+    if status == 404 and "does not exist" in text:
+        return None
+    try:
+        found: dict[str, Any] = json.loads(text)
+        state = str(found["status"])
+    except (ValueError, KeyError, TypeError):
+        message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
+        raise HostUnreachable(message) from None
+    why = "" if state in SAY_ENOUGH else _gist(str(found.get("message") or ""))
+    return RayJob(name, state, why, found.get("error_type") == GAVE_UP, has)
+
+
+def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:
+    known = ((word, *has[word]) for word in words if word in has)
+    return ", ".join(
+        f"{_number(total - used)} of {_number(total)} {word}" for word, used, total in known
+    )
+
+
+def _resources(cluster: str) -> dict[str, tuple[float, float]]:
+    """By their names, what is used and what there is; empty where Ray does not say it: its word for people alone hangs on that."""
+    try:
+        usage = json.loads(cluster)["data"]["clusterStatus"]["loadMetricsReport"]["usage"]
+        return {str(word): (float(used), float(total)) for word, (used, total) in usage.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _number(amount: float) -> str:
+    return f"{amount:g}" if amount < 1e6 else f"{amount / 2**30:.1f}G"
+
+
+def _gist(text: str) -> str:
+    """Of a message that goes on with a traceback, or with the end of a log."""
+    first = text.partition("\n")[0].strip()
+    if "Full traceback" in first:
+        return first.removesuffix(" Full traceback:")
+    before, goes_on, _ = first.partition(", last available logs")
+    return f"{before}: {_last_line(text)}" if goes_on else first
+
+
+def _last_line(text: str) -> str:
+    """Where a traceback says what it is."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip(" .")), "")

@@ -1,0 +1,69 @@
+"""`seal`: says of a checkpoint of any trainer that it is whole, so that the fleet mirrors it while the job goes on.
+
+A trainer writes many files, and nobody else can know when it has written the last. So it says so: `manifest.json` with step, sizes and
+hashes, written after all of them. From a program that is no Python:
+
+    python -m groupwise.jobs.hosts.seal outputs/checkpoint-500 500
+
+Standard library only, from Python 3.8 on: where a machine has no Groupwise, this file travels with the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_PIECE = 1 << 20
+
+
+def seal(folder: str | Path, step: int) -> Path:
+    """Write the manifest of a checkpoint to which nobody writes any more, after `step` steps; its path.
+
+    All its files are flushed to the disk before. To be called by one process of a job, rank 0, once all that write there have finished (a
+    barrier). Raises ValueError where the folder holds something that could not travel: a link, a socket.
+    """
+    top = Path(folder)
+    manifest, new = top / MANIFEST, top / (MANIFEST + ".new")
+    files: dict[str, dict[str, int | str]] = {}
+    for path in sorted(top.rglob("*")):
+        if path in (manifest, new) or (path.is_dir() and not path.is_symlink()):
+            continue
+        if path.is_symlink() or not path.is_file():
+            raise ValueError(
+                f"{path} is a link or no plain file: a checkpoint that travels has to be whole without it."
+            )
+        files[path.relative_to(top).as_posix()] = _entry(path)
+    if not files:
+        raise ValueError(
+            f"{top} holds no file: what is to be sealed is the folder of one checkpoint."
+        )
+    with open(new, "w", encoding="utf-8") as stream:
+        json.dump({"step": step, "files": files}, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(new, manifest)
+    return manifest
+
+
+def _entry(path: Path) -> dict[str, int | str]:
+    """Size and hash of what is read, on the disk for certain."""
+    sha256, size = hashlib.sha256(), 0
+    with open(path, "rb") as stream:
+        for piece in iter(lambda: stream.read(_PIECE), b""):
+            sha256.update(piece)
+            size += len(piece)
+        os.fsync(stream.fileno())
+    return {"size": size, "sha256": sha256.hexdigest()}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or not sys.argv[2].isdecimal():
+        sys.exit("usage: python -m groupwise.jobs.hosts.seal FOLDER STEP")
+    try:
+        seal(sys.argv[1], int(sys.argv[2]))
+    except (OSError, ValueError) as error:
+        sys.exit(f"seal: {error}")

@@ -1,0 +1,156 @@
+"""A machine on which Slurm's programs are: attempts are laid out on its disk, which the nodes share, and begun by Slurm.
+
+What is asked of it when, and what its answers are worth, stands in `engines.py`: a controller that has just been started shows what runs as
+pending, and a node that it has given up may go on.
+
+Who launches something and goes away is told when Slurm does not answer, and what Slurm has lost has ended. Who tends attempts to their
+end, as a fleet does, has a `TendedSlurm`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from groupwise.jobs.hosts.answers import MemberState, Ran
+from groupwise.jobs.hosts.engines import EngineRunner, TendedRunner, name_of
+from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
+
+NAME = "slurm"
+ON_ITS_WAY = 60.0
+"""Seconds in which whoever laid an attempt out may still be submitting it."""
+ENDED = frozenset(
+    {
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    }
+)
+"""States of Slurm in which a job does not run any more (squeue(1), JOB STATE CODES)."""
+_NO_ANSWER = re.compile(
+    r"contact slurm controller|timed out|temporarily unable|zero bytes|connection refused|communication",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJob:
+    """A line of squeue."""
+
+    id: int
+    state: str
+    name: str
+    reason: str
+
+    @property
+    def lives(self) -> bool:
+        """It waits, runs, or is ending."""
+        return self.state not in ENDED
+
+    def __str__(self) -> str:
+        why = f" ({self.reason})" if self.reason not in ("", "None") else ""
+        return f"job {self.id} of Slurm is {self.state.lower().replace('_', ' ')}{why}"
+
+
+class SlurmRunner(EngineRunner[SlurmJob]):
+    """See `EngineRunner`."""
+
+    async def word(self) -> str:
+        """See `EngineRunner.word`."""
+        return NAME
+
+    async def found(self, names: Collection[str]) -> Sequence[SlurmJob]:
+        """See `EngineRunner.found`."""
+        return [each for each in await self.jobs() if each.name in names]
+
+    async def jobs(self) -> list[SlurmJob]:
+        """What Slurm has of this user, by number; what has ended is there for some minutes (MinJobAge). Raises HostUnreachable."""
+        wanted = ("--noheader", "--me", "--states=all", "--format=%i|%T|%j|%r")
+        ran = await self._asked("squeue", *wanted)
+        if ran.code != 0:
+            raise HostUnreachable(f"Slurm does not answer there: {_said(ran)}")
+        lines = (line.split("|", 3) for line in ran.out.splitlines())
+        found = [
+            SlurmJob(int(cells[0]), cells[1], cells[2], cells[3])
+            for cells in lines
+            if len(cells) == 4 and cells[0].isdigit()  # a number with more behind it is an array's
+        ]
+        return sorted(found, key=lambda job: job.id)
+
+    async def try_options(self, options: Sequence[str]) -> str:
+        """What Slurm says of a job with these options, without a job. RunnerRefused `engine`: it would not have it."""
+        ran = await self._asked("sbatch", "--test-only", *options, "--wrap=true")
+        _expect_taken(ran)
+        return _said(ran)
+
+    # --- giving ---------------------------------------------------------------------------------
+
+    async def _submit(self, state: MemberState, options: Sequence[str]) -> None:
+        """See `EngineRunner._submit`."""
+        named = (f"--job-name={name_of(state)}", f"--chdir={state.folder}", "--no-requeue")
+        says = (f"--output={state.folder}/engine.log", "--open-mode=append")
+        ran = await self._asked("sbatch", *options, *named, *says, f"{state.folder}/begin.sh")
+        _expect_taken(ran)
+        await self._cancel_doubles(state)
+
+    async def _cancel_doubles(self, state: MemberState) -> None:
+        """Of several that submitted it at once, one stays in the queue; if more began, one would find the token."""
+        living = [each for each in await self.found([name_of(state)]) if each.lives]
+        await self._cancel(living[1:])
+
+    async def _cancel(self, jobs: Iterable[SlurmJob]) -> None:
+        numbers = [str(each.id) for each in jobs if each.lives]
+        if numbers:
+            await self._asked("scancel", *numbers)
+
+    async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
+        """What Slurm has forgotten is told apart from what it does not have yet by time alone."""
+        if jobs:
+            return await self._never_begins(state, str(jobs[-1]))
+        if (state.age or 0.0) < ON_ITS_WAY:
+            return _on_its_way(state)
+        return await self._never_begins(state, "Slurm knows nothing of it any more")
+
+    async def _asked(self, *arguments: str) -> Ran:
+        try:
+            return await self.run(arguments)
+        except RunnerRefused as refusal:
+            if refusal.code != "unknown_program":
+                raise
+            message = f"{refusal.message}. Jobs go to Slurm from a machine that has its programs: a login node"
+            raise RunnerRefused(refusal.code, message) from None
+
+
+class TendedSlurm(TendedRunner[SlurmJob], SlurmRunner):
+    """See `TendedRunner`."""
+
+    async def _not_queued(self, state: MemberState, jobs: Sequence[SlurmJob]) -> MemberState:
+        return await super()._not_queued(state, jobs) if jobs else _on_its_way(state)
+
+    async def _asked(self, *arguments: str) -> Ran:
+        try:
+            return await super()._asked(*arguments)
+        except RunnerRefused as refusal:  # Slurm's programs are gone, and may be there again
+            raise HostUnreachable(refusal.message) from None
+
+
+def _on_its_way(state: MemberState) -> MemberState:
+    return replace(state, engine_says="it is on its way to Slurm", engine_has=False)
+
+
+def _expect_taken(ran: Ran) -> None:
+    """Raises HostUnreachable where it is not known, RunnerRefused where Slurm would not."""
+    if ran.code == 0:
+        return
+    if ran.code is None or _NO_ANSWER.search(ran.err):
+        raise HostUnreachable(f"Slurm does not answer there: {_said(ran)}")
+    raise RunnerRefused("engine", f"Slurm would not have it: {_said(ran)}")
+
+
+def _said(ran: Ran) -> str:
+    """In one line, without the names of its programs."""
+    lines = [line.strip() for line in (ran.err or ran.out).splitlines() if line.strip()]
+    words = [re.sub(r"^(?:sbatch|squeue|scancel): (?:error: )?", "", line) for line in lines]
+    if ran.code is None:
+        words.append("no answer in time")
+    return "; ".join(words) or f"exit code {ran.code}"

@@ -1,0 +1,476 @@
+"""A machine that is reached by SSH. One connection is opened on demand and kept; each call is a session on it that runs the bootstrap.
+
+Nothing of the user's is read: no ssh config, no known hosts, no agent unless one is named. A machine is trusted by its pinned key alone.
+
+What an error means is decided by one thing: whether any byte of the request had been given to the connection. Before, nothing can have
+happened (HostUnreachable, HostKeyError); after, only the machine knows (OutcomeUnknown).
+
+A connection that is dead without a word (half-open) is found by keepalive messages, or by a call whose time runs out: no new call is
+put on it then. A machine takes ten sessions on a connection; calls beyond that get a second connection, which ends when it is idle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import stat
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
+from weakref import WeakKeyDictionary
+
+import asyncssh
+from asyncssh.constants import EXTENDED_DATA_STDERR
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.hosts.bootstrap import COMMAND
+from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
+from groupwise.jobs.hosts.keys import HostKey, KeyWitness, parse, scan, signatures, trusting
+from groupwise.jobs.hosts.port import (
+    Answer,
+    HostError,
+    HostKeyError,
+    HostUnreachable,
+    OutcomeUnknown,
+    Request,
+)
+
+CONNECTS_AT_ONCE = 20
+"""Of this process, to all machines together: each costs a key exchange here, and file descriptors."""
+SESSIONS = 9
+"""Calls on one connection at a time; sshd takes ten sessions (MaxSessions)."""
+CONNECTIONS = 4
+"""To one machine, for calls that wait there for long."""
+ATTEMPTS = 2
+"""Connections that are tried for a call, where one gives no session at all."""
+ENDS_BY_ITSELF = 2.0
+"""Seconds that the runner has to end after its answer."""
+
+_connects: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a machine is, who one is there, and which key it must show."""
+
+    host: str
+    user: str
+    port: int = 22
+    key_path: str | None = None
+    """A private key on this machine, without a passphrase; None: those of the agent."""
+    host_key: str | None = None
+    """The pinned one, as `ssh-ed25519 AAAA…`."""
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.host}" + (f":{self.port}" if self.port != 22 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds."""
+
+    connect: float = 10.0
+    """For address, key exchange and login together."""
+    keepalive: float = 15.0
+    """Between questions whether the machine is still there; after three without an answer the connection is given up."""
+
+
+class _Channel(Protocol):
+    """What of a channel is used here; asyncssh leaves open whether it carries text or bytes."""
+
+    def write(self, data: bytes) -> None: ...
+    def write_eof(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class _Connection(Protocol):
+    def create_session(
+        self, session_factory: Callable[[], _Session], command: str, *, encoding: None
+    ) -> Awaitable[tuple[_Channel, object]]: ...
+
+
+class _Session(asyncssh.SSHClientSession[bytes]):
+    """One call on one connection: what is sent, and what is heard."""
+
+    def __init__(self, request: Request, changed: Callable[[], None]) -> None:
+        self.exchange = Exchange(request)
+        self.sent = False
+        self._changed = changed
+        self._link: _Link | None = None
+        self._holds_place = False
+        self._channel: _Channel | None = None
+        self._patience_ends: asyncio.TimerHandle | None = None
+
+    async def open_on(self, link: _Link) -> None:
+        """Run the bootstrap there. Raises what asyncssh raises."""
+        self._link, self._holds_place = link, True
+        link.sessions += 1
+        link.waiting.add(self)
+        connection = cast(_Connection, link.connection)
+        self._channel, _ = await connection.create_session(lambda: self, COMMAND, encoding=None)
+
+    def send(self, request: bytes) -> None:
+        """All of it; asyncssh keeps what the machine does not take at once. Raises HostUnreachable where the session is gone already."""
+        assert self._channel is not None
+        try:
+            self._channel.write(request)
+        except OSError as error:
+            raise HostUnreachable(f"the session ended before anything was sent: {error}") from error
+        self.sent = True
+        self._channel.write_eof()
+
+    def leave(self) -> None:
+        """The call is over. After an answer the machine's process ends by itself, and is given time to; else it is not waited for."""
+        self.exchange.drop()
+        if self._link is not None:
+            self._link.waiting.discard(self)
+        if self._channel is None:
+            self.give_up_place()
+        elif self.exchange.answered and self._holds_place:
+            loop = asyncio.get_running_loop()
+            self._patience_ends = loop.call_later(ENDS_BY_ITSELF, self._channel.abort)
+        else:
+            self._channel.abort()
+        self._changed()
+
+    def give_up_place(self) -> None:
+        """The machine no longer counts it."""
+        if self._link is not None and self._holds_place:
+            self._holds_place = False
+            self._link.sessions -= 1
+            self._link.waiting.discard(self)
+            self._changed()
+
+    def retire_link(self) -> None:
+        """No answer came in time: whoever asks next shall not wait for what may be the same dead connection."""
+        if self._link is not None:
+            self._link.retired = True
+
+    def data_received(self, data: bytes, datatype: int | None) -> None:
+        if datatype == EXTENDED_DATA_STDERR:
+            self.exchange.complained(data)
+        else:
+            self.exchange.heard(data)
+
+    def exit_status_received(self, status: int) -> None:
+        self.exchange.status = status
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._patience_ends is not None:
+            self._patience_ends.cancel()
+        if self.sent:  # else it never began, and is tried again
+            self.exchange.over()
+        self.give_up_place()
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One connection, and what is on it."""
+
+    connection: asyncssh.SSHClientConnection
+    lost: asyncio.Event
+    jump: asyncssh.SSHClientConnection | None = None
+    room: int = SESSIONS
+    sessions: int = 0
+    """The machine counts one until its process has ended, which is a little after the answer."""
+    waiting: set[_Session] = field(default_factory=set[_Session])
+    """Those whose answer has not come."""
+    retired: bool = False
+    """No new calls."""
+
+    @property
+    def usable(self) -> bool:
+        return not self.retired and not self.lost.is_set()
+
+    async def end(self) -> None:
+        for connection in filter(None, (self.connection, self.jump)):
+            connection.abort()
+            await connection.wait_closed()
+
+
+class SshHost:
+    """A machine that is reached by SSH."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        jump: Address | None = None,
+        agent_path: str | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        """`jump` is a host to go through; it must show its own pinned key. `agent_path` is the socket of an agent, where keys are there."""
+        self.address = address
+        self._jump = jump
+        self._agent_path = agent_path
+        self._patience = patience or Patience()
+        self._links: list[_Link] = []
+        self._opening: asyncio.Task[_Link] | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        """See `Host.call`."""
+        session = _Session(request, self._sessions_changed)
+        try:
+            async with session.exchange.limit(timeout, request.longest):
+                await self._begin(session)
+                session.send(request_bytes(request))
+                return accepted(await session.exchange.answer)
+        except TimeoutError:
+            session.retire_link()
+            message = no_answer(request, self.address, timeout)
+            error = OutcomeUnknown(message) if session.sent else HostUnreachable(message)
+            raise error from None
+        finally:
+            session.leave()
+
+    def doubt(self) -> None:
+        """The machine may have begun anew: nobody waits any longer on a connection of before, and no new call is put on one."""
+        for link in self._links:
+            link.retired = True
+            for session in link.waiting:
+                session.exchange.fail(
+                    OutcomeUnknown(f"{self.address} was seen to begin anew meanwhile")
+                )
+        self._sessions_changed()
+
+    async def close(self) -> None:
+        """See `Host.close`."""
+        self._closed = True
+        self._changed.set()
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
+        for link in self._links:
+            for session in link.waiting:
+                session.exchange.fail(
+                    OutcomeUnknown(f"the connection to {self.address} was closed meanwhile")
+                )
+            await link.end()
+
+    async def _begin(self, session: _Session) -> None:
+        """The bootstrap runs on the machine and waits for a request. Until here every failure means that nothing was sent."""
+        broken = 0
+        while True:
+            link = await self._link_with_room()
+            try:
+                await session.open_on(link)
+                return
+            except asyncssh.ChannelOpenError as error:
+                session.give_up_place()
+                why = error.reason
+                link.room = link.sessions
+            except (OSError, asyncssh.Error) as error:
+                # A kept connection that breaks as it is used again may have been dead for hours: another is opened.
+                session.give_up_place()
+                why = str(error) or type(error).__name__
+                link.room = 0
+            if link.room < 1:
+                link.retired = True
+                broken += 1
+            if broken == ATTEMPTS:
+                raise HostUnreachable(f"{self.address} opens no session to run a command in: {why}")
+
+    async def _link_with_room(self) -> _Link:
+        while True:
+            if self._closed:
+                raise HostUnreachable(f"the connection to {self.address} has been closed")
+            usable = [link for link in self._links if link.usable]
+            for link in usable:
+                if link.sessions < link.room:
+                    return link
+            if len(usable) < CONNECTIONS:
+                await self._open_another()
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def _open_another(self) -> None:
+        """Open a connection, together with all who want one now; a failure is everybody's."""
+        if self._opening is None or self._opening.done():
+            self._opening = asyncio.create_task(self._connect())
+            self._opening.add_done_callback(_noticed)
+        opening = self._opening
+        await asyncio.wait(
+            {opening}
+        )  # and not the task itself: who gives up does not end it for the others
+        if opening.cancelled():
+            raise HostUnreachable(f"the connection to {self.address} was closed as it was made")
+        opening.result()
+
+    async def _connect(self) -> _Link:
+        async with connecting():
+            jump = None
+            if self._jump is not None:
+                jump, _ = await self._connected(self._jump, None)
+            try:
+                connection, lost = await self._connected(self.address, jump)
+            except BaseException:
+                if jump is not None:
+                    jump.abort()
+                raise
+        link = _Link(connection, lost, jump)
+        self._links.append(link)
+        return link
+
+    async def _connected(
+        self, address: Address, tunnel: asyncssh.SSHClientConnection | None
+    ) -> tuple[asyncssh.SSHClientConnection, asyncio.Event]:
+        return await connect(
+            address, tunnel=tunnel, agent_path=self._agent_path, patience=self._patience
+        )
+
+    def _sessions_changed(self) -> None:
+        """A session has ended: others may have waited for its place, and its connection may be of no more use."""
+        self._changed.set()
+        usable = [link for link in self._links if link.usable]
+        for link in usable[1:]:
+            if not link.sessions:
+                link.retired = True
+        for link in self._links:
+            if not link.usable and not link.waiting:
+                link.connection.abort()
+                if link.jump is not None:
+                    link.jump.abort()
+        self._links = [link for link in self._links if link.usable or link.waiting]
+
+
+def _noticed(opening: asyncio.Task[_Link]) -> None:
+    """Whoever wanted the connection may have gone before it failed: nobody has to hear of that."""
+    if not opening.cancelled():
+        opening.exception()
+
+
+def connecting() -> asyncio.Semaphore:
+    """The places for connections that are being made, of this event loop."""
+    return _connects.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(CONNECTS_AT_ONCE))
+
+
+async def connect(
+    address: Address,
+    *,
+    tunnel: asyncssh.SSHClientConnection | None = None,
+    agent_path: str | None = None,
+    patience: Patience | None = None,
+) -> tuple[asyncssh.SSHClientConnection, asyncio.Event]:
+    """A connection to a machine that has shown its pinned key, and the event of its loss. Raises HostUnreachable or HostKeyError."""
+    patience = patience or Patience()
+    pinned = _pinned(address)
+    witness = KeyWitness()
+    try:
+        async with _client_keys(address, agent_path) as client_keys:
+            connection, _ = await asyncssh.create_connection(
+                lambda: witness,
+                address.host,
+                address.port,
+                tunnel=tunnel,
+                username=address.user,
+                client_keys=client_keys,
+                known_hosts=trusting(pinned),
+                server_host_key_algs=signatures(pinned),
+                config=None,
+                agent_path=None,
+                preferred_auth="publickey",
+                connect_timeout=patience.connect,
+                keepalive_interval=patience.keepalive,
+                keepalive_count_max=3,
+            )
+    except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
+        raise HostUnreachable(
+            f"the private key {address.key_path} cannot be used: {error}. A key without a passphrase, in a format of OpenSSH, is wanted"
+        ) from error
+    except (OSError, asyncssh.Error) as error:
+        raise _why_not(address, pinned, witness, error) from error
+    except (ValueError, OverflowError) as error:  # no name of a host, or no port
+        raise HostUnreachable(
+            f"{address.host!a} port {address.port} as {address.user!a} is no place to connect to: {error}"
+        ) from error
+    return connection, witness.lost
+
+
+def _pinned(address: Address) -> HostKey:
+    if not address.host_key:
+        raise HostKeyError(
+            f"no host key is pinned for {address.host} port {address.port}: nothing is sent to a machine that anybody could be."
+            " Look at the fingerprint that it shows, and trust it"
+        )
+    try:
+        return parse(address.host_key)
+    except UsageError as error:
+        raise HostKeyError(
+            f"the key pinned for {address.host} port {address.port}: {error}"
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def _client_keys(
+    address: Address, agent_path: str | None
+) -> AsyncGenerator[list[str] | list[asyncssh.SSHKeyPair]]:
+    """What to log in with: one key file, or the keys of the agent that is named."""
+    if address.key_path is not None:
+        yield [_private_file(address.key_path)]
+        return
+    if agent_path is None:
+        raise HostUnreachable(
+            f"there is no key to log in to {address} with: give the path of a private key on this machine"
+        )
+    async with asyncssh.connect_agent(agent_path) as agent:
+        keys = [*await agent.get_keys()]
+        if not keys:
+            raise HostUnreachable(
+                f"the ssh agent at {agent_path} holds no key; add one with ssh-add"
+            )
+        yield keys
+
+
+def _private_file(name: str) -> str:
+    """Checks what ssh checks too. Raises HostUnreachable."""
+    try:
+        path = Path(name).expanduser()
+        mode = path.stat().st_mode
+    except (OSError, RuntimeError, ValueError) as error:  # what no path can be is no key either
+        why = error.strerror if isinstance(error, OSError) else error
+        raise HostUnreachable(f"the private key {name} cannot be read: {why}") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise HostUnreachable(f"the private key {path} can be read by others; chmod 600 {path}")
+    return str(path)
+
+
+def _why_not(address: Address, pinned: HostKey, witness: KeyWitness, error: Exception) -> HostError:
+    if witness.seen is not None:
+        return HostKeyError(
+            f"{address.host} port {address.port} shows the key {witness.seen.fingerprint} ({witness.seen.type}); the pinned one is"
+            f" {pinned.fingerprint} ({pinned.type}). It is another machine, was set up anew, or somebody stands between:"
+            " find out which before you trust it",
+            str(witness.seen),
+        )
+    if isinstance(error, asyncssh.PermissionDenied):
+        return HostUnreachable(
+            f"{address} does not accept the key {address.key_path or 'of the agent'}:"
+            " its public half belongs in ~/.ssh/authorized_keys there"
+        )
+    if isinstance(error, TimeoutError):
+        return HostUnreachable(f"{address} does not answer")
+    return HostUnreachable(f"{address} cannot be reached: {error or type(error).__name__}")
+
+
+async def read_host_key(
+    host: str,
+    port: int,
+    *,
+    jump: Address | None = None,
+    agent_path: str | None = None,
+    patience: Patience | None = None,
+) -> HostKey:
+    """The key that a machine shows, through `jump` where there is one. Raises HostUnreachable; HostKeyError for the jump host's."""
+    patience = patience or Patience()
+    async with connecting():
+        if jump is None:
+            return await scan(host, port, timeout=patience.connect)
+        tunnel, _ = await connect(jump, agent_path=agent_path, patience=patience)
+        try:
+            return await scan(host, port, timeout=patience.connect, tunnel=tunnel)
+        finally:
+            tunnel.abort()

@@ -1,0 +1,53 @@
+"""The first program of a launched job: sees to it that its environment is there, and becomes the job's command.
+
+This file travels in the folder `.groupwise` of the working folder, beside `builder.py` (`groupwise.jobs.fleet.machines.builder`) and what
+that reads. It needs Python 3.8 and nothing else. An environment is named after what is in it: the next job that asks for the same finds it
+made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+UNAVAILABLE = 69
+"""EX_UNAVAILABLE of sysexits.h: what is asked for cannot be had there."""
+NOT_FOUND = 127
+"""What shells say of a command that there is not."""
+
+
+def main() -> None:
+    """Never returns."""
+    python = made(os.path.dirname(os.path.abspath(__file__)))
+    programs = os.path.dirname(python)
+    command = sys.argv[1:]
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+        "VIRTUAL_ENV": os.path.dirname(programs),
+    }
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        sys.stderr.write(f"{command[0]}: {error.strerror}\n")
+        sys.exit(NOT_FOUND)
+
+
+def made(here: str) -> str:
+    """The interpreter of the environment. Ends the job where there can be none, for the reason that the builder has given."""
+    path = os.path.join(here, "order.json")
+    with open(path, encoding="utf-8") as file:
+        order = json.load(file)
+    order["folder"] = os.path.expanduser(order["folder"])
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(order, file)
+    if subprocess.call([sys.executable, "-I", "builder.py"], cwd=here, stdin=subprocess.DEVNULL):
+        sys.exit(UNAVAILABLE)
+    with open(os.path.join(here, "result.json"), encoding="utf-8") as file:
+        return str(json.load(file)["python"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""The kinds of fleet jobs that train or evaluate: from the columns of a row to a command.
+
+    GRPO    groupwise-train-grpo --model=… --dataset=… …     the model at the top of `output_dir`, the run in `output_dir`/grpo
+    SFT     groupwise sft model.name=… data.dataset_name=…   the run in `output_dir`/sft, what it made in its `final`
+    EVAL    groupwise eval model.name=… …                    `output_dir`/evaluation.json
+
+The fleet finds them as entry points of the group `groupwise.fleet_kinds`, asks `expand` once when it takes a job in, and runs the command
+at each attempt. What comes of a row is checked as the command itself would check it, so that a wrong key fails before a machine is taken.
+Nothing that a row names is imported here: rewards of a file or a module, and pipelines, are looked for on the machine, where the job
+runs. Of a reward by its name alone it is known here whether there is one.
+
+`hyperparams` are keys of the config by their names, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and of GRPO the two
+lengths that are flags without a column. A column that could not take effect is refused, as an option would be, and so are machines and
+GPUs that would stand idle: training and evaluation compute on one machine, and on one GPU of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from groupwise.core.errors import ConfigError, TaskError
+from groupwise.jobs.fleet.queue.request import beyond_from_document
+from groupwise.jobs.hosts.spec import JobSpec, path_problems
+from groupwise.jobs.launch.train_grpo import DEFAULTS, KEYS, Flags, arguments_of, config_of
+from groupwise.jobs.launch.train_grpo import problems as flag_problems
+from groupwise.tasks.rewards.registry import unknown_reward
+from groupwise.training.config import LoadedConfig, load_config
+from groupwise.training.sft_config import load_sft_config
+
+Row = Mapping[str, Any]
+
+SENT = "file:"
+"""Begins the dataset of a job whose file travels with it; behind it the path in the working folder."""
+RESULT = "evaluation.json"
+
+MICROBATCH = "training.max_tokens_per_microbatch"
+SLOTS = "sampler.slots"
+LEAST_MICROBATCH = 256
+"""Tokens; a smaller one would only be slower."""
+SMALL_SLOTS = 32
+"""Where the machine chose how many, which the row does not tell."""
+LEAST_SLOTS = 8
+
+CALLBACKS = "callbacks"
+IN_PROCESS = "rewards.in_process"
+"""What else of a job may compute on a GPU: rewards in processes of their own see none."""
+
+_KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingKind:
+    """One kind; what it makes of a row is a function."""
+
+    make: Callable[[Row], JobSpec]
+    shrinks: tuple[str, ...]
+    """Keys that need less memory when they are smaller, and change nothing but the last bits."""
+
+    def expand(self, row: Row) -> JobSpec:
+        """The command. Raises `TaskError`, a `UsageError`, with a line for each problem."""
+        return self.make(row)
+
+    def smaller(self, row: Row) -> Row | None:
+        """The same job with less computed at once; None where there is nothing to be gained.
+
+        The batch that is learnt from stays: it is what was asked for, and checkpoints of another one could not be gone on with.
+        """
+        given = _flat(row.get("hyperparams") or {})
+        smaller = dict(given)
+        if MICROBATCH in self.shrinks:
+            tokens = given.get(MICROBATCH, 4096)
+            if not isinstance(tokens, int) or tokens <= LEAST_MICROBATCH:
+                return None
+            smaller[MICROBATCH] = max(LEAST_MICROBATCH, tokens // 2)
+            smaller["training.gradient_checkpointing"] = True
+        if SLOTS in self.shrinks:
+            slots = given.get(SLOTS)
+            if not isinstance(slots, int):
+                smaller[SLOTS] = SMALL_SLOTS
+            elif slots > LEAST_SLOTS:
+                smaller[SLOTS] = max(LEAST_SLOTS, slots // 2)
+        return None if smaller == given else {**row, "hyperparams": smaller}
+
+
+def _grpo(row: Row) -> JobSpec:
+    found = [
+        *_missing(row, "reward_function"),
+        *_unknown_rewards(row),
+        *_place_problems(row),
+        *_idle_resources(row, "GRPO", (CALLBACKS, IN_PROCESS)),
+    ]
+    hyperparams = _flat(row.get("hyperparams") or {})
+    lengths = _lengths(hyperparams, found)
+    flags = Flags(
+        **lengths,
+        model=row.get("model") or "",
+        dataset=_dataset(row),
+        reward_function=_rewards(row),
+        preprocessing_pipeline=row["preprocessing_pipeline"],
+        max_steps=row["max_steps"],
+        learning_rate=float(row["learning_rate"]),
+        batch_size=row["batch_size"],
+        num_generations=row["num_generations"],
+        output_dir=row["output_dir"],
+        use_unsloth=bool(row["use_unsloth"]),
+    )
+    words = _words(hyperparams, found)
+    if not found:
+        found += flag_problems(flags, words)
+    _refuse(found, lambda: load_config(config_of(flags), words))
+    return _spec(arguments_of(flags, words), row)
+
+
+def _sft(row: Row) -> JobSpec:
+    found = [
+        *_missing(row),
+        *_place_problems(row),
+        *_idle_resources(row, "SFT", (CALLBACKS,)),
+        *_without_effect(row, "SFT", ("num_generations",)),
+    ]
+    if row.get("reward_function"):
+        found.append(
+            "reward_function has no effect on SFT, which learns from given answers. Leave it out."
+        )
+    given = {
+        KEYS["model"]: row.get("model"),
+        KEYS["dataset"]: _dataset(row),
+        KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
+        KEYS["max_steps"]: row["max_steps"],
+        KEYS["learning_rate"]: float(row["learning_rate"]),
+        "training.examples_per_step": row["batch_size"],
+        KEYS["output_dir"]: row["output_dir"],
+        "run.name": "sft",
+        **_backend(row),
+    }
+    words = _all_words(row, given, found)
+    _refuse(found, lambda: load_sft_config({}, words))
+    return _spec(("groupwise", "sft", *words), row)
+
+
+def _eval(row: Row) -> JobSpec:
+    idle = ("max_steps", "learning_rate", "batch_size", "num_generations")
+    found = [
+        *_missing(row, "reward_function"),
+        *_unknown_rewards(row),
+        *_place_problems(row),
+        *_idle_resources(row, "EVAL", (IN_PROCESS,)),
+        *_without_effect(row, "EVAL", idle),
+    ]
+    given: dict[str, Any] = {
+        KEYS["model"]: row.get("model"),
+        KEYS["dataset"]: _dataset(row),
+        KEYS["reward_function"]: list(_rewards(row)),
+        KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
+        **_backend(row),
+    }
+    held_out = {"data.dataset_test_split", "data.test_split_size"}
+    if not held_out & _flat(row.get("hyperparams") or {}).keys():
+        given["data.dataset_test_split"] = "test" if _is_of_hub(row.get("dataset")) else "train"
+    words = _all_words(row, given, found)
+    _refuse(found, lambda: load_config({}, words))
+    output = f"--output={row['output_dir']}/{RESULT}"
+    return _spec(("groupwise", "eval", output, *words), row)
+
+
+GRPO = TrainingKind(_grpo, (MICROBATCH, SLOTS))
+SFT = TrainingKind(_sft, (MICROBATCH,))
+EVAL = TrainingKind(_eval, (SLOTS,))
+
+
+def _spec(arguments: Sequence[str], row: Row) -> JobSpec:
+    folder = row["output_dir"]
+    return JobSpec(tuple(arguments), artefacts=(folder,), checkpoints=(folder,))
+
+
+def _refuse(found: list[str], load: Callable[[], LoadedConfig]) -> None:
+    """All problems at once: those found so far, else those that the command itself would name."""
+    if not found:
+        try:
+            load()
+        except ConfigError as error:
+            found.append(error.message)
+    if found:
+        raise TaskError("\n".join(found))
+
+
+# --- columns -------------------------------------------------------------------------------------
+
+
+def _missing(row: Row, *more: str) -> Iterator[str]:
+    for column in ("model", "dataset", *more):
+        if not row.get(column):
+            yield f"{column} is missing"
+
+
+def _place_problems(row: Row) -> Iterator[str]:
+    """A job can only read what is on its machine, or travels with it."""
+    yield from path_problems("output_dir", row["output_dir"])
+    dataset = row.get("dataset") or ""
+    if dataset.startswith(SENT):
+        yield from path_problems("dataset", dataset.removeprefix(SENT))
+    elif dataset and not dataset.startswith("/") and not _is_of_hub(dataset):
+        yield (
+            f"dataset {dataset!r} is neither an absolute path on the machine nor OWNER/NAME of the hub. `groupwise fleet submit` sends a "
+            "file of yours along; a row that is written by hand names one of the two."
+        )
+    if (row.get("model") or "").startswith((".", "~")):
+        yield f"model {row['model']!r}: a folder on the machine is named by its absolute path"
+
+
+def _idle_resources(row: Row, kind: str, further: Sequence[str]) -> Iterator[str]:
+    """Machines and GPUs that the job would hold for nothing; what `further` names may compute on GPUs of its own."""
+    needs = beyond_from_document(row.get("request") or {}).resources.settled(1)
+    if needs.machines > 1:
+        yield (
+            f"resources.machines is {needs.machines}, but {kind} knows nothing of the others: each machine would do the same. Leave it "
+            "out. Several machines are for commands that share their work out, such as `groupwise fleet submit --machines 2 -- torchrun …`."
+        )
+    hyperparams = _flat(row.get("hyperparams") or {})
+    if needs.gpu_count > 1 and not any(hyperparams.get(key) for key in further):
+        yield (
+            f"resources: {needs.gpu_count} GPUs are asked for, but {kind} computes on one: ask for one (--gpus 1, --gpus VM:0), or leave "
+            f"it out. Only with {' or '.join(further)} in its hyperparams may a job use others."
+        )
+
+
+def _is_of_hub(dataset: str | None) -> bool:
+    return bool(_HUB_ID.fullmatch(dataset or ""))
+
+
+def _dataset(row: Row) -> str:
+    """As the command takes it: `./` marks what lies in the working folder."""
+    dataset: str = row.get("dataset") or ""
+    return f"./{dataset.removeprefix(SENT)}" if dataset.startswith(SENT) else dataset
+
+
+def _backend(row: Row) -> dict[str, str]:
+    """What loads the model, where the row says so."""
+    return {KEYS["use_unsloth"]: "unsloth"} if row["use_unsloth"] else {}
+
+
+def _rewards(row: Row) -> tuple[str, ...]:
+    given: str = row.get("reward_function") or ""
+    return tuple(name.strip() for name in given.split(",")) if given else ()
+
+
+def _unknown_rewards(row: Row) -> Iterator[str]:
+    for name in _rewards(row):
+        if name and (problem := unknown_reward(name)):
+            yield f"reward_function: {' '.join(problem.splitlines())}"
+
+
+def _without_effect(row: Row, kind: str, columns: Sequence[str]) -> Iterator[str]:
+    for column in columns:
+        if row[column] != DEFAULTS[column]:
+            yield f"{column} is {row[column]}, which has no effect on {kind}. Leave it out."
+
+
+# --- hyperparams ---------------------------------------------------------------------------------
+
+
+def _flat(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections as single keys: `{"algorithm": {"beta": 1}}` is `{"algorithm.beta": 1}`."""
+    flat: dict[str, Any] = {}
+    for name, value in hyperparams.items():
+        if isinstance(value, Mapping) and "." not in name:
+            inner = cast("Mapping[str, Any]", value)
+            flat |= {f"{name}.{key}": entry for key, entry in inner.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _lengths(hyperparams: dict[str, Any], found: list[str]) -> dict[str, int]:
+    """The flags that no column is, under either of their names; they are hyperparams no longer."""
+    lengths: dict[str, int] = {}
+    for flag in ("max_prompt_length", "max_completion_length"):
+        for name in (flag, KEYS[flag]):
+            if name in hyperparams:
+                value = hyperparams.pop(name)
+                if isinstance(value, int) and not isinstance(value, bool):
+                    lengths[flag] = value
+                else:
+                    found.append(f"hyperparams: {name} is {value!r:.60}; it must be a whole number")
+    return lengths
+
+
+def _words(hyperparams: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
+    """The hyperparams as overrides of the config; what cannot be one joins the problems."""
+    words: list[str] = []
+    for name, value in hyperparams.items():
+        if not _KEY.fullmatch(name):
+            found.append(f"hyperparams: {name!r:.60} is no key of a config, as algorithm.beta is")
+            continue
+        try:
+            words.append(f"{name}={as_word(value)}")
+        except ValueError:
+            found.append(f"hyperparams: {name} is no finite number")
+    return tuple(words)
+
+
+def _all_words(row: Row, given: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
+    """What the columns say, then the hyperparams, none of which may say it again."""
+    columns = {key: name for name, key in KEYS.items()} | {
+        "training.examples_per_step": "batch_size"
+    }
+    hyperparams = _flat(row.get("hyperparams") or {})
+    found += [
+        f"hyperparams: {name} is the column {columns[key]}; give it there"
+        for name in hyperparams
+        for key in given
+        if key in columns and (name == key or key.startswith(f"{name}."))
+    ]
+    own = (f"{key}={as_word(value)}" for key, value in given.items())
+    return (*own, *_words(hyperparams, found))
+
+
+def as_word(value: Any) -> str:
+    """A value as an override reads it: JSON that is YAML as well, with nothing in it but visible ASCII. ValueError for NaN."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return re.sub(r"[^\x20-\x7e]", _escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,0 +1,206 @@
+"""From a project and a command to an order: files by their hashes, the environment, what is fetched, and what nobody is to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from groupwise.core.cache import cache_folder
+from groupwise.core.errors import UsageError
+from groupwise.jobs.clouds.backend import Order
+from groupwise.jobs.clouds.folder import EARLIER, INCOMING
+from groupwise.jobs.clouds.gang import NODES
+from groupwise.jobs.clouds.machine import ROOT
+from groupwise.jobs.fleet.machines.plans import Plan, sent_files
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.spec import MOST_ARTEFACTS, FileEntry, JobSpec, Limits
+from groupwise.jobs.launch.bundle import SHORTEST_SECRET, Bundle, bundle
+from groupwise.jobs.launch.results import RESULT
+from groupwise.runs.folder import RECORD
+
+OWN = ".groupwise"
+"""The folder of the working folder that holds what makes the environment."""
+BEGIN = ("python3", "-I", f"{OWN}/bootstrap.py")
+NODE = ("python", "-m", "groupwise.engine.learner.launch_node")
+"""Starts the processes of one machine of several."""
+RESULTS = ("runs", "results", "generated", "outputs")
+"""What is fetched whatever a command says: where trainings, evaluations and `generate` write, and scripts of jobs."""
+MOST_RESULTS_MB = 10_000_000
+"""Disks are full before: all that a job leaves comes back."""
+OURS = (RESULT, EARLIER, INCOMING, NODES)
+"""Names in the folder of results that are not the job's."""
+GRACE_SECONDS = 60.0
+"""Between TERM and KILL: long enough for the checkpoint of the step that is under way."""
+
+
+def files_here() -> BlobStore:
+    """The files on their way, by their hashes; those that nobody asked for since yesterday are removed."""
+    folder = cache_folder("launch")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(
+        0o700
+    )  # what others of this machine may not read in the project they may not read here
+    store = BlobStore(folder / "blobs")
+    store.collect(())
+    return store
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A job as somebody asks for it."""
+
+    name: str
+    project: Path
+    command: tuple[str, ...]
+    """A program of the environment with its arguments; the working folder is the project's copy."""
+    gpus: int = 0
+    """Of each machine."""
+    nodes: int = 1
+    """Machines that it runs on at once."""
+    processes: int = 1
+    """On each of several machines."""
+    hours: float = 24.0
+    """After which it is ended."""
+    secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    """Environment variables whose values nobody else is to read."""
+    environment: Plan | None = None
+    """What is to be installed there; None: the place has an environment already."""
+    results: tuple[str, ...] = ()
+    """Paths of the working folder that are fetched too."""
+    take: tuple[str, ...] = ()
+    """Paths of the project that travel although git ignores them or a run made them."""
+    needs: tuple[str, ...] = ()
+    """Files and folders here that the command reads."""
+    elsewhere: bool = True
+    """The job has other disks than this machine."""
+    root: str = f"~/{ROOT}"
+    """Of the place; environments are made below it."""
+    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What only this kind of place understands."""
+    python: str | None = None
+    """See `groupwise.jobs.clouds.backend.Order`."""
+    meets_at: str | None = None
+    """Likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An order whose files are in a store."""
+
+    order: Order
+    bundle: Bundle
+    """What travels of the project."""
+
+
+def pack(wanted: Wanted, store: BlobStore) -> Packed:
+    """The order. Raises UsageError for a project that cannot travel, and for what cannot be fetched."""
+    project = bundle(wanted.project, wanted.secrets, wanted.take)
+    _refuse_own(project)
+    _refuse_lacking(project, wanted.needs, elsewhere=wanted.elsewhere)
+    refuse_shown_secrets(wanted.command, wanted.secrets)
+    results = tuple(dict.fromkeys((*RESULTS, *map(_inside, wanted.results))))
+    files = dict(store.put_files(project.files))
+    if wanted.environment is not None:
+        files |= _of_environment(wanted.environment, wanted.root, store)
+    command = wanted.command
+    if wanted.nodes > 1:
+        command = (*NODE, "--processes", str(wanted.processes), "--", *command)
+    spec = JobSpec(
+        arguments=command if wanted.environment is None else (*BEGIN, *command),
+        files=files,
+        secrets=tuple(sorted(wanted.secrets)),
+        artefacts=results,
+        checkpoints=results,
+        limits=Limits(
+            time_seconds=wanted.hours * 3600,
+            grace_seconds=GRACE_SECONDS,
+            artefact_mb=MOST_RESULTS_MB,
+            artefact_files=MOST_ARTEFACTS,
+        ),
+    )
+    order = Order(
+        wanted.name,
+        spec,
+        wanted.gpus,
+        wanted.nodes,
+        secrets=wanted.secrets,
+        asks=wanted.asks,
+        python=wanted.python,
+        meets_at=wanted.meets_at,
+    )
+    return Packed(order, project)
+
+
+def _of_environment(plan: Plan, root: str, store: BlobStore) -> dict[str, FileEntry]:
+    begin = Path(__file__).with_name("bootstrap.py")
+    sent = sent_files(plan, f"{root}/environments", store)
+    found = {"bootstrap.py": store.put_file(begin), **sent}
+    return {f"{OWN}/{name}": entry for name, entry in found.items()}
+
+
+def _refuse_own(project: Bundle) -> None:
+    if any(PurePosixPath(path).parts[0] == OWN for path in project.files):
+        raise UsageError(
+            f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
+            "or name it in .gitignore."
+        )
+
+
+def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> None:
+    """A value that travels apart shall not stand in the command, which everybody there may read. Raises UsageError."""
+    shown = [
+        name
+        for name, value in secrets.items()
+        if len(value) >= SHORTEST_SECRET and any(value in word for word in command)
+    ]
+    if shown:
+        raise UsageError(
+            f"the value of {', '.join(shown)} stands in the command, and would be seen by everybody on the machine and kept in its files. "
+            "Let the program read the variable."
+        )
+
+
+def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -> None:
+    """What the command reads here it would miss there."""
+    root = project.root.resolve()
+    for need in needs:
+        place = (root / need).resolve()
+        if not place.is_relative_to(root):
+            if not elsewhere and Path(need).is_absolute():
+                continue
+            raise UsageError(
+                f"the command reads {need}, which is outside of the project, so that the job would not find it. Copy it into the project, "
+                "upload it to the hub, or name one that the other machine has and say --no-preflight."
+            )
+        inside = _whole_run(root, place).relative_to(root).as_posix()
+        if not any(path == inside or path.startswith(f"{inside}/") for path in project.files):
+            raise UsageError(
+                f"the command reads {need}, which does not travel with the project. Take it along: --take {inside}"
+            )
+
+
+def _whole_run(root: Path, place: Path) -> Path:
+    """The run that it lies in, by which commands name it; else itself."""
+    above = (each for each in (place, *place.parents) if each.is_relative_to(root))
+    return next((each for each in above if (each / RECORD).is_file()), place)
+
+
+def _inside(path: str) -> str:
+    """Of the working folder, since nothing else is fetched."""
+    place = PurePosixPath(path)
+    if place.parts and place.parts[0] in OURS:
+        raise UsageError(
+            f"{path}: this name is taken in the folder that results come to; call it otherwise."
+        )
+    if path and not place.parts:
+        raise UsageError(
+            "--result .: the whole project does not come back; name what the job makes."
+        )
+    if place.is_absolute() or ".." in place.parts or not place.parts:
+        raise UsageError(
+            f"{path} is outside of the project: what a job leaves there does not come back. Give a path relative to the project's folder; "
+            "for a run that is the key run.dir, which may be set behind the verb: run.dir=runs."
+        )
+    return place.as_posix()

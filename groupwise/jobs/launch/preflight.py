@@ -1,0 +1,180 @@
+"""Trying a command here before a machine is taken: its own `--dry-run`, in a process of its own, so that a wrong key, a task that cannot be
+imported or an unknown model is told at once and costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.hosts.local import PASSED_ON
+
+VERBS = ("rl", "sft", "eval", "generate")
+"""Commands of groupwise that may be launched."""
+OUTPUT = "--output"
+"""The option of `eval` and `generate` that says where they write."""
+TRIED = 600.0
+"""Seconds: a data set may have to be downloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a command said of itself."""
+
+    results: tuple[str, ...]
+    """Where it writes, relative to the project or absolute."""
+    summary: str
+    """For people."""
+    needs: tuple[str, ...] = ()
+    """Files and folders of this machine that it reads beside the task: weights, configs of data."""
+
+
+def check_verb(words: Sequence[str]) -> None:
+    """Raises UsageError where the words are no command of groupwise that may be launched."""
+    if not words or words[0] not in VERBS:
+        given = f"`{words[0]}` is none" if words else "there is nothing"
+        raise UsageError(
+            f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {given}. Any other program is launched as a script of the "
+            "project: --script PATH."
+        )
+    for word in NOT_FOR_JOBS:
+        if word in words:
+            raise UsageError(
+                f"behind `--` stands {word}, with which the job would do nothing; before it, it is the launcher's own."
+            )
+
+
+NOT_FOR_JOBS = ("--help", "--dry-run")
+
+
+def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> Tried:
+    """Have the command say what it would do. Raises UsageError with its own words where it would fail."""
+    verb, *rest = words
+    _refuse_absolute(project, rest)
+    # As the program `groupwise` does, without the project on the path of imports (-P).
+    command = [sys.executable, "-P", "-m", "groupwise", verb, "--dry-run", *rest]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=project,
+            env={**_of_a_login(), **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TRIED,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"`groupwise {shlex.join(words)}` did not say what it would do within {TRIED:.0f} s. --no-preflight launches it untried."
+        ) from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+        raise UsageError(
+            f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. It gets the variables of --env-file, "
+            "none that are only set here. --no-preflight launches it untried, for data or packages that only the machine has. It said:"
+            f"\n{said}"
+        )
+    return _told(verb, rest, done.stdout, project)
+
+
+def first_of(machines: int, processes: int) -> dict[str, str]:
+    """What torchrun will tell the first process of so many on each machine: a command whose config wants another number says so."""
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": str(machines * processes),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+
+
+def results_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Where an untried command writes, as far as its words say."""
+    folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
+    return (*folders, *_output_of(words))
+
+
+def _of_a_login() -> dict[str, str]:
+    """What a job has too: not the variables that happen to be set in this terminal."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+
+
+def _refuse_absolute(project: Path, words: Sequence[str]) -> None:
+    """The job has a copy of the project, which lies elsewhere."""
+    for path in map(Path, _values(words)):
+        if path.is_absolute() and path.is_relative_to(project) and path.exists():
+            raise UsageError(
+                f"{path} is named by its absolute path, and the job runs in a copy of the project: name it relative to {project}, "
+                f"{path.relative_to(project)}."
+            )
+
+
+def _told(verb: str, rest: Sequence[str], said: bytes, project: Path) -> Tried:
+    document = _document(said)
+    plan: dict[str, Any] = document.get("plan") or {}
+    if verb in ("rl", "sft"):
+        steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
+        config = document["config"]
+        return Tried(
+            (config["run"]["dir"],), f"{plan['task']}{steps}", _needs(project, rest, config)
+        )
+    if verb == "eval" and plan:
+        asked = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
+        needs = (*plan["folders"], *_needs(project, rest, document["config"]))
+        results = tuple(_inside(project, each) for each in plan["results"])
+        return Tried(results, f"{plan['task']}, {asked}", needs)
+    return Tried(_output_of(rest), f"`groupwise {verb}` says what it would ask")
+
+
+def _document(said: bytes) -> dict[str, Any]:
+    """What the command wrote; a task may have written something before it."""
+    text = said.decode(errors="replace")
+    beginnings = (found.start() for found in re.finditer(r"^\{", text, re.MULTILINE))
+    for begins in beginnings:
+        with suppress(ValueError):
+            return json.loads(text[begins:])
+    raise UsageError(
+        f"what the command says of itself with --dry-run cannot be read; does the task write to standard output? It said:\n{text[-500:]}"
+    )
+
+
+def _inside(project: Path, path: str) -> str:
+    """Relative to the project, where it is in it."""
+    place, root = (project / path).resolve(), project.resolve()
+    return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
+
+
+def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Paths among the words, and the model and its adapter where they are folders here."""
+    model = config["model"]
+    named = (model["name"], model["adapter"], *_values(words))
+    return tuple(each for each in named if each and (project / each).exists())
+
+
+def _values(words: Sequence[str]) -> Iterator[str]:
+    """Of `--option VALUE`, `--option=VALUE` and `key=value`; of a run at a step, and of a function in a file, the path."""
+    for word in words:
+        _, _, value = word.rpartition("=")
+        path, _, _ = value.partition(":")
+        yield path.partition("@")[0]
+
+
+def _output_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Where that option says; a dataset of the hub is no path."""
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    found = [
+        each.removeprefix(f"{OUTPUT}=") if each != OUTPUT else following
+        for each, following in pairs
+        if each == OUTPUT or each.startswith(f"{OUTPUT}=")
+    ]
+    return tuple(each for each in found if each and not each.startswith("hub:"))

@@ -1,0 +1,111 @@
+"""Places that are paid: what becomes of what a job ran on when it has ended, and sweeping up what nobody has ended.
+
+A backend of such a place can list what it has rented and give it back (`Renting`). That is all that is asked of it here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.jobs.clouds.backend import (
+    KEEP_ON_FAILURE,
+    TERMINATE_AFTER,
+    Backend,
+    CloudError,
+    Handle,
+    Order,
+    Outcome,
+    Priced,
+    Rented,
+    Renting,
+    Status,
+)
+from groupwise.jobs.launch import results
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep found."""
+
+    overdue: tuple[Rented, ...]
+    """Ended now, or to be ended."""
+    left: tuple[Rented, ...]
+    """Their deadlines are to come."""
+    failed: tuple[str, ...] = ()
+    """What could not be ended, and why."""
+
+
+async def after(
+    backend: Backend, handle: Handle, status: Status, folder: Path, say: Callable[[str], None]
+) -> None:
+    """What becomes of the machine of a job that was just fetched to `folder`: ended, or told, with what it costs.
+
+    It ends after a success where that was asked for, after anything else unless it was asked to be kept, and never before all is here.
+    """
+    if status.ending is None or not isinstance(backend, Renting):
+        return
+    found = await of_job(backend, handle.name)
+    if not found:
+        return
+    ends = _ends(await backend.order(handle), status)
+    if ends and not results.is_all_of(folder, handle):
+        say(f"not all of what {handle.name} has made is in {folder}, so what it ran on stays")
+        ends = False
+    for rented in found:
+        if ends:
+            await backend.give_back(rented)
+            say(f"{rented.id} is ended")
+        else:
+            say(f"{stays(rented)}; `groupwise launch remove {handle.name}` ends it")
+
+
+def _ends(order: Order, status: Status) -> bool:
+    assert status.ending is not None
+    if status.ending.outcome is Outcome.SUCCEEDED:
+        return bool(order.asks.get(TERMINATE_AFTER))
+    return not order.asks.get(KEEP_ON_FAILURE)
+
+
+async def of_job(backend: Renting, name: str) -> list[Rented]:
+    """What is there for this job."""
+    return [each for each in await backend.rented() if each.job == name]
+
+
+async def cost_of(backend: Backend, handle: Handle) -> dict[str, Any]:
+    """What a result document says of it: dollars so far, and what they are of. Nothing where nobody knows."""
+    found = await backend.cost(handle) if isinstance(backend, Priced) else None
+    return {} if found is None else {"cost": found.dollars, "cost_counts": found.counts}
+
+
+def stays(rented: Rented) -> str:
+    """That it does, where, for how long and for how much."""
+    price = "" if rented.price_per_hour is None else f", ${rented.price_per_hour:.2f} an hour"
+    address = f" ({rented.address})" if rented.address else ""
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(rented.deadline))
+    return f"{rented.id}{address} stays until {until}{price}"
+
+
+async def sweep(
+    backend: Renting, name: str | None, *, dry_run: bool, now: float | None = None
+) -> Swept:
+    """End what is beyond its deadline; with `name` all of that job, whatever its deadline."""
+    moment = time.time() if now is None else now
+    found = await backend.rented()
+    if name is None:
+        overdue = tuple(each for each in found if each.deadline <= moment)
+    else:
+        overdue = tuple(each for each in found if each.job == name)
+    failed: dict[Rented, str] = {}
+    if not dry_run:
+        for each in overdue:
+            try:
+                await backend.give_back(each)
+            except CloudError as error:
+                failed[each] = f"{each.id} of {each.job}: {error.message}"
+    ended = tuple(each for each in overdue if each not in failed)
+    left = tuple(each for each in found if each not in overdue)
+    return Swept(ended, left, tuple(failed.values()))

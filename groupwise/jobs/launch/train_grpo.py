@@ -1,0 +1,201 @@
+"""GRPO from a dozen flags: what the command `groupwise-train-grpo` does.
+
+    groupwise-train-grpo --model tiny --dataset sums.jsonl --reward_function correctness --output_dir outputs
+
+The flags become the config of an ordinary `groupwise rl` without a task file, and that is what runs: resolved config, record, checkpoints
+and resume are the same. Afterwards the model with what it learnt, and its tokenizer, stand at the top of `output_dir`:
+
+    outputs/config.json, model.safetensors, tokenizer.json …    one whole model, as transformers loads it
+    outputs/grpo/                                               the run: record, checkpoints, the adapter in final/
+
+A fleet makes such a command of each job of the kind GRPO (`groupwise.jobs.launch.kinds`).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.training.loops.start import TrainingResult
+
+PROGRAM = "groupwise-train-grpo"
+RUN = "grpo"
+"""Name of the run, and of its folder in `output_dir`."""
+
+KEYS = {
+    "model": "model.name",
+    "dataset": "data.dataset_name",
+    "reward_function": "rewards.reward_funcs",
+    "preprocessing_pipeline": "data.preprocessing_pipeline",
+    "max_steps": "training.max_steps",
+    "learning_rate": "training.learning_rate",
+    "batch_size": "training.prompts_per_step",
+    "num_generations": "training.num_generations",
+    "max_prompt_length": "data.max_prompt_length",
+    "max_completion_length": "sampler.max_completion_length",
+    "output_dir": "run.dir",
+    "use_unsloth": "model.backend",
+}
+"""Which key of the config each flag is."""
+
+BESIDE: Mapping[str, Any] = {
+    "algorithm.type": "grpo",
+    "run.name": RUN,
+}
+"""Keys that no flag is, where they differ from the defaults of `groupwise rl`; overrides may change them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """What the command is given, with its defaults."""
+
+    model: str
+    """A hub id, a folder, a .gguf file or an alias."""
+    dataset: str
+    """A JSON or JSON lines file, or a hub id."""
+    reward_function: tuple[str, ...]
+    """Registered names, or module:function."""
+    preprocessing_pipeline: str = "generic"
+    max_steps: int = 500
+    learning_rate: float = 5e-6
+    batch_size: int = 1
+    """Prompts of a step."""
+    num_generations: int = 4
+    max_prompt_length: int = 256
+    """Tokens; longer prompts are left out and counted."""
+    max_completion_length: int = 128
+    output_dir: str = "outputs"
+    use_unsloth: bool = False
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Flags)}
+
+
+def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
+    """What is wrong with them beside what the config will say, in words for whoever gave them."""
+    texts = ("model", "dataset", "preprocessing_pipeline", "output_dir")
+    empty = [f"--{name} is empty." for name in texts if not getattr(flags, name)]
+    return [
+        *empty,
+        *(["--reward_function is missing: name a reward."] if not flags.reward_function else []),
+        *(["--reward_function is empty."] if "" in flags.reward_function else []),
+        *(
+            f"--{name} is {value}; it must be a whole number, 1 or more."
+            for name in _COUNTS
+            if (value := getattr(flags, name)) < 1
+        ),
+        *_rate_problems(flags.learning_rate),
+        *(problem for word in overrides for problem in _doubled(word)),
+    ]
+
+
+_COUNTS = (
+    *("max_steps", "batch_size", "num_generations"),
+    *("max_prompt_length", "max_completion_length"),
+)
+
+
+def _rate_problems(rate: float) -> list[str]:
+    if rate > 0 and math.isfinite(rate):
+        return []
+    return [f"--learning_rate is {rate:g}; it must be a number above 0, such as 5e-6."]
+
+
+def _doubled(word: str) -> list[str]:
+    """An override of what a flag says, or of a whole section that flags write into."""
+    given = word.partition("=")[0]
+    for flag, key in KEYS.items():
+        if given == key:
+            return [f"{given} is --{flag} here; give it as that."]
+        if key.startswith(f"{given}."):
+            return [
+                f"{given} as a whole would replace what the flags say of it; give single keys, as in {key.partition('.')[0]}.KEY=value."
+            ]
+    return []
+
+
+def config_of(flags: Flags) -> dict[str, Any]:
+    """The config of `groupwise rl` that they stand for."""
+    config: dict[str, Any] = {}
+    given = {KEYS[name]: getattr(flags, name) for name in KEYS if name != "use_unsloth"}
+    given[KEYS["reward_function"]] = list(flags.reward_function)
+    if flags.use_unsloth:
+        given[KEYS["use_unsloth"]] = "unsloth"
+    for key, value in {**BESIDE, **given}.items():
+        section, _, name = key.partition(".")
+        config.setdefault(section, {})[name] = value
+    return config
+
+
+def arguments_of(flags: Flags, overrides: Sequence[str] = ()) -> tuple[str, ...]:
+    """The command line; each value in one word with its flag, so that it may begin with a dash or hold anything."""
+    words = [f"--{name}={getattr(flags, name)}" for name in KEYS if name not in _NOT_ONE_WORD]
+    rewards = [f"--reward_function={name}" for name in flags.reward_function]
+    unsloth = ["--use_unsloth"] if flags.use_unsloth else []
+    return (PROGRAM, *words, *rewards, *unsloth, *overrides)
+
+
+_NOT_ONE_WORD = ("reward_function", "use_unsloth")
+
+
+def train_grpo(
+    flags: Flags,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    resume_from: str | None = None,
+    dry_run: bool = False,
+) -> TrainingResult:
+    """Train, and put the whole model at the top of `output_dir`.
+
+    `resume` goes on with the unfinished run there, `resume_from` with the checkpoint in that folder. Raises `UsageError` for what was given
+    wrongly, `RunError` if the run failed.
+    """
+    from groupwise.training.loops.rl_start import rl
+
+    if found := problems(flags, overrides):
+        raise UsageError("\n".join(found))
+    result = rl(
+        config_of(flags),
+        overrides=tuple(overrides),
+        resume=resume,
+        resume_from=resume_from,
+        dry_run=dry_run,
+    )
+    if dry_run or result.summary["state"] != "finished":
+        return result
+    model = Path(flags.output_dir)
+    put_whole_model(result.folder, model)
+    return replace(result, summary={**result.summary, "model": str(model)})
+
+
+def put_whole_model(run: Path, into: Path) -> None:
+    """The final weights of a run, added to their base, with the tokenizer, among whatever else stands in a folder.
+
+    The config of the model comes last: until it is there, nobody takes the folder for a model. Files of an earlier model go.
+    """
+    from groupwise.core import atomic_files
+    from groupwise.engine.models.artefact import CARD, MODEL, TOKENIZER
+    from groupwise.training.review.export import export
+
+    with (
+        atomic_files.explained(into),
+        tempfile.TemporaryDirectory(dir=into, prefix=atomic_files.BUILDING) as building,
+    ):
+        made = Path(building) / into.resolve().name
+        files = export(str(run), "merged", made, keep_change=True, trust_remote_code=True).files
+        config = MODEL[0]
+        atomic_files.remove_file(into / config)
+        for pattern in (*MODEL, *TOKENIZER, CARD):
+            for old in into.glob(pattern):
+                if old.name not in files and old.is_file():
+                    atomic_files.remove_file(old)
+        for name in sorted(files, key=lambda name: name == config):
+            atomic_files.publish_file(made / name, into / name)

@@ -1,0 +1,97 @@
+"""Earlier runs of an experiment: the run of its name, and those that began beside it, `name-2`, `name-3` …"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import StoreError, UsageError
+from groupwise.core.settings.comparison import compare
+from groupwise.engine.models.identity import identity
+from groupwise.notebook.core import OWN_NAMES
+from groupwise.notebook.identity import differences
+from groupwise.notebook.reward_state import collected, comparable
+from groupwise.notebook.run_naming import number_of, siblings
+from groupwise.runs import checkpoint_bundle, checkpoints, find, recovery
+from groupwise.runs.find import RunInfo
+from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config
+from groupwise.runs.store import Store
+from groupwise.training.config import RunConfig, resolved
+
+FACTS = "notebook"
+"""The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
+LENGTH = "training.max_steps"
+"""Of the keys that may change while a run goes on, the one that a notebook's schedule hangs on."""
+PLACES = ("run.name", "run.dir")
+"""Keys that say nothing about what a run came to."""
+
+
+def runs_of(core: RunConfig) -> list[RunInfo]:
+    """All that can be read, the newest first; a record that is missing or damaged is mended from the checkpoints."""
+    name = str(core.run.name)
+    found = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
+    for broken in [run for run in found if run.broken is not None]:
+        with suppress(StoreError, UsageError):  # nothing is left to mend it from
+            checkpoint_bundle.unpack(broken.path)
+            recovery.recover(broken.path)
+            found.append(find.run_info(broken.path))
+    return [each for each in reversed(found) if each.broken is None]
+
+
+def newest_alike(
+    core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
+) -> RunInfo | None:
+    """The newest run that agrees with config and facts. `say` is told of unfinished ones that are passed over."""
+    for run in runs_of(core):
+        found = changes(run, core, facts)
+        gone = run.state == "finished" and find.newest_weights(run.path) is None
+        if not found and not gone:
+            return run
+        if say is not None and not found:
+            say(f"{run.path} was finished, but its weights are gone: it is left as it is.")
+        elif say is not None and run.state != "finished":
+            named = ", ".join(OWN_NAMES.get(each, each) for each in found)
+            say(f"{run.path} was cut off, but differs in {named}: it is left as it is.")
+    return None
+
+
+def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
+    """In what a run differs: keys of the config, and facts; where nothing else does, the weights that it began from.
+
+    One that goes on may have other evaluations and callbacks, or another number of processes; one that was finished would have to be
+    trained again for them.
+    """
+    found = compare(read_config(run.path), resolved(core), RunConfig)
+    if run.state == "finished":
+        loose = [key for key in {**found.free, **found.warned} if key not in PLACES]
+    else:
+        loose = [key for key in found.free if key == LENGTH]
+    noted = Store.facts(run.path / RECORD)
+    before, now = comparable(noted.get(FACTS, {}), facts, collected(run.path))
+    differing = [*found.fixed, *loose, *differences(before, now)]
+    if not differing and noted.get("base") not in (None, identity(core.model)):
+        return ["the weights of the model"]
+    return differing
+
+
+def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
+    """The first that no folder has, and that is not taken elsewhere."""
+    folders = siblings(Path(core.run.dir) / str(core.run.name))
+    return next(each.name for each in folders if not each.exists() and each.name not in taken)
+
+
+def described(run: RunInfo) -> str:
+    """For a table."""
+    if run.state == "finished":
+        return f"{run.path}: finished after {run.steps} steps"
+    if run.state == "running":
+        return (
+            f"{run.path}: another kernel trains it, {run.steps} of {run.max_steps} steps are done"
+        )
+    saved = checkpoints.complete(run.path / CHECKPOINTS)
+    goes_on = (
+        f"from step {saved[-1].step}" if saved else "from its start, as there is no checkpoint yet"
+    )
+    return f"{run.path}: cut off after {run.steps} of {run.max_steps} steps; train_grpo goes on {goes_on}"

@@ -1,0 +1,117 @@
+"""What a search may try: for each field of a config, or key of the core, a range or a list of values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from groupwise.core.errors import ConfigError
+from groupwise.core.settings.credentials import is_secret
+from groupwise.core.settings.schema import leaves
+from groupwise.notebook.config import SECRETS, TrainingConfig, takes_whole_alone, without_secrets
+from groupwise.notebook.core import core_config
+from groupwise.notebook.friendly_errors import plain_number
+from groupwise.training.config import RunConfig
+
+FIXED = (*SECRETS, "experiment_name", "checkpoint_dir", "save_to_drive", "overrides")
+"""Fields that no search can vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """Numbers from `low` to `high`, whole ones where the field is; `log` tries small ones as often as large ones."""
+
+    low: float
+    high: float
+    log: bool = False
+
+
+Space: TypeAlias = Mapping[str, Between | Sequence[Any]]
+"""For each field, or dotted key of the core: a range, or a list of values."""
+
+
+def with_values(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingConfig:
+    """The config with values of a space: its fields, and keys of the core."""
+    own = {name: value for name, value in values.items() if name in type(config).model_fields}
+    core = {name: value for name, value in values.items() if name not in own}
+    return config.changed(**own, overrides={**config.overrides, **core})
+
+
+def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
+    """Optuna's form of a space whose every value could be trained. Raises ConfigError."""
+    if not isinstance(space, Mapping) or not space:
+        raise ConfigError(
+            'The space is no mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
+        )
+    found: dict[str, Any] = {}
+    for name, values in cast("Space", space).items():
+        if name in FIXED or is_credential(name):
+            raise ConfigError(f"{name} is nothing that a search can vary.")
+        found[name] = tried = _distribution(name, values, _is_whole(config, name))
+        ends = [tried.low, tried.high] if isinstance(values, Between) else tried.choices
+        if without_secrets(list(ends)) != list(ends):
+            raise ConfigError(
+                f"{name} holds what looks like a credential, and what is tried is written down. Take it from the environment instead."
+            )
+        for value in ends:
+            core_config(with_values(config, {name: value}))
+    return found
+
+
+def _is_whole(config: TrainingConfig, name: str) -> bool:
+    """Whether a field, or a key of the core, takes whole numbers alone."""
+    own = type(config).model_fields.get(name)
+    of_core = (leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name)
+    return takes_whole_alone(*([own] if own else of_core))
+
+
+def _distribution(name: str, values: Any, whole: bool) -> Any:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if not isinstance(values, Between):
+        if not isinstance(values, list | tuple) or not values:
+            raise ConfigError(
+                f"{name}: expected Between(low, high) or a list of values, got {values!r}."
+            )
+        return CategoricalDistribution(
+            [plain_number(each) for each in cast("Sequence[Any]", values)]
+        )
+    low, high = (_number(name, end) for end in (values.low, values.high))
+    if not low < high:
+        raise ConfigError(f"{name}: {low} is not below {high}.")
+    if values.log and low <= 0:
+        raise ConfigError(f"{name}: {low} has no logarithm; begin above 0.")
+    if not whole:
+        return FloatDistribution(low, high, log=values.log)
+    for end in (low, high):
+        if not end.is_integer():
+            raise ConfigError(
+                f"{name}: a range from {low:g} to {high:g}, but {name} takes whole numbers alone. Begin and end with such, or give a list."
+            )
+    return IntDistribution(int(low), int(high), log=values.log)
+
+
+def _number(name: str, end: Any) -> float:
+    """An end of a range."""
+    value = plain_number(end)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{name}: a range has numbers as its ends, not {end!r}.")
+    return float(value)
+
+
+def size(distribution: Any) -> int | None:
+    """How many values there are; None: any number."""
+    from optuna.distributions import CategoricalDistribution, IntDistribution
+
+    if isinstance(distribution, CategoricalDistribution):
+        choices = distribution.choices
+        return sum(each not in choices[:place] for place, each in enumerate(choices))
+    if isinstance(distribution, IntDistribution):
+        return distribution.high - distribution.low + 1
+    return None
+
+
+def is_credential(name: str) -> bool:
+    """Whether a field, or a key of the core, is a credential, which no journal may hold."""
+    return is_secret(name.rpartition(".")[2])

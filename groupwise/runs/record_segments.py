@@ -1,0 +1,357 @@
+"""The record of a run in pieces that travel with its checkpoints, so that a run outlives the loss of its `run.db`.
+
+    checkpoints/step-N/record.db    the steps since the checkpoint before, with their metrics, rollouts and evaluations
+    records/step-N.db               the same of checkpoints that were deleted because newer ones came
+    records/steps-M-to-N.db         those of several such checkpoints, from step-M to step-N, put together
+
+A piece has the tables of `run.db` and the very same rows, bit for bit: it is a small record, complete in itself, that is written
+once. The facts about the run and its resumes are in each piece, as they were. Put together in their order, the pieces give
+the record after the last checkpoint; `make_anew` does so where `run.db` is missing or damaged.
+
+Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged one appears whole, then its parts are deleted: whoever
+dies in between leaves rows twice, which is no harm, and parts that the next merge deletes. It never spans a checkpoint that still
+stands, because a resume from there deletes all pieces that end later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sqlite3
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import count, groupby
+from pathlib import Path
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import StoreError
+from groupwise.runs.database import FORMAT, explained
+from groupwise.runs.schema import FILL_TASKS
+from groupwise.runs.sqlite_file import begin_migration, connect
+from groupwise.runs.store import Store
+
+PIECE = "record.db"
+"""A piece within its checkpoint."""
+KEPT = "records"
+"""Folder of a run that holds the pieces of deleted checkpoints."""
+MERGED_AT_ONCE = 64
+"""Kept pieces that become one: a long run then has a few hundred files, and writes each row of its record three times in all."""
+
+logger = logging.getLogger(__name__)
+
+_KEPT_NAME = re.compile(r"step-(?P<only>\d+)\.db|steps-(?P<first>\d+)-to-(?P<last>\d+)\.db")
+
+_OF_STEPS = {
+    "steps": "step IN (SELECT value FROM json_each(:steps))",
+    "metrics": "step IN (SELECT value FROM json_each(:steps))",
+    "groups": "step IN (SELECT value FROM json_each(:steps))",
+    "rollouts": "step IN (SELECT value FROM json_each(:steps))",
+}
+_OF_ROLLOUTS = "rollout IN (SELECT id FROM other.rollouts WHERE {})".format(_OF_STEPS["rollouts"])
+_TABLES = {**_OF_STEPS, "segments": _OF_ROLLOUTS, "parts": _OF_ROLLOUTS}
+
+
+@dataclass(frozen=True, slots=True)
+class MadeAnew:
+    """A record that was put together from its pieces."""
+
+    trouble: str
+    """What was wrong with the one before."""
+    steps: int
+    """Steps that are in it."""
+    lost: tuple[int, ...]
+    """Steps that no piece had."""
+    damaged: Path | None
+    """Where the damaged one is now."""
+
+    def __str__(self) -> str:
+        kept = f" (kept as {self.damaged.name})" if self.damaged else ""
+        found = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
+        lost = f"; lost are {_ranges(self.lost)}, of which no piece is left" if self.lost else ""
+        return f"the record {self.trouble}{kept} and was put together again from the checkpoints: {found}{lost}"
+
+
+# --- pieces --------------------------------------------------------------------------------------
+
+
+def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
+    """Write the piece of the checkpoint after `step` steps into its folder, which is under construction."""
+    first = max((last for last, _ in _pieces(run) if last < step), default=0)
+    with _new_piece(folder / PIECE) as connection:
+        _attach(connection, record, "ro")
+        connection.execute("BEGIN")
+        _copy_steps(connection, range(first, step))
+        _copy_evaluations(connection, first, step)
+        _copy_warnings(connection, first, step)
+        _copy_facts(connection)
+        connection.execute("COMMIT")
+
+
+@contextmanager
+def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
+    """An empty one to be filled, which is flushed when it gets its place."""
+    with explained(file), closing(connect(file, "rwc")) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        begin_migration(connection, FORMAT)
+        connection.execute("COMMIT")
+        yield connection
+
+
+def keep_piece(checkpoint: Path) -> None:
+    """Before a checkpoint is deleted: its piece stays with the run."""
+    piece = checkpoint / PIECE
+    if piece.is_file():
+        kept = checkpoint.parent.parent / KEPT / f"{checkpoint.name}.db"
+        atomic_files.keep_file(piece, kept)
+
+
+def drop_pieces_after(run: Path, step: int) -> None:
+    """Delete the kept pieces of later checkpoints: their steps are done again."""
+    for kept in _kept(run):
+        if kept.last > step:
+            atomic_files.remove_file(kept.path)
+
+
+def merge_kept_pieces(run: Path) -> None:
+    """Put kept pieces together where there are many. A disk that refuses leaves them as they are: they are as good."""
+    kept = _kept(run)
+    merged = [each for each in kept if each.merged]
+    single = [each for each in kept if not each.merged]
+    try:
+        for part in single:
+            if any(whole.first <= part.last <= whole.last for whole in merged):
+                atomic_files.remove_file(part.path)  # left over by a crash
+        if len(single) < MERGED_AT_ONCE:
+            return
+        for parts in _between_checkpoints(run, single):
+            if len(parts) >= MERGED_AT_ONCE:
+                _merge(parts[:MERGED_AT_ONCE])
+    except StoreError as error:
+        logger.warning("kept pieces of the record could not be merged: %s", error)
+
+
+def _merge(parts: Sequence[_Kept]) -> None:
+    whole = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
+    building = atomic_files.building_path(whole)
+    building.unlink(missing_ok=True)
+    try:
+        with _new_piece(building) as connection:
+            _put_in(connection, [part.path for part in parts])
+        atomic_files.publish_file(building, whole)
+    finally:
+        building.unlink(missing_ok=True)
+    for part in parts:
+        atomic_files.remove_file(part.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A piece of deleted checkpoints, the first and the last one by their steps; the same one unless it is merged."""
+
+    path: Path
+    first: int
+    last: int
+
+    @property
+    def merged(self) -> bool:
+        return self.path.name.startswith("steps-")
+
+
+def _kept(run: Path) -> list[_Kept]:
+    """In order; a merged one comes after its parts."""
+    folder = run / KEPT
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
+    kept = [
+        _Kept(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
+        for path, name in found
+        if name
+    ]
+    return sorted(kept, key=lambda each: (each.last, each.merged))
+
+
+def _between_checkpoints(run: Path, kept: Sequence[_Kept]) -> Iterator[list[_Kept]]:
+    """Pieces one after the other with no checkpoint between them."""
+    there = [step for step, _ in _checkpoints(run)]
+    for _, pieces in groupby(kept, lambda each: sum(step < each.last for step in there)):
+        yield list(pieces)
+
+
+def _pieces(run: Path) -> list[tuple[int, Path]]:
+    """All that there are, with the steps after which they were written, in order."""
+    own = [(step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()]
+    kept = [(each.last, each.path) for each in _kept(run)]
+    return sorted(kept + own, key=lambda piece: piece[0])
+
+
+def earlier(run: Path, step: int) -> dict[str, Path]:
+    """The pieces before that of the checkpoint after `step` steps, by the names that they have in `records/`.
+
+    One that was kept for a checkpoint that then was not deleted is there twice, and either will do.
+    """
+    return {
+        (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
+        for last, path in _pieces(run)
+        if last < step
+    }
+
+
+def _checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """The folders of checkpoints with their steps, whatever state they are in."""
+    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in run.glob("checkpoints/*")]
+    return [(int(name[1]), path) for name, path in found if name]
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
+    """Why a record cannot be used, as far as pieces can help; None where it can, or where it is something else.
+
+    `thorough` reads the whole file.
+    """
+    if not record.is_file():
+        return "was missing"
+    try:
+        with closing(connect(record, "ro")) as connection:
+            if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                return "was empty"
+            connection.execute("SELECT max(step) FROM steps").fetchone()
+            found = connection.execute("PRAGMA quick_check(1)").fetchone() if thorough else ("ok",)
+    except sqlite3.OperationalError:  # locked, not readable, not ours: whoever opens it says so
+        return None
+    except sqlite3.DatabaseError as error:
+        return f"was damaged ({error})"
+    return None if found == ("ok",) else f"was damaged ({found[0]})"
+
+
+def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
+    """Put the record after `step` steps together from its pieces; for the holder of the run's lock.
+
+    The damaged one is kept beside it. StoreError if there is no piece of that step: it was lost, or never written.
+    """
+    pieces = [(last, piece) for last, piece in _pieces(run) if last <= step]
+    if step not in dict(pieces):
+        raise StoreError(
+            f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "
+            "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
+        )
+    building = atomic_files.building_path(record)
+    _put_together(building, [piece for _, piece in pieces])
+    damaged = _set_aside(record)
+    atomic_files.publish_file(building, record)
+    with Store.open(record) as store:
+        there = {found.step for found in store.steps()}
+    lost = tuple(sorted(set(range(step)) - there))
+    return MadeAnew(trouble, len(there), lost, damaged)
+
+
+def _put_together(building: Path, pieces: Sequence[Path]) -> None:
+    Store.create(building).close()
+    with explained(building), closing(connect(building, "rw")) as connection:
+        _put_in(connection, pieces)
+    with Store.open(building) as store:
+        store.rebuild_text_index()
+
+
+def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
+    """Add to a record what pieces have that it lacks; evaluations, warnings and facts of the later ones replace earlier ones."""
+    for piece in pieces:
+        _attach(connection, piece, "ro&immutable=1")
+        connection.execute("BEGIN")
+        missing = connection.execute(
+            "SELECT step FROM other.steps WHERE step NOT IN (SELECT step FROM main.steps)"
+        )
+        _copy_steps(connection, [step for (step,) in missing])
+        _copy_evaluations(connection, 0, None)
+        _copy_warnings(connection, 0, None)
+        _copy_facts(connection)
+        connection.execute("COMMIT")
+        connection.execute("DETACH other")
+    connection.executescript(FILL_TASKS)  # of pieces that were written before there were any
+
+
+def _set_aside(record: Path) -> Path | None:
+    """Give a damaged record another name, with what SQLite keeps beside it."""
+    names = (
+        record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
+    )
+    aside = next(name for name in names if not name.exists())
+    with atomic_files.explained(record):
+        for ending in ("-wal", "-shm", ""):
+            found = record.with_name(record.name + ending)
+            if found.exists():
+                found.rename(aside.with_name(aside.name + ending))
+    return aside if aside.exists() else None
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _attach(connection: sqlite3.Connection, path: Path, mode: str) -> None:
+    """Name the tables of another record `other.<table>`."""
+    connection.execute("ATTACH ? AS other", (f"{path.absolute().as_uri()}?mode={mode}",))
+
+
+def _copy_steps(connection: sqlite3.Connection, steps: Sequence[int]) -> None:
+    values = {"steps": json.dumps(list(steps))}
+    for table, condition in _TABLES.items():
+        _copy(connection, table, condition, values)
+
+
+def _copy_evaluations(connection: sqlite3.Connection, first: int, last: int | None) -> None:
+    """Those of policies after `first` to `last` steps; earlier ones of the same policy and name are replaced."""
+    condition = "step >= :first AND (:last IS NULL OR step <= :last)"
+    values = {"first": first, "last": last}
+    connection.execute(
+        "DELETE FROM main.evaluations WHERE EXISTS (SELECT 1 FROM other.evaluations o WHERE o.id = evaluations.id"
+        " OR (o.step, o.name, o.policy) = (evaluations.step, evaluations.name, evaluations.policy))"
+    )
+    _copy(connection, "evaluations", condition, values)
+    chosen = f"evaluation IN (SELECT id FROM other.evaluations WHERE {condition})"
+    _copy(connection, "evaluation_rows", chosen, values)
+
+
+def _copy_warnings(connection: sqlite3.Connection, first: int, last: int | None) -> None:
+    """Those after `first` to `last` steps, where the other record is of a format that has them."""
+    if not connection.execute(
+        "SELECT 1 FROM other.sqlite_master WHERE name = 'warnings'"
+    ).fetchone():
+        return
+    condition = "step >= :first AND (:last IS NULL OR step <= :last)"
+    connection.execute(
+        "DELETE FROM main.warnings WHERE (step, name) IN (SELECT step, name FROM other.warnings)"
+    )
+    _copy(connection, "warnings", condition, {"first": first, "last": last})
+
+
+def _copy_facts(connection: sqlite3.Connection) -> None:
+    for table, condition in {"meta": "key != 'text_index'", "resumes": "TRUE"}.items():
+        connection.execute(f"DELETE FROM main.{table} WHERE {condition}")
+        _copy(connection, table, condition, {})
+
+
+def _copy(
+    connection: sqlite3.Connection, table: str, condition: str, values: Mapping[str, object]
+) -> None:
+    """Rows of the other record, with the columns that it has: an older one lacks those that came later."""
+    info = connection.execute("SELECT name FROM pragma_table_info(?, 'other')", (table,))
+    columns = ", ".join(f'"{name}"' for (name,) in info)
+    connection.execute(
+        f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM other.{table} WHERE {condition}",
+        values,
+    )
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`step 3` or `the steps 0 to 4, 7`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], step]
+        else:
+            runs.append([step])
+    words = [f"{first} to {last[0]}" if last else str(first) for first, *last in runs]
+    return f"{'step' if len(steps) == 1 else 'the steps'} {', '.join(words)}"

@@ -1,0 +1,146 @@
+"""Messages between the HTTP process and its engine: pickled, because the engine is the HTTP process's own child.
+
+The HTTP process sends `Call`s, each answered by `Answered` or `Failed` with its id, in any order, and `Cancel` where nobody waits any
+more. The engine sends a `Beat` about every second from its event loop, whose silence means that the loop hangs, and `Told` for what it
+logs. The first `Beat` says that it is ready; a `Failed` with the id `MAKING` before it, that it could not be made.
+
+What a call or an answer holds is pickled by itself, so that what cannot be written or read spoils that call alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.core.errors import GroupwiseError, RunError, StoreError
+from groupwise.core.plugins import explain
+from groupwise.engine.distributed.messages import Line, Told
+from groupwise.engine.models.memory import lacks_memory, out_of_memory
+
+__all__ = [
+    "CANCELLED_VERBS",
+    "MAKING",
+    "Answered",
+    "Beat",
+    "Call",
+    "CallTimedOutError",
+    "Cancel",
+    "Failed",
+    "Line",
+    "Told",
+    "packed",
+    "packed_error",
+    "unpacked",
+    "unpacked_error",
+]
+
+MAKING = 0
+"""The id in place of a call's where the engine could not be made."""
+
+CANCELLED_VERBS = frozenset(
+    {
+        "sample",
+        "models.sample",
+        "parts.generate",
+        "partial",
+        "token_texts",
+        "metrics_of",
+        "tokens_of",
+        "tokenizer_files",
+        "probe",
+    }
+)
+"""Calls that change nothing: they end when nobody waits for them, and at their deadline. The others are half done then, so they go on;
+one of those that outlasts its deadline costs the engine."""
+
+
+class CallTimedOutError(RunError):
+    """The engine is well, but this call was not done by its deadline and has been given up. Ask for less, or again."""
+
+    code = "engine_call_timed_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Have something done by the engine."""
+
+    id: int
+    verb: str
+    """The name of a method of the engine, or of one of its parts (`models.sample`)."""
+    deadline: float
+    """Seconds of `time.monotonic`, which is the same for all processes of a machine."""
+    body: bytes
+    """Its arguments, a tuple, `packed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for that call any more."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a call gave."""
+
+    id: int
+    body: bytes
+    """`packed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a call raised."""
+
+    id: int
+    error: bytes
+    """`packed_error`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The engine's event loop turns."""
+
+    progress: int
+    """Calls begun and calls ended, together: it grows as long as work goes through."""
+    busy: int
+    """Calls under way."""
+
+
+def packed(value: Any) -> bytes:
+    """What crosses the socket. Raises whatever refuses to be pickled."""
+    return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(data: bytes) -> Any:
+    """The inverse of `packed`."""
+    return pickle.loads(data)
+
+
+def packed_error(error: BaseException) -> bytes:
+    """An error of ours as it is; any other one as a RunError that explains it, of the kind that lack of memory or disk space has."""
+    if isinstance(error, GroupwiseError):
+        try:
+            written = packed(error)
+            unpacked(written)
+        except Exception:  # noqa: BLE001 — user code may have derived one that refuses in any way
+            return packed(RunError(f"The engine failed: {error}"))
+        return written
+    if lacks_memory(error):
+        return packed(out_of_memory(error))
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return packed(StoreError(f"The engine could not write: {error}"))
+    return packed(RunError(f"The engine failed:\n{explain(error)}"))
+
+
+def unpacked_error(data: bytes) -> BaseException:
+    """The inverse of `packed_error`."""
+    try:
+        return unpacked(data)
+    except Exception as error:  # noqa: BLE001 — its class may be known to the engine alone, and do anything when it is made
+        return RunError(
+            f"The engine failed, with an error that cannot be read here:\n{explain(error)}"
+        )

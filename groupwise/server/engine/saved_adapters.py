@@ -1,0 +1,99 @@
+"""What models have saved, as folders of the server: read and forgotten here, written by the engine.
+
+    verbs/<model>/weights/<name>/          adapter and optimiser, to train on
+    verbs/<model>/sampler_weights/<name>/  the adapter
+    verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number, which later calls are repeated upon
+
+`saved.json`, in each of the first two, is their last word of what they are; a folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import UsageError
+from groupwise.server.engine.adapter_port import ModelSpec, Stored
+
+DESCRIPTION = "saved.json"
+AUTOMATIC = "automatic"
+AUTOMATIC_KEPT = 2
+"""The newest, and the one before, which counts until the ledger knows of the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was saved."""
+
+    spec: ModelSpec
+    fingerprint: str
+    """Of the weights; see `groupwise.core.types.Policy.fingerprint`."""
+    call: int
+    """The number of the call that saved it: where that is repeated, its own work is no reason to refuse it."""
+
+
+class SavedFolders:
+    """All that was saved on a server."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def place(self, stored: Stored) -> Path:
+        """Where it is, or would be."""
+        return self._of(stored.model) / stored.kind / stored.name
+
+    def automatic(self, model: str, call: int) -> Path:
+        """Where the state after a call is, or would be."""
+        return self._of(model) / AUTOMATIC / f"{call:09d}"
+
+    def read(self, stored: Stored) -> Saved:
+        """What it is; UsageError where it is not there."""
+        path = self.place(stored) / DESCRIPTION
+        try:
+            found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(
+                f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}. It has saved: "
+                f"{', '.join(self._names(stored)) or 'nothing of this kind'}."
+            ) from None
+        return Saved(ModelSpec(**found["spec"]), found["fingerprint"], found["call"])
+
+    def check_free(self, stored: Stored, call: int) -> None:
+        """UsageError where the name is taken, unless by this very call."""
+        if not self.place(stored).is_dir() or self.read(stored).call == call:
+            return
+        raise UsageError(f"There is something saved as {stored.name} already; choose another name.")
+
+    def describe(self, folder: Path, saved: Saved) -> None:
+        """Say what a folder that is being made holds."""
+        text = json.dumps(asdict(saved), indent=2)
+        (folder / DESCRIPTION).write_text(text, encoding="utf-8")
+
+    def forget(self, stored: Stored) -> None:
+        """Delete it, if it is there."""
+        if self.place(stored).is_dir():
+            atomic_files.remove_folder(self.place(stored))
+
+    def forget_automatic(self, model: str, *, before: int | None = None) -> None:
+        """Delete the states of a model, all but the newest few that are older than a call, where one is named."""
+        folder = self._of(model) / AUTOMATIC
+        if before is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        older = sorted(path for path in folder.glob("[0-9]*") if int(path.name) < before)
+        for path in older[: max(0, len(older) - (AUTOMATIC_KEPT - 1))]:
+            atomic_files.remove_folder(path)
+
+    def _of(self, model: str) -> Path:
+        return self._root / model.replace(":", "_")
+
+    def _names(self, stored: Stored) -> list[str]:
+        folder = self._of(stored.model) / stored.kind
+        return sorted(
+            path.name for path in folder.glob("[A-Za-z0-9]*") if (path / DESCRIPTION).is_file()
+        )

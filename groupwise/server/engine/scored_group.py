@@ -1,0 +1,24 @@
+"""A group as it was sampled, with the rewards that its client posted: what a step learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from groupwise.core.types import Group, RewardPart, Rollout
+
+PART = "reward"
+"""The name of the one reward that a client gives a completion."""
+NO_REWARD = "its client gave it no reward (null)"
+
+
+def scored_group(group: Group, rewards: Sequence[float | None]) -> Group:
+    """Each rollout with its reward; one without has failed and does not teach."""
+    rollouts = zip(group.rollouts, rewards, strict=True)
+    return replace(group, rollouts=tuple(_scored(*each) for each in rollouts))
+
+
+def _scored(rollout: Rollout, reward: float | None) -> Rollout:
+    if reward is None:
+        return replace(rollout, outcome="failed", reason=NO_REWARD)
+    return replace(rollout, outcome="scored", reward=reward, parts=(RewardPart(PART, reward),))

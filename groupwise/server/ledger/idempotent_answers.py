@@ -1,0 +1,113 @@
+"""A request that comes twice is answered once: what was answered before is found, and what is under way is waited for.
+
+The service keeps the answer of whatever it creates in the same transaction as the work, under the request's Idempotency-Key. It needs the
+answer's bytes for that, so that what an answer looks like is decided here (`answer_of` and its like), for the service and the routes
+alike. Refusals are not kept: the same request may be made again when what was in its way is gone. A request that waits for a step is
+kept as accepted; whoever sends it again waits for the same step.
+
+`UnderWay` is for the time between: the same key while the first request is still being answered waits for that answer. Where the first is
+refused, or its client goes away, the next in line does the work itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from pydantic import BaseModel
+
+from groupwise.api.http.caller import AnswerKey, Caller
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import (
+    CompletionsBatch,
+    CompletionsRequest,
+    GroupAnswer,
+    RewardAnswer,
+    RewardsBatchAnswer,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    StepAnswer,
+    StepRequest,
+)
+from groupwise.server.ledger.answers import Answer
+
+
+def answer_of(model: BaseModel, status: int = 200) -> Answer:
+    """A model as it is sent."""
+    return Answer(status, model.model_dump_json().encode())
+
+
+def completions_answer(request: CompletionsRequest, groups: Sequence[GroupAnswer]) -> Answer:
+    """Flat for one prompt, `groups` for several."""
+    if request.prompts is None:
+        (only,) = groups
+        return answer_of(only)
+    return answer_of(CompletionsBatch(groups=list(groups)))
+
+
+def rewards_answer(
+    request: RewardsOfOne | RewardsOfSeveral, answers: Sequence[RewardAnswer]
+) -> Answer:
+    """Flat for one group, `groups` for several; 202 where a step was waited for in vain."""
+    trained = all(answer.status == "trained" for answer in answers)
+    status = 202 if request.wait and not trained else 200
+    if isinstance(request, RewardsOfOne):
+        (only,) = answers
+        return answer_of(only, status)
+    return answer_of(RewardsBatchAnswer(groups=list(answers)), status)
+
+
+def rewards_of(request: RewardsOfOne | RewardsOfSeveral, answer: Answer) -> list[RewardAnswer]:
+    """From an answer that was kept back to what it says of each group."""
+    if isinstance(request, RewardsOfOne):
+        return [RewardAnswer.model_validate_json(answer.body)]
+    return RewardsBatchAnswer.model_validate_json(answer.body).groups
+
+
+def step_answer(request: StepRequest, answer: StepAnswer) -> Answer:
+    """202 where it was waited for in vain."""
+    return answer_of(answer, 202 if request.wait and answer.status == "accepted" else 200)
+
+
+class UnderWay:
+    """The requests with an Idempotency-Key that are being answered, in one event loop."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str, str], tuple[str, asyncio.Future[Answer | None]]] = {}
+
+    async def answer(self, caller: Caller) -> Answer | None:
+        """What the first request with this key is answered, when it is; None: nobody is being answered, and the work is the caller's.
+
+        Raises Refusal `idempotency_key_reused` where the first one has another body.
+        """
+        while (named := caller.answer_key) and (first := self._first.get(_name(caller, named))):
+            body_hash, answer = first
+            if body_hash != named.body_hash:
+                raise Refusal(
+                    "idempotency_key_reused",
+                    f"the Idempotency-Key {named.key[:80]!r} is that of another {named.route} that is being answered. "
+                    "Make a new key for each new request.",
+                )
+            if (given := await asyncio.shield(answer)) is not None:
+                return given
+        return None
+
+    @asynccontextmanager
+    async def first(self, caller: Caller) -> AsyncGenerator[asyncio.Future[Answer | None]]:
+        """Be the one who is waited for. Whoever does the work puts the answer into the future, if there is one."""
+        told: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        named = caller.answer_key
+        if named is not None:
+            self._first[_name(caller, named)] = (named.body_hash, told)
+        try:
+            yield told
+        finally:
+            if named is not None:
+                del self._first[_name(caller, named)]
+            if not told.done():
+                told.set_result(None)
+
+
+def _name(caller: Caller, named: AnswerKey) -> tuple[str, str, str]:
+    return (caller.key_id, named.route, named.key)

@@ -1,0 +1,51 @@
+"""What GET /tokenizer answers, from the files that the engine gave."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.api.schemas.training import TokenizerAnswer
+from groupwise.server.engine.port import Opened
+
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """That of a run, kept with it for when no engine is there."""
+
+    hash: str
+    """Names the folder with its files."""
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, opened: Opened) -> Tokenizer:
+        """The one that an engine has opened its run with."""
+        return cls(opened.tokenizer_hash, opened.stop_token_ids)
+
+
+def tokenizer_answer(folder: Path, tokenizer: Tokenizer) -> TokenizerAnswer:
+    """What the files say that are there."""
+    text, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    facts: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
+    return TokenizerAnswer(
+        hash=tokenizer.hash,
+        chat_template=_template(folder, facts),
+        tokenizer_json=text.read_text() if text.is_file() else None,
+        special_tokens={role: _content(facts[role]) for role in ROLES if facts.get(role)},
+        stop_token_ids=list(tokenizer.stop_token_ids),
+    )
+
+
+def _template(folder: Path, facts: dict[str, Any]) -> str | None:
+    apart = folder / TEMPLATE
+    return apart.read_text() if apart.is_file() else facts.get("chat_template")
+
+
+def _content(token: Any) -> str:
+    """Of a special token, which stands there as text or with how it is found."""
+    return token if isinstance(token, str) else str(token["content"])

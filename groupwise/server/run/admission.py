@@ -1,0 +1,229 @@
+"""The waiting room of /completions: nobody samples what could not be trained in time.
+
+A group that is sampled now must be trained within `staleness` steps after the one that is due. So no more groups may be under way
+(being sampled, open, rewarded or planned) than those steps take; whoever asks beyond that waits here, in the order of arrival, until a step
+is done or a group is gone, and is refused when the wait gets long: before the work, not after it.
+
+Whoever names a draw waits for the draw's turn instead: draw d belongs to step d // groups_per_step, and to a later one where draws before
+it were lost. So the groups of a step are the same, and sampled by the same policy, whatever the number of clients and the order in which
+they ask. A draw whose turn nothing brings nearer, because nobody asks for those before it, is not waited for long.
+
+With `steps: manual` nobody but the client knows what a step will take; then only the number of groups under way is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+from groupwise.api.schemas.problems import FieldError, Refusal
+
+RETRY_SECONDS = 2.0
+"""When somebody who was refused may ask again: a step of a small model takes about as long."""
+IDLE_SECONDS = 3.0
+"""For so long a draw is waited for whose turn nothing brings nearer: many clients that begin at once come within less."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Room:
+    """How much may be under way."""
+
+    groups_per_step: int
+    staleness: int
+    manual: bool
+    most: int
+    """Groups under way with `steps: manual`."""
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be under way at once."""
+        return self.most if self.manual else self.groups_per_step * (self.staleness + 1)
+
+    def first_too_early(self, steps_done: int, lost: int) -> int:
+        """The first draw whose turn it is not, where so many draws will never be trained."""
+        return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
+
+    def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
+        """Whether it is the turn of a named draw."""
+        return self.manual or draw < self.first_too_early(steps_done, lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What goes on."""
+
+    steps_done: int = 0
+    under_way: int = 0
+    """Groups that are open, rewarded or planned."""
+    lost: int = 0
+    """Groups that no step will take: too old, or put aside."""
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """One request."""
+
+    draws: tuple[int | None, ...]
+    who: str
+    """The id of the key that asks."""
+    since: float = field(default_factory=time.monotonic)
+    let_in: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Admission:
+    """Lets requests for completions of one run in. All in one event loop."""
+
+    def __init__(self, room: Room, traffic: Traffic, next_draw: int) -> None:
+        """`next_draw`: the first draw that no group has had."""
+        self.room = room
+        self.sampling = 0
+        """Groups that are being sampled."""
+        self._traffic = traffic
+        self._next_draw = next_draw
+        self._queue: deque[Waiting] = deque()
+        self._ended: Refusal | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    def in_line(self) -> tuple[Waiting, ...]:
+        """They, in the order in which they came."""
+        return tuple(self._queue)
+
+    def now(self, traffic: Traffic) -> None:
+        """A step is done, or groups have come or gone."""
+        self._traffic = traffic
+        self._let_in()
+
+    def end(self, refusal: Refusal) -> None:
+        """Let nobody in any more; those who wait are told why."""
+        self._ended = refusal
+        for waiting in self._queue:
+            if not waiting.let_in.done():
+                waiting.let_in.set_exception(refusal)
+        self._queue.clear()
+
+    @asynccontextmanager
+    async def admitted(
+        self, draws: Sequence[int | None], limit: float, who: str
+    ) -> AsyncGenerator[tuple[int, ...]]:
+        """Wait for room for so many groups, at most `limit` seconds; gives the draws, those that were not named chosen. `who`: the id of
+        the key that asks.
+
+        While it is open they count as being sampled; whoever has kept groups says so by `now` before it is left. Raises Refusal:
+        `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
+        can ever be room for.
+        """
+        self._check_possible(len(draws))
+        await self._turn(draws, limit, who)
+        self.sampling += len(draws)
+        try:
+            yield tuple(self._numbered(draw) for draw in draws)
+        finally:
+            self.sampling -= len(draws)
+            self._let_in()
+
+    async def _turn(self, draws: Sequence[int | None], limit: float, who: str) -> None:
+        if self._ended is not None:
+            raise self._ended
+        waiting = Waiting(tuple(draws), who)
+        self._queue.append(waiting)
+        self._let_in()
+        try:
+            await self._let_in_within(waiting, limit)
+        except BaseException as error:
+            self._gone(waiting)
+            self._let_in()  # it may have been let in already
+            if isinstance(error, TimeoutError):
+                raise self._too_busy(waiting) from None
+            raise
+        self._gone(waiting)
+
+    async def _let_in_within(self, waiting: Waiting, limit: float) -> None:
+        """TimeoutError where the time is over, or there is nothing to wait for."""
+        first = min(limit, IDLE_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(first):
+                await asyncio.shield(waiting.let_in)
+        if not waiting.let_in.done() and self._is_idle():
+            raise TimeoutError
+        async with asyncio.timeout(limit - first):
+            await waiting.let_in
+
+    def _is_idle(self) -> bool:
+        """Whether nothing goes on that will end, and so bring the turn of a draw nearer."""
+        return self._traffic.under_way + self.sampling + self._expected() == 0
+
+    def _too_busy(self, waiting: Waiting) -> Refusal:
+        early = [draw for draw in waiting.draws if draw is not None and not self._is_due(draw)]
+        if not early:
+            return Refusal("too_busy", retry_after=RETRY_SECONDS)
+        room, done = self.room, self._traffic.steps_done
+        below = room.first_too_early(done, self._traffic.lost)
+        under_way = self._traffic.under_way + self.sampling
+        return Refusal(
+            "too_busy",
+            f"it is not the turn of draw {min(early)}: {done} steps are done, and with groups_per_step {room.groups_per_step} and "
+            f"staleness {room.staleness} the draws below {below} may be sampled; {under_way or 'none'} of their groups "
+            f"{'is' if under_way == 1 else 'are'} under way. Ask for the draws before it, post their rewards, and ask again; or leave "
+            "`draw` out for the next free one.",
+            retry_after=RETRY_SECONDS,
+        )
+
+    def _gone(self, waiting: Waiting) -> None:
+        if waiting in self._queue:
+            self._queue.remove(waiting)
+
+    def _let_in(self) -> None:
+        """Everybody who may, in the order of arrival; somebody whose named draws are not due yet holds nobody up."""
+        room = self.room.capacity - self._traffic.under_way - self.sampling - self._expected()
+        for waiting in list(self._queue):
+            if waiting.let_in.done():
+                continue
+            if not all(self._is_due(draw) for draw in waiting.draws):
+                continue
+            if len(waiting.draws) > room:
+                return
+            room -= len(waiting.draws)
+            waiting.let_in.set_result(None)
+
+    def _expected(self) -> int:
+        """Groups of requests that were let in and have not begun yet."""
+        return sum(
+            len(waiting.draws)
+            for waiting in self._queue
+            if waiting.let_in.done() and not waiting.let_in.cancelled()
+        )
+
+    def _is_due(self, draw: int | None) -> bool:
+        traffic = self._traffic
+        return draw is None or self.room.in_time(draw, traffic.steps_done, traffic.lost)
+
+    def _numbered(self, draw: int | None) -> int:
+        if draw is None:
+            draw = self._next_draw
+        self._next_draw = max(self._next_draw, draw + 1)
+        return draw
+
+    def _check_possible(self, groups: int) -> None:
+        if groups > self.room.capacity:
+            why = (
+                "may be open at once"
+                if self.room.manual
+                else f"can be under way: groups_per_step × (staleness + 1) = {self.room.groups_per_step} × "
+                f"{self.room.staleness + 1}"
+            )
+            message = (
+                f"{groups} prompts were sent at once, but only {self.room.capacity} groups {why}. Send fewer at once, or start with "
+                "higher settings."
+            )
+            error = FieldError(field="prompts", message=message)
+            raise Refusal("invalid_request", message, errors=[error])

@@ -1,0 +1,92 @@
+"""All that can be gone on from: the automatic checkpoints of every run, and those that clients have saved by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import CheckpointAnswer, CheckpointsAnswer
+from groupwise.core.errors import CheckpointError
+from groupwise.server.ledger import runs
+from groupwise.server.ledger.runs import RunRow
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.run import ledger_operations, named_checkpoints, steps
+from groupwise.server.run.active_run import ENDED, Current
+from groupwise.server.run.engine_errors import asked
+from groupwise.server.run.named_checkpoints import Beginning, NamedCheckpoints
+
+
+class Checkpoints:
+    """Those of one server."""
+
+    def __init__(self, current: Current, ledger: Ledger) -> None:
+        self._current = current
+        self._ledger = ledger
+        self._named = NamedCheckpoints(current.config.folder)
+
+    async def listed(self) -> CheckpointsAnswer:
+        """All that can be gone on from: the automatic ones of every run, then those with a name."""
+        rows = await self._ledger.do(runs.list_runs)
+
+        def look() -> list[CheckpointAnswer]:
+            kept = [
+                named_checkpoints.answer_of(row, each)
+                for row in rows
+                for each in self._named.automatic(row)
+            ]
+            return [*kept, *self._named.listed()]
+
+        return CheckpointsAnswer(checkpoints=await asyncio.to_thread(look))
+
+    async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
+        """Keep the run as it is now under a name: after the step under way, or as it was left."""
+        row = self._current.any_run()
+        kept = self._named.kept_for(name, caller)  # by a server that ended before it could answer
+        if kept is None:
+            self._named.refuse_taken(name)
+            kept = await self._kept(name, row, caller)
+        await self._ledger.do(ledger_operations.keep_checkpoint, kept, caller)
+        self._current.changed.beat()
+        return kept
+
+    async def _kept(self, name: str, row: RunRow, caller: Caller) -> CheckpointAnswer:
+        while True:
+            path = await self._newest(row)
+            try:
+                return await asyncio.to_thread(self._named.keep, name, path, row, caller)
+            except (FileNotFoundError, CheckpointError):
+                if path.is_dir():
+                    raise  # it was not pruned meanwhile: it is damaged
+
+    async def _newest(self, row: RunRow) -> Path:
+        """The newest state of the run, on disk."""
+        conductor = self._current.conductor
+        if conductor is not None and conductor.phase not in ENDED:
+            saved = await asked(
+                conductor.engine.save(), conductor, self._current.config.sampling_time_limit
+            )
+            await self._ledger.do(steps.note_checkpoint, row.run, saved.step)
+            return Path(saved.path)
+        kept = self._named.automatic(row)
+        if not kept:
+            raise Refusal("unknown_checkpoint", f"the run {row.run} has no checkpoint.")
+        return kept[-1].path
+
+    def beginning(self, name: str, rows: Mapping[str, RunRow]) -> Beginning:
+        """The checkpoint that a new run begins with: one with a name, or `run@step`. Refused as `unknown_checkpoint`."""
+        found = self._named.find(name)
+        run, _, step = name.rpartition("@")
+        if found is None and run in rows:
+            kept = {str(each.step): each for each in self._named.automatic(rows[run])}
+            if step in kept:
+                found = Beginning(kept[step].path, rows[run].settings, run, kept[step].step)
+        if found is not None:
+            return found
+        raise Refusal(
+            "unknown_checkpoint",
+            f"there is neither a checkpoint nor a run {name!r}. GET /checkpoints lists the checkpoints; runs that can be gone on with: "
+            f"{', '.join(rows) or 'none yet'}.",
+        )

@@ -1,0 +1,211 @@
+"""What clients ask of the run and post to it: completions, their rewards, and steps by hand.
+
+What is posted is in the ledger before it is answered; the conductor is nudged, and whoever waits for a step looks into the ledger again at
+each beat of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.template_columns import columns_of
+from groupwise.api.schemas.training import (
+    CompletionsRequest,
+    GroupAnswer,
+    RewardAnswer,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    StepAnswer,
+    StepRequest,
+)
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import Prompt
+from groupwise.server.engine.port import OrderField, SampleOrder, Sampling
+from groupwise.server.ledger import groups
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.run import ledger_operations
+from groupwise.server.run.active_run import Current
+from groupwise.server.run.conductor import Conductor
+from groupwise.server.run.engine_errors import asked, named
+
+T = TypeVar("T")
+
+
+class AskPost:
+    """Of the run that is."""
+
+    def __init__(self, current: Current, ledger: Ledger) -> None:
+        self._current = current
+        self._config = current.config
+        self._ledger = ledger
+
+    # --- completions -----------------------------------------------------------------------------
+
+    async def completions(self, request: CompletionsRequest, caller: Caller) -> list[GroupAnswer]:
+        """Sample, keep, and only then answer."""
+        conductor = self._current.active()
+        _ = conductor.engine  # refused before waiting
+        self._check_tokenizer(request.tokenizer_hash, conductor)
+        await self._ledger.do(ledger_operations.check_draws, conductor.now.run, request.all_draws)
+        wait = self._config.completions_wait
+        async with conductor.room.admitted(request.all_draws, wait, caller.key_id) as draws:
+            orders = [
+                _order_of_sample(request, prompt, draw)
+                for prompt, draw in zip(request.all_prompts, draws, strict=True)
+            ]
+            engine = conductor.engine
+            sampled = await asked(
+                gather_all(
+                    named(engine.sample(order), _fields(request, place))
+                    for place, order in enumerate(orders)
+                ),
+                conductor,
+                self._config.sampling_time_limit,
+            )
+            answers = await self._ledger.do(
+                ledger_operations.keep_groups,
+                conductor.now.run,
+                sampled,
+                conductor.request.lease_seconds,
+                request,
+                caller,
+            )
+            await conductor.recount()
+        return answers
+
+    def _check_tokenizer(self, given: str | None, conductor: Conductor) -> None:
+        own = conductor.now.opened.tokenizer_hash
+        if given not in (None, own):
+            message = (
+                f"tokenizer_hash is {given!r}, but the server's tokenizer and template have {own!r}. "
+                "GET /tokenizer has them."
+            )
+            error = FieldError(field="tokenizer_hash", message=message)
+            raise Refusal("tokenizer_mismatch", message, errors=[error])
+
+    async def give_up(self, group: str) -> None:
+        """End a group that its client no longer wants."""
+        await self._ledger.do(groups.give_up, group)
+        if self._current.conductor is not None:
+            await self._current.conductor.recount()
+
+    # --- rewards and steps -----------------------------------------------------------------------
+
+    async def rewards(
+        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
+    ) -> list[RewardAnswer]:
+        """Keep rewards, and only then answer; with `wait` after the step that learns from them."""
+        run = self._current.any_run()
+        if request.wait and self._current.is_manual():
+            raise Refusal("manual_mode")
+        standing = self._current.standing
+        steps_done = standing.step if standing else None  # no engine has opened it yet
+        answers = await self._ledger.do(
+            ledger_operations.keep_rewards, run.run, steps_done, request, caller
+        )
+        if self._current.conductor is not None:
+            self._current.conductor.nudge()
+        if not request.wait:
+            return answers
+        return await self.rewards_trained(answers, request.timeout)
+
+    async def rewards_trained(
+        self, answers: Sequence[RewardAnswer], seconds: float
+    ) -> list[RewardAnswer]:
+        """Answers as they are after the step that learnt from them, or after so many seconds."""
+        return await self._awaited(
+            lambda: self._ledger.do(ledger_operations.after_step, answers),
+            lambda found: all(each.status == "trained" for each in found),
+            seconds,
+        )
+
+    async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
+        """Take a step with the groups that are named, or with those that wait."""
+        conductor = self._current.active()
+        if request.group_ids is None and not self._current.is_manual():
+            raise Refusal("auto_mode")
+        deadline = time.monotonic() + request.timeout
+        while True:
+            beat = self._current.changed.next
+            answer = await self._ledger.do(
+                ledger_operations.keep_plan,
+                conductor.now.run,
+                request,
+                conductor.request.prompts_per_step,
+                conductor.request.staleness,
+                caller,
+            )
+            if answer is not None:
+                break
+            await self._beat_before(beat, deadline)
+        conductor.nudge()
+        if not request.wait:
+            return answer
+        return await self.step_taken(answer, deadline - time.monotonic())
+
+    async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
+        """The answer as it is after the step that was planned, or after so many seconds."""
+        return await self._awaited(
+            lambda: self._ledger.do(ledger_operations.step_after, answer),
+            lambda found: found.status == "trained",
+            seconds,
+        )
+
+    async def _beat_before(self, beat: asyncio.Event, deadline: float) -> None:
+        """Wait for a change. Refused as `too_busy` when the time is over: another step waits already."""
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                await beat.wait()
+        except TimeoutError:
+            raise Refusal(
+                "too_busy", "another step is still being taken; ask again.", retry_after=2
+            ) from None
+
+    async def _awaited(
+        self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float
+    ) -> T:
+        """What one sees when it is done, or after so many seconds, or when nobody will do it any more."""
+        deadline = time.monotonic() + seconds
+        while True:
+            beat = self._current.changed.next
+            found = await look()
+            if done(found) or self._current.is_over():
+                return found
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                    await beat.wait()
+            except TimeoutError:
+                return found
+
+
+def _fields(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
+    """What the request calls the fields of an order."""
+    return {
+        "prompt": "prompt" if request.prompts is None else f"prompts.{place}",
+        "prompt_ids": "prompt_tokens",
+        "max_tokens": "max_completion_length",
+        "min_tokens": "min_completion_length",
+        "temperature": "temperature",
+    }
+
+
+def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> SampleOrder:
+    ids = request.prompt_tokens
+    return SampleOrder(
+        draw,
+        prompt,
+        request.num_completions,
+        Sampling(
+            temperature=request.temperature,
+            max_tokens=request.max_completion_length,
+            min_tokens=request.min_completion_length,
+            stop=None if request.stop is None else tuple(request.stop),
+        ),
+        None if ids is None else tuple(ids),
+        columns_of(request.tools, request.chat_template_kwargs),
+    )

@@ -1,0 +1,452 @@
+"""Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps what came of it.
+
+    clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → whoever waits is told
+
+One task does so from the beginning to the end, so that there is never more than one step under way. Everything that the engine is asked
+for is in the ledger before; what it has done stands in its own record, of which the ledger keeps a copy. So whatever ends, and whenever:
+
+    the engine     another one is begun. It goes back to its last checkpoint and says which steps it had committed; the plans after
+                   the checkpoint are taken again, in order, with the same groups.
+    this process   the next one does the same as soon as it has started.
+
+A plan that ends its engine twice is put aside with its groups, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import EventKind, Phase, StartRequest
+from groupwise.core.condition import Pulse
+from groupwise.core.errors import GroupwiseError, StoreError, UsageError
+from groupwise.core.types import Policy
+from groupwise.runs.folder import CHECKPOINTS
+from groupwise.server.engine.port import Engine, Opened, OpenRun, Plan, StepDone
+from groupwise.server.ledger import events, groups, plans
+from groupwise.server.ledger.plans import PlanRow
+from groupwise.server.ledger.runs import RunState
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.run import steps
+from groupwise.server.run.admission import Admission, Room
+from groupwise.server.run.engine_supervisor import Keeper, TooManyRestarts, is_full
+
+logger = logging.getLogger(__name__)
+
+RECENT = 0.2
+"""Weight of the newest step in the running mean of seconds per step."""
+
+Leaving = Literal["stop", "replace", "shut down"]
+"""Why no further step is taken. `shut down`: the run goes on when the server starts again."""
+
+_STATES: Mapping[Leaving, RunState] = {"stop": "stopped", "replace": "replaced"}
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where the run stands."""
+
+    opened: Opened
+    step: int
+    """Steps done."""
+    policy: Policy
+    """That serves."""
+    versions: dict[int, Policy]
+    """The last policies, by the steps done, whose files the engine keeps."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Of the last step."""
+    seconds_per_step: float | None = None
+    stepped_at: float | None = None
+    """When the last step was done, by the monotonic clock."""
+
+    @property
+    def run(self) -> str:
+        return self.opened.run
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.opened.folder)
+
+    @property
+    def max_steps(self) -> int:
+        return self.opened.max_steps
+
+    @property
+    def version(self) -> tuple[str, int]:
+        """[run, steps done] of the policy that serves."""
+        return self.run, self.step
+
+    def move_on(self, done: StepDone, kept: int) -> None:
+        """A step is done; `kept` policies before the newest one keep their files."""
+        now = time.monotonic()
+        if self.stepped_at is not None:
+            took = now - self.stepped_at
+            before = self.seconds_per_step
+            self.seconds_per_step = took if before is None else before + RECENT * (took - before)
+        self.stepped_at = now
+        self.step, self.policy, self.metrics = done.record.step + 1, done.policy, done.metrics
+        self.versions[self.step] = done.policy
+        for step in [step for step in self.versions if step < self.step - kept]:
+            del self.versions[step]
+
+
+class Conductor:
+    """One run, from the engine that opens it to its end."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        keeper: Keeper,
+        request: StartRequest,
+        order: OpenRun,
+        *,
+        most_open: int,
+        changed: Pulse,
+    ) -> None:
+        """`most_open`: groups that may be under way with manual steps; `changed` beats whenever a client may want to look again."""
+        self.request = request
+        self.phase: Phase = "starting"
+        self.last_error: str | None = None
+        self.standing: Standing | None = None
+        self.admission: Admission | None = None
+        self._ledger = ledger
+        self._keeper = keeper
+        self._order = order
+        self._most_open = most_open
+        self._changed = changed
+        self._engine: Engine | None = None
+        self._nudged = asyncio.Event()
+        self._leaving: Leaving | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # --- what the service asks -------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, while it can be asked; refused otherwise, with the reason."""
+        if self._engine is None or self.phase != "running":
+            raise self.refusal()
+        return self._engine
+
+    @property
+    def model(self) -> str:
+        """The base of the run, as its client named it."""
+        return self.request.model_id
+
+    @property
+    def loads(self) -> str:
+        """What it is loaded from."""
+        return self._order.config["model"]["name"]
+
+    @property
+    def now(self) -> Standing:
+        """Where the run stands; refused as long as no engine has opened it."""
+        if self.standing is None:
+            raise self.refusal()
+        return self.standing
+
+    @property
+    def room(self) -> Admission:
+        """Who lets requests for completions in; refused as long as no engine has opened the run."""
+        if self.admission is None:
+            raise self.refusal()
+        return self.admission
+
+    def refusal(self) -> Refusal:
+        """Why the engine cannot be asked now."""
+        if self.phase == "failed":
+            return Refusal("engine_failed", self.last_error)
+        if self.phase in ("stopping", "stopped", "finished"):
+            shutting_down = self._leaving == "shut down"
+            return Refusal("shutting_down", retry_after=5) if shutting_down else Refusal("finished")
+        return Refusal("engine_recovering", retry_after=2)
+
+    def nudge(self) -> None:
+        """Something was posted: a step may be due."""
+        self._nudged.set()
+
+    async def recount(self) -> None:
+        """Groups have come or gone: whoever waits for room may be let in."""
+        if self.standing is not None and self.admission is not None:
+            self.admission.now(await self._ledger.do(steps.traffic, self.standing.run))
+
+    async def begin(self) -> Standing:
+        """Open the run with its first engine. Raises what is wrong with it; of a new one nothing is left then."""
+        if self._order.run is None:
+            self._engine, opened = await self._keeper.open(self._order)
+            self._order = replace(self._order, run=opened.run)
+            self._place(opened)
+        else:
+            self._engine = await self._recovered()
+        await self._ready()
+        return self.now
+
+    async def tokenizer_files(self) -> Mapping[str, bytes]:
+        """Those of the engine that has begun."""
+        assert self._engine is not None, "it has begun"
+        return await self._engine.tokenizer_files()
+
+    def go_on(self) -> None:
+        """Take steps, in a task of its own, until the run ends."""
+        self._task = asyncio.create_task(self._conduct(), name="conductor")
+
+    async def last_words(self) -> None:
+        """Return at once, unless all steps are done: then when the run has its final weights."""
+        if self._task is not None and self.now.step >= self.now.max_steps:
+            await asyncio.wait((self._task,))
+
+    async def leave(self, why: Leaving, seconds: float) -> None:
+        """Finish the step under way and take no other. Where that takes longer than so many seconds, the engine is killed."""
+        if self.phase in ("finished", "stopped", "failed"):
+            return
+        self._leaving, self.phase = why, "stopping"
+        self._close_room()
+        self.nudge()
+        if self._task is None:
+            return
+        done, _ = await asyncio.wait((self._task,), timeout=seconds)
+        if not done:
+            logger.warning(
+                "the step under way is given up after %g s; it is taken again when the run goes on",
+                seconds,
+            )
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._left_behind()
+
+    async def _left_behind(self) -> None:
+        """Where the engine could not be asked to end the run, it is ended without."""
+        state = _STATES.get(self._leaving) if self._leaving else None
+        if self.phase == "stopping" and state is not None:
+            self.phase = "stopped"
+            step = self.standing.step if self.standing else 0
+            await self._ledger.do(steps.ended, self._run, state, EventKind.STOPPED, step)
+
+    # --- the run's one task ----------------------------------------------------------------------
+
+    async def _conduct(self) -> None:
+        try:
+            while not await self._by_one_engine():
+                pass
+        except Exception as error:
+            logger.exception("the run cannot go on")
+            await self._fail(str(error) or repr(error))
+        finally:
+            self._engine = None
+            await self._keeper.end()
+            self._close_room()
+            self._changed.beat()
+
+    async def _by_one_engine(self) -> bool:
+        """Take steps as long as the engine lasts; whether the run is over, or is left."""
+        try:
+            engine = self._engine or await self._recovered()
+            await self._ready()
+            await self._tell_checkpoint()
+            await self._take_steps(engine)
+            await self._end(engine)
+        except UsageError as error:  # the next engine would be told the same
+            await self._fail(str(error))
+        except GroupwiseError as error:
+            return not await self._may_begin_another(error)
+        return True
+
+    async def _may_begin_another(self, error: GroupwiseError) -> bool:
+        self._engine = None
+        self.last_error = str(error)
+        await self._keeper.end()
+        if self._leaving is not None:
+            logger.warning("the engine was lost while the run was left: %s", error)
+            return False
+        self.phase = "recovering"
+        logger.warning("the engine is begun again: %s", error)
+        self._changed.beat()
+        try:
+            if is_full(error):
+                await self._keeper.room_on(self.now.folder)
+            else:
+                await self._keeper.pause(error)
+            await self._tell(EventKind.ENGINE_LOST, message=str(error))
+        except TooManyRestarts as too_many:
+            await self._fail(str(too_many))
+            return False
+        except StoreError as full:  # again: the next engine would find the same
+            return await self._may_begin_another(full)
+        return True
+
+    async def _fail(self, reason: str) -> None:
+        self.phase, self.last_error = "failed", reason
+        logger.error("the run has failed: %s", reason)
+        step = self.standing.step if self.standing else 0
+        with suppress(StoreError):  # it is told all the same, and the next server tries again
+            await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
+
+    async def _end(self, engine: Engine) -> None:
+        """Leave the run as it was asked for, or finished."""
+        now = self.now
+        if now.step >= now.max_steps:
+            await engine.close_run(finished=True)
+            await self._tell_checkpoint()
+            self.phase = "finished"
+            await self._ledger.do(steps.ended, now.run, "finished", EventKind.FINISHED, now.step)
+        elif self._leaving == "shut down":
+            await engine.save()
+            await self._tell_checkpoint()
+        else:
+            await engine.close_run(finished=False)
+            await self._tell_checkpoint()
+            self.phase = "stopped"
+            assert self._leaving is not None, "it takes steps until then"
+            state = _STATES[self._leaving]
+            await self._ledger.do(steps.ended, now.run, state, EventKind.STOPPED, now.step)
+
+    # --- beginning again --------------------------------------------------------------------------
+
+    async def _recovered(self) -> Engine:
+        """A new engine that stands where the run stood."""
+        self.phase = "recovering"
+        engine, opened = await self._keeper.open(self._order)
+        self._place(opened)
+        await self._note_committed(engine, opened)
+        exact = True
+        for plan in await self._ledger.do(plans.plans_from, opened.run, opened.step):
+            if plan.trained is not None:
+                exact = await self._take(engine, plan) and exact
+        why = self.last_error or "it ended the engine"
+        await self._ledger.do(steps.put_aside, opened.run, why)
+        await self._ledger.do(steps.repeated, opened.run, exact, opened.inexact)
+        self._engine = engine
+        return engine
+
+    async def _note_committed(self, engine: Engine, opened: Opened) -> None:
+        """Steps that were committed when the engine, or this process, ended before anybody could be told."""
+        known = await self._ledger.do(steps.next_step, opened.run)
+        for manifest in opened.manifests:
+            if manifest.step >= known:
+                metrics = await engine.metrics_of(manifest.step)
+                await self._ledger.do(steps.note_committed, opened.run, manifest, metrics)
+        if opened.step > await self._ledger.do(steps.next_step, opened.run):
+            raise UsageError(
+                f"The run {opened.run} stands after {opened.step} steps, but the server's ledger knows of fewer: it is an older copy. "
+                "Restore the one that belongs to the run."
+            )
+
+    def _place(self, opened: Opened) -> None:
+        before = self.standing
+        self.standing = Standing(opened, opened.step, opened.policy, {opened.step: opened.policy})
+        if before is not None:
+            self.standing.metrics = before.metrics
+
+    async def _ready(self) -> None:
+        """Be ready for clients."""
+        run = self.now.run
+        traffic = await self._ledger.do(steps.traffic, run)
+        if self.admission is None:
+            draw = await self._ledger.do(groups.first_unused_draw, run)
+            self.admission = Admission(self._layout_of_room(), traffic, draw)
+        self.admission.now(traffic)
+        if self._leaving is None:
+            self.phase = "running"
+        self._changed.beat()
+
+    def _layout_of_room(self) -> Room:
+        return Room(
+            groups_per_step=self.request.prompts_per_step,
+            staleness=self.request.staleness,
+            manual=self.request.steps == "manual",
+            most=self._most_open,
+        )
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    async def _take_steps(self, engine: Engine) -> None:
+        """Whenever one is due, until the last one is done or the run is to be left."""
+        while self._leaving is None and self.now.step < self.now.max_steps:
+            self._nudged.clear()
+            plan = await self._ledger.do(
+                steps.plan_when_due, self._run, self._size, self.request.staleness
+            )
+            if plan is None:
+                await self._nudged_or_lost(engine)
+            else:
+                await self._take(engine, plan)
+
+    async def _take(self, engine: Engine, plan: PlanRow) -> bool:
+        """One step, on disk before and after; whether it came out as before, where it is taken again."""
+        learnt_from = await self._ledger.do(steps.groups_to_train, plan)
+        rate = plan.parameters.get(steps.LEARNING_RATE)
+        try:
+            done = await engine.step(Plan(plan.step, learnt_from, rate))
+        except GroupwiseError as error:
+            if not is_full(error):
+                await self._ledger.do(plans.count_loss, plan.run, plan.step)
+            raise
+        exact = await self._ledger.do(steps.note_trained, plan, done)
+        self.now.move_on(done, self.request.staleness)
+        await self._tell_checkpoint()
+        self._log_step()
+        await self.recount()
+        self._changed.beat()
+        return exact
+
+    def _log_step(self) -> None:
+        """A line for people, now and then."""
+        now, metrics = self.now, self.now.metrics
+        if now.step % self.request.logging_steps and now.step != now.max_steps:
+            return
+        loss = metrics.get("loss", math.nan)  # where nothing was learnt there is none
+        logger.info(
+            "%s: step %d/%d  reward %.3f ±%.3f  %s%.1f s",
+            now.run,
+            now.step,
+            now.max_steps,
+            metrics.get("reward", math.nan),
+            metrics.get("reward_std", math.nan),
+            f"loss {loss:.4f}  " if math.isfinite(loss) else "",
+            now.seconds_per_step or metrics.get("time/step", math.nan),
+        )
+
+    async def _nudged_or_lost(self, engine: Engine) -> None:
+        """Return when something was posted. Raises what the engine has ended of."""
+        nudged = asyncio.ensure_future(self._nudged.wait())
+        lost = asyncio.ensure_future(engine.lost())
+        try:
+            await asyncio.wait((nudged, lost), return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                raise lost.result()
+        finally:
+            for each in (nudged, lost):
+                each.cancel()
+            await asyncio.gather(nudged, lost, return_exceptions=True)
+
+    @property
+    def _run(self) -> str:
+        assert self._order.run is not None, "it was opened"
+        return self._order.run
+
+    @property
+    def _size(self) -> int | None:
+        """Rewarded groups that make a step by themselves."""
+        return None if self.request.steps == "manual" else self.request.prompts_per_step
+
+    def _close_room(self) -> None:
+        if self.admission is not None:
+            self.admission.end(self.refusal())
+
+    async def _tell_checkpoint(self) -> None:
+        """Where a checkpoint of the steps done stands, which the engine writes when one is due, clients are told of it."""
+        now = self.now
+        if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
+            await self._ledger.do(steps.note_checkpoint, now.run, now.step)
+            self._changed.beat()
+
+    async def _tell(self, kind: EventKind, **data: Any) -> None:
+        await self._ledger.do(events.add_event, self._run, kind, data)

@@ -1,0 +1,144 @@
+"""Begins engines, one after another, and says when it has been too often.
+
+An engine may end at any instant: killed, out of memory, hanging, or with a disk that is full. Whoever drives it asks here for the next
+one. Restarts are counted within a window, with a growing pause between them; beyond the limit the reason is told and no further one is
+begun. A full disk is nobody's fault: it is waited for, and not counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.core.errors import CheckpointError, RunError, StoreError
+from groupwise.server.engine.port import Engine, Opened, OpenRun
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.5
+"""Seconds before the second restart in a window; doubled with each one, up to LONGEST_PAUSE."""
+LONGEST_PAUSE = 30.0
+LOOK_AT_DISK = 5.0
+"""Seconds between two attempts to write to a disk that was full."""
+SOME = 1 << 20
+"""Bytes that must go there before an engine is begun again; a step of a small run writes about as many."""
+
+
+class TooManyRestarts(RunError):
+    """The engine ended too often; the message says how it ended last."""
+
+    code = "engine_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How often an engine is begun again."""
+
+    restarts: int = 5
+    """Within the window."""
+    window: float = 600.0
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Where time comes from; tests bring their own."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+class Keeper:
+    """Has at most one engine."""
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[Engine]],
+        limits: Limits = Limits(),
+        clock: Time = Time(),
+    ) -> None:
+        """`make` begins an engine in which nothing is open yet."""
+        self.restarts = 0
+        """Of this server, since it began."""
+        self._make = make
+        self._limits = limits
+        self._clock = clock
+        self._ends: deque[float] = deque()
+        """When engines have ended, within the window."""
+        self._engine: Engine | None = None
+
+    async def begin(self) -> Engine:
+        """A new engine in which nothing is open; the one before has ended."""
+        await self.end()
+        engine = self._engine = await self._make()
+        return engine
+
+    async def open(self, order: OpenRun) -> tuple[Engine, Opened]:
+        """A new engine with this run open. Raises what `Engine.open` raises; the engine has ended then."""
+        engine = await self.begin()
+        try:
+            return engine, await engine.open(order)
+        except BaseException:
+            await self.end()
+            raise
+
+    async def end(self) -> None:
+        """End the engine, if there is one."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    async def pause(self, why: Exception) -> None:
+        """After an engine has ended: wait until the next one may be begun. Raises TooManyRestarts."""
+        await self.end()
+        now = self._clock.monotonic()
+        self._ends.append(now)
+        while self._ends[0] <= now - self._limits.window:
+            self._ends.popleft()
+        self.restarts += 1
+        if len(self._ends) > self._limits.restarts:
+            raise TooManyRestarts(
+                f"The engine ended {len(self._ends)} times within {self._limits.window:g} seconds and is not started again. It ended "
+                f"last because: {why}"
+            ) from why
+        pauses = len(self._ends) - 1
+        if pauses:
+            await self._clock.sleep(min(FIRST_PAUSE * 2 ** (pauses - 1), LONGEST_PAUSE))
+
+    async def room_on(self, folder: Path) -> None:
+        """Wait until something can be written to a disk that was full; any other reason to refuse is not waited for."""
+        while _is_still_full(folder):
+            await self._clock.sleep(LOOK_AT_DISK)
+
+
+FULL_SECONDS = 10.0
+"""When somebody who was refused for want of disk may ask again."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error came from a disk without room. Those of an engine have crossed a socket and are their message alone."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "database or disk is full")
+    return isinstance(error, StoreError | CheckpointError) and any(
+        text in str(error) for text in full
+    )
+
+
+def _is_still_full(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(SOME))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return is_full(error)
+    return False

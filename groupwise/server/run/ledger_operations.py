@@ -1,0 +1,360 @@
+"""What the service keeps of what clients do: operations on the ledger, each one transaction with its answer, its event and its count."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import (
+    CheckpointAnswer,
+    CompletionsRequest,
+    EventKind,
+    GroupAnswer,
+    GroupRewards,
+    RewardAnswer,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    StepAnswer,
+    StepRequest,
+)
+from groupwise.core.types import Group, from_json
+from groupwise.server.engine.port import Opened, Sampled
+from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
+from groupwise.server.ledger.answers import Answer, Request, once
+from groupwise.server.ledger.group_states import State
+from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
+from groupwise.server.ledger.idempotent_answers import (
+    answer_of,
+    completions_answer,
+    rewards_answer,
+    step_answer,
+)
+from groupwise.server.ledger.plans import PlanRow
+from groupwise.server.ledger.rewards import Post, Posted
+from groupwise.server.ledger.runs import RunRow
+from groupwise.server.ledger.tokenizers import Tokenizer
+from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.run import steps
+
+
+def named(caller: Caller) -> Request | None:
+    """The request as the ledger names it; None where it does not name itself."""
+    key = caller.answer_key
+    return None if key is None else Request(caller.key_id, key.route, key.key, key.body_hash)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def started(
+    transaction: Transaction,
+    run: str,
+    folder: str,
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    goes_on: bool,
+    opened: Opened,
+    caller: Caller,
+    answer: Answer,
+) -> RunRow:
+    """A run that an engine has opened, as the active one."""
+    tokenizer = Tokenizer.of(opened)
+
+    def work(transaction: Transaction) -> Answer:
+        if goes_on:
+            runs.go_on(transaction, run, settings, config, tokenizer)
+        else:
+            runs.add_run(transaction, run, folder, settings, config, tokenizer)
+        events.add_event(transaction, run, EventKind.STARTED, {"step": opened.step})
+        return answer
+
+    once(transaction, named(caller), work)
+    return runs.read_run(transaction, run)
+
+
+# --- completions ----------------------------------------------------------------------------------
+
+
+def check_draws(transaction: Transaction, run: str, draws: Sequence[int | None]) -> None:
+    """Refused as `draw_taken` where a group has one of them, before it is waited for."""
+    for draw in draws:
+        if draw is not None:
+            groups.need_free_draw(transaction, run, draw)
+
+
+def keep_groups(
+    transaction: Transaction,
+    run: str,
+    sampled: Sequence[Sampled],
+    lease: float,
+    request: CompletionsRequest,
+    caller: Caller,
+) -> list[GroupAnswer]:
+    """Groups that were sampled, and the answer about them."""
+    kept: list[GroupAnswer] = []
+
+    def work(transaction: Transaction) -> Answer:
+        new = [_new(each) for each in sampled]
+        rows = groups.opened(transaction, run, new, key_id=caller.key_id, lease=lease)
+        counters.count(transaction, run, counters.COMPLETION_REQUESTS)
+        kept.extend(
+            group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)
+        )
+        return completions_answer(request, kept)
+
+    once(transaction, named(caller), work)
+    return kept
+
+
+def _new(sampled: Sampled) -> NewGroup:
+    group_id = f"g-{secrets.token_hex(10)}"
+    return NewGroup(group_id, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
+
+
+def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
+    """A group as its client is told of it."""
+    rollouts = group.rollouts
+    return GroupAnswer(
+        group_id=row.id,
+        prompt=group.example.prompt,
+        completions=[rollout.completion for rollout in rollouts],
+        completion_tokens=[list(rollout.completion_ids) for rollout in rollouts],
+        finish_reasons=[rollout.finish_reason or "length" for rollout in rollouts],
+        model_version=(row.run, row.sampled_step),
+        fingerprint=row.fingerprint,
+        draw=row.draw,
+        expires_at=transaction.now + row.lease_end - transaction.uptime,
+    )
+
+
+# --- rewards --------------------------------------------------------------------------------------
+
+
+def keep_rewards(
+    transaction: Transaction,
+    run: str,
+    steps_done: int | None,
+    request: RewardsOfOne | RewardsOfSeveral,
+    caller: Caller,
+) -> list[RewardAnswer]:
+    """Rewards of groups, all or none, and the answers about them. `steps_done` by the run; None: as many as the ledger knows of.
+
+    Where the client waits for the step, what is kept for its key says that they are accepted: whoever asks again goes on waiting
+    from there.
+    """
+    answers: list[RewardAnswer] = []
+
+    def work(transaction: Transaction) -> Answer:
+        done = steps.next_step(transaction, run) if steps_done is None else steps_done
+        version = (run, done)
+        posts = [
+            _post(transaction, each, version, _place(request, number))
+            for number, each in enumerate(request.all_groups)
+        ]
+        posted = [members.accept(transaction, run, post) for post in posts]
+        counters.count(transaction, run, counters.REWARD_REQUESTS)
+        answers.extend(_reward_answer(each) for each in posted)
+        return rewards_answer(request, answers)
+
+    once(transaction, named(caller), work)
+    return answers
+
+
+def _reward_answer(posted: Posted) -> RewardAnswer:
+    run, step = posted.answer["model_version"]
+    return RewardAnswer(
+        group_id=posted.group, model_version=(run, step), status=posted.answer["status"]
+    )
+
+
+def _place(request: RewardsOfOne | RewardsOfSeveral, number: int) -> str:
+    return "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards"
+
+
+def _post(
+    transaction: Transaction, given: GroupRewards, version: tuple[str, int], field: str
+) -> Post:
+    status = "held" if given.include == "hold" else "accepted"
+    answer = {"model_version": list(version), "status": status}
+    group = given.group_id or _echo(given)
+    if given.group_id is not None:
+        _check_echo(transaction, given)
+    return Post(group, tuple(given.rewards), answer, given.include, field)
+
+
+def _echo(given: GroupRewards) -> Echo:
+    assert given.echoed_prompt is not None, "it is needed where there is no id"
+    assert given.completions is not None, "likewise"
+    tokens = given.completion_tokens
+    return Echo(
+        given.echoed_prompt,
+        tuple(given.completions),
+        None if tokens is None else tuple(map(tuple, tokens)),
+    )
+
+
+def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
+    """What a client sends along with an id is compared with what was sampled, as far as that is still kept."""
+    assert given.group_id is not None
+    record = groups.read_record(transaction, members.named(given.group_id).group)
+    if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
+        return
+    own = groups.echo_of(from_json(Group, record))
+    sent: dict[str, tuple[Any, Any]] = {
+        "prompt": (given.echoed_prompt, own.prompt),
+        "completions": (given.completions, list(own.completions)),
+        "completion_tokens": (
+            given.completion_tokens,
+            [list(ids) for ids in own.completion_tokens or ()],
+        ),
+    }
+    for name, (echoed, kept) in sent.items():
+        if echoed is not None and echoed != kept:
+            raise Refusal(
+                "echo_mismatch",
+                f"{name} of group {given.group_id} are not what the server has sampled. Leave them out, or send them as they came.",
+            )
+
+
+def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> list[RewardAnswer]:
+    """The answers as they are now: trained where a step has learnt from the group. Refused by how a group ended without."""
+    return [_after_step(transaction, answer) for answer in answers]
+
+
+def _after_step(transaction: Transaction, answer: RewardAnswer) -> RewardAnswer:
+    row = groups.read_group(transaction, answer.group_id)
+    if row.state in _LEFT_OUT:
+        raise Refusal(_LEFT_OUT[row.state], f"group {row.id} is {row.state}: {row.reason}.")
+    plan = plans.plan_of(transaction, row.id)
+    if plan is None or plan.trained is None:
+        return answer
+    told = {
+        "status": "trained",
+        "step": plan.step,
+        "metrics": dict(plan.trained.metrics),
+        "model_version": (row.run, plan.step + 1),
+    }
+    return answer.model_copy(update=told)
+
+
+_LEFT_OUT: dict[State, str] = {"stale": "group_stale", "quarantined": "group_quarantined"}
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def keep_plan(
+    transaction: Transaction,
+    run: str,
+    request: StepRequest,
+    most: int,
+    staleness: int,
+    caller: Caller,
+) -> StepAnswer | None:
+    """A step that is asked for, and the answer about it; None where another one waits already."""
+    made: list[StepAnswer] = []
+    rate = request.learning_rate
+    parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
+
+    def work(transaction: Transaction) -> Answer:
+        runs.need_active(transaction, run)
+        plan = steps.plan_of_named(transaction, run, request.group_ids, most, staleness, parameters)
+        if plan is None:
+            raise _Busy
+        made.append(_step_answer(plan))
+        return step_answer(request, made[0])
+
+    try:
+        once(transaction, named(caller), work)
+    except _Busy:
+        return None
+    return made[0]
+
+
+class _Busy(Exception):
+    """Another plan waits."""
+
+
+def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
+    """The answer as it is now. Refused as `group_quarantined` where the step was put aside."""
+    plan = plans.plan_of(transaction, answer.group_ids[0])
+    assert plan is not None, "it was planned"
+    if plan.state == "quarantined":
+        raise Refusal("group_quarantined", f"step {plan.step} was put aside: {plan.reason}.")
+    return _step_answer(plan)
+
+
+def _step_answer(plan: PlanRow) -> StepAnswer:
+    if plan.trained is None:
+        return StepAnswer(status="accepted", step=plan.step, group_ids=list(plan.groups))
+    return StepAnswer(
+        status="trained",
+        step=plan.step,
+        group_ids=list(plan.groups),
+        model_version=(plan.run, plan.step + 1),
+        metrics=dict(plan.trained.metrics),
+    )
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
+    """That a checkpoint stands under a name, and the answer about it."""
+
+    def work(transaction: Transaction) -> Answer:
+        steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
+        return answer_of(kept)
+
+    once(transaction, named(caller), work)
+
+
+# --- time and status ------------------------------------------------------------------------------
+
+
+def tick(transaction: Transaction) -> bool:
+    """Keep the uptime, and end groups whose lease is over; whether there were any."""
+    uptime.tick(transaction)
+    settled = members.settle_overdue(transaction)
+    overdue = groups.expire_overdue(transaction)
+    for run in dict.fromkeys(row.run for row in overdue):
+        ids = [row.id for row in overdue if row.run == run]
+        told = {"message": "their lease is over", "data": {"expired": ids}}
+        events.add_event(transaction, run, EventKind.GROUPS, told)
+    return bool(overdue or settled)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the ledger knows of a run, for its status."""
+
+    row: RunRow
+    step: int
+    """Steps trained."""
+    groups: dict[State, int]
+    counters: dict[str, int]
+    quarantined: list[PlanRow]
+    last_event: int
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Requests that were refused, by code."""
+        begin = "refused/"
+        found = self.counters.items()
+        return {name.removeprefix(begin): n for name, n in found if name.startswith(begin)}
+
+
+def told(transaction: Transaction, run: str) -> Told:
+    """Everything at one instant."""
+    return Told(
+        runs.read_run(transaction, run),
+        steps.next_step(transaction, run),
+        groups.count_groups(transaction, run),
+        counters.counters_of(transaction, run),
+        plans.quarantined_plans(transaction, run),
+        events.last_event(transaction),
+    )

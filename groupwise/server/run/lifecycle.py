@@ -1,0 +1,293 @@
+"""Begins runs, goes on with earlier ones, and ends them: one at a time.
+
+    what is asked (`run_config.py`) → what is in the way makes way → an engine opens the run → its row in the ledger → its conductor goes on
+
+The answer to POST /start comes when the run is in the ledger; until then nothing of a new one is left where it cannot begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.problems import FieldError, Refusal, field_errors, summary_of
+from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
+from groupwise.core import atomic_files
+from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.server.engine.port import EngineLost, OpenRun
+from groupwise.server.ledger import runs
+from groupwise.server.ledger.idempotent_answers import answer_of
+from groupwise.server.ledger.runs import RunRow
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.run import ledger_operations, steps
+from groupwise.server.run.active_run import ENDED, Current
+from groupwise.server.run.checkpoints import Checkpoints
+from groupwise.server.run.conductor import Conductor, Leaving, Standing
+from groupwise.server.run.engine_errors import refusal_of
+from groupwise.server.run.engine_supervisor import Keeper
+from groupwise.server.run.run_config import RUNS, Allowed, order_of
+
+logger = logging.getLogger(__name__)
+
+
+class Beside(Protocol):
+    """What is trained beside runs, or in their place: models that clients drive by verbs, parts that a loop drives from elsewhere."""
+
+    async def make_way(self) -> None:
+        """Something else is to have the machine. Refused as `run_active` where there is no room for it."""
+        ...
+
+    async def let_go(self) -> None:
+        """Somebody starts a run with `replace: true`: end what would be in its way. Within the turn."""
+        ...
+
+
+class StartStop:
+    """The beginning and the end of runs."""
+
+    def __init__(
+        self, current: Current, ledger: Ledger, keeper: Keeper, checkpoints: Checkpoints
+    ) -> None:
+        config = current.config
+        self._current = current
+        self._config = config
+        self._ledger = ledger
+        self._keeper = keeper
+        self._checkpoints = checkpoints
+        self._allowed = Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models))
+        self.turn = asyncio.Lock()
+        """Held while a run is begun or ended, or an engine for something else is."""
+
+    # --- beginning -------------------------------------------------------------------------------
+
+    async def go_on(self) -> None:
+        """With the run that was active when the server ended; in the background, because it takes a while."""
+        known = await self._ledger.do(runs.list_runs)
+        self._current.latest = known[-1] if known else None
+        active = await self._ledger.do(runs.active_run)
+        if active is None:
+            return
+        self._current.latest = active
+        request = StartRequest.model_validate_json(json.dumps(active.settings))
+        order = OpenRun(self._here(active.config), request.max_prompt_length, run=active.run)
+        self._current.conductor = self._conductor_of(request, order)
+        self._current.conductor.go_on()
+        logger.info("going on with the run %s", active.run)
+
+    async def start(
+        self, request: StartRequest, caller: Caller, beside: Sequence[Beside]
+    ) -> StartAnswer:
+        """Begin a run, or go on with one. `beside`: what may have to make way."""
+        async with self.turn:
+            self._current.refuse_when_shutting_down()
+            replacing = request.replace
+            order, request, old = await self._order(request)
+            if replacing or self._current.conducted() is None:
+                for each in beside:
+                    if replacing:
+                        await each.let_go()
+                    await each.make_way()
+            await self._make_way(replacing)
+            conductor = self._conductor_of(request, order)
+            standing = await self._begun(conductor)
+            answer = _start_answer(request, standing)
+            await self._keep_tokenizer(conductor, standing)
+            row = await self._ledger.do(
+                ledger_operations.started,
+                standing.run,
+                f"{RUNS}/{standing.run}",
+                request.model_dump(mode="json", exclude_unset=True),
+                dict(order.config),
+                old is not None,
+                standing.opened,
+                caller,
+                answer_of(answer),
+            )
+            self._current.conductor, self._current.latest = conductor, row
+            conductor.go_on()
+            return answer
+
+    async def _order(self, request: StartRequest) -> tuple[OpenRun, StartRequest, RunRow | None]:
+        """What the engine is asked for; of a run that goes on, with what is given beside its own settings."""
+        if request.resume_from is None:
+            order = order_of(request, self._allowed, self._config.folder)
+            return self._named(order), request, None
+        rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
+        if (old := rows.get(request.resume_from)) is not None:
+            _refuse_another_name(request, old.run)
+            merged = _merged(old.settings, request)
+            order = order_of(merged, self._allowed, self._config.folder)
+            config = _with_run(order.config, name=old.run)
+            return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
+        beginning = self._checkpoints.beginning(request.resume_from, rows)
+        merged = _merged(beginning.settings, request)
+        _refuse_other_weights(request.resume_from, beginning.settings, merged)
+        order = self._named(order_of(merged, self._allowed, self._config.folder))
+        return replace(order, start_from=str(beginning.folder)), merged, None
+
+    def _named(self, order: OpenRun) -> OpenRun:
+        """Under a name that no run has had: one that was stopped is gone on with by `resume_from`, not by chance."""
+        wanted = order.config["run"]["name"]
+        name, number = wanted, 1
+        while (self._config.folder / RUNS / name).exists():
+            number += 1
+            name = f"{wanted}-{number}"
+        return replace(order, config=_with_run(order.config, name=name))
+
+    def _here(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of a run in this output folder, which may have been moved since."""
+        return _with_run(config, dir=str(self._config.folder / RUNS))
+
+    async def _make_way(self, replacing: bool) -> None:
+        conductor = self._current.conductor
+        if conductor is not None:
+            await conductor.last_words()
+        if conductor is None or conductor.phase in ENDED:
+            return
+        if not replacing:
+            run = self._current.latest.run if self._current.latest else "the run"
+            raise Refusal(
+                "run_active",
+                f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
+            )
+        await self._left(conductor, "replace")
+
+    async def _begun(self, conductor: Conductor) -> Standing:
+        limit = self._config.start_time_limit
+        try:
+            async with asyncio.timeout(limit):
+                return await conductor.begin()
+        except TimeoutError:
+            await self._keeper.end()
+            raise Refusal(
+                "timed_out",
+                f"the run was not ready after {limit:g} seconds (the server's start_time_limit).",
+            ) from None
+        except UsageError as error:
+            raise refusal_of(error, otherwise="settings_conflict") from None
+        except EngineLost as error:
+            # It may have been killed for want of memory that is there again.
+            raise Refusal("engine_recovering", str(error), retry_after=2) from None
+        except GroupwiseError as error:
+            await self._keeper.end()
+            raise refusal_of(error, otherwise="engine_failed") from None
+
+    async def _keep_tokenizer(self, conductor: Conductor, standing: Standing) -> None:
+        """Beside the runs, so that it can be had when no engine is there."""
+        place = self._current.tokenizer_folder(standing.opened.tokenizer_hash)
+        if place.is_dir():
+            return
+        files = await conductor.tokenizer_files()
+
+        def fill(folder: Path) -> None:
+            for name, content in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+
+        await asyncio.to_thread(atomic_files.make_folder, place, fill, replace=True)
+
+    def _conductor_of(self, request: StartRequest, order: OpenRun) -> Conductor:
+        return Conductor(
+            self._ledger,
+            self._keeper,
+            request,
+            order,
+            most_open=self._config.max_open_groups,
+            changed=self._current.changed,
+        )
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    async def stop(self) -> StopAnswer:
+        """End the run after the step under way, with a checkpoint; harmless when repeated."""
+        async with self.turn:
+            if self._current.conductor is not None:
+                await self._left(self._current.conductor, "stop")
+            row = self._current.latest
+            if row is None:
+                return StopAnswer()
+            return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
+
+    async def _left(self, conductor: Conductor, why: Leaving) -> None:
+        await conductor.leave(why, self._config.step_time_limit)
+        self._current.changed.beat()
+
+
+def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The config with another name or folder of its run."""
+    return {**config, "run": {**config["run"], **changes}}
+
+
+def _refuse_another_name(request: StartRequest, run: str) -> None:
+    """A run keeps its name for as long as it goes on."""
+    if request.run_name not in (None, run):
+        message = (
+            f"has no effect with resume_from: {run}, because the run goes on under its own name. Leave it out, or begin a new run from "
+            f"a checkpoint of it, such as resume_from: {run}@<step> (GET /checkpoints lists them)"
+        )
+        error = FieldError(field="run_name", message=message)
+        raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
+
+
+def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: StartRequest) -> None:
+    """A checkpoint of all weights holds no adapter, and one of an adapter nothing else; told before anything is loaded."""
+    had_all = _merged(settings, StartRequest()).trains_all
+    if had_all != request.trains_all:
+        was, wanted = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
+        mend = "adapter: full" if had_all else "adapter: new"
+        message = (
+            f"the checkpoint {name} has {was}, and {wanted} would be trained. Give `{mend}`, or leave adapter and lora out, to go on with "
+            "it; without resume_from the training begins anew"
+        )
+        error = FieldError(field="adapter", message=message)
+        raise Refusal("resume_mismatch", f"adapter: {message}.", errors=[error])
+
+
+_OURS = ("resume_from", "replace")
+"""What a start says of itself, and not of the run."""
+_REPLACED: Mapping[str, tuple[str, ...]] = {
+    "groups_per_step": ("training_batch_size", "gradient_accumulation_steps"),
+    "training_batch_size": ("groups_per_step",),
+    "gradient_accumulation_steps": ("groups_per_step",),
+}
+"""What says the same in another way: the settings of the earlier run that give way to one that is given anew."""
+
+
+def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
+    """The settings of an earlier run, with what is given anew. Refused as `settings_conflict` where they do not go together."""
+    given = request.model_dump(mode="json", exclude_unset=True)
+    fresh = {key: value for key, value in given.items() if key not in _OURS}
+    gone = {
+        *_OURS,
+        *(old for key in fresh if fresh[key] is not None for old in _REPLACED.get(key, ())),
+    }
+    kept = {key: value for key, value in settings.items() if key not in gone}
+    try:
+        return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
+    except ValidationError as error:
+        errors = field_errors(error.errors(include_url=False), StartRequest)
+        raise Refusal(
+            "settings_conflict",
+            f"With the settings of the run that it goes on from: {summary_of(errors)}. What is given anew replaces the earlier setting; "
+            "null takes one back.",
+            errors=errors,
+        ) from None
+
+
+def _start_answer(request: StartRequest, standing: Standing) -> StartAnswer:
+    return StartAnswer(
+        run_id=standing.run,
+        model_version=standing.version,
+        fingerprint=standing.policy.fingerprint,
+        max_steps=standing.max_steps,
+        groups_per_step=request.prompts_per_step,
+        tokenizer_hash=standing.opened.tokenizer_hash,
+    )

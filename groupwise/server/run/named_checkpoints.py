@@ -1,0 +1,114 @@
+"""Checkpoints that a client has saved by name: kept until somebody deletes them, whatever becomes of the run.
+
+D/checkpoints/<name>/       the files of the checkpoint, linked where the disk can
+D/checkpoints/<name>/saved.json   the run that it is of, the settings that a new run from it begins with, and by which request it was made
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.api.http.caller import Caller
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import CheckpointAnswer
+from groupwise.core import atomic_files
+from groupwise.runs import checkpoints
+from groupwise.runs.checkpoints import Checkpoint
+from groupwise.runs.folder import CHECKPOINTS
+from groupwise.server.ledger.runs import RunRow
+
+SAVED = "saved.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a new run can begin with."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    """Of the run that it is of, as they were posted."""
+    run: str
+    step: int
+
+
+class NamedCheckpoints:
+    """Those of one server, beside the automatic ones of its runs."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._root = output / CHECKPOINTS
+
+    def refuse_taken(self, name: str) -> None:
+        """Refused as `checkpoint_exists` where the name is taken."""
+        if (self._root / name).exists():
+            raise Refusal(
+                "checkpoint_exists",
+                f"there is a checkpoint {name!r} already; choose another name.",
+            )
+
+    def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
+        """The checkpoint of a name where this very request, by its Idempotency-Key, has made it; None where it has not."""
+        file = self._root / name / SAVED
+        if caller.answer_key is None or not file.is_file():
+            return None
+        facts = json.loads(file.read_text())
+        if facts.get("asked") != _asked(caller):
+            return None
+        return CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
+
+    def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
+        """Keep a checkpoint under a name. FileNotFoundError where it is pruned meanwhile."""
+        self.refuse_taken(name)
+        found = checkpoints.read(checkpoint)
+
+        def fill(folder: Path) -> None:
+            for file in sorted(checkpoint.rglob("*")):
+                if file.is_file():
+                    kept = folder / file.relative_to(checkpoint)
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_files.keep_file(file, kept)
+            facts = {"run": row.run, "step": found.step, "settings": row.settings}
+            (folder / SAVED).write_text(json.dumps({**facts, "asked": _asked(caller)}))
+
+        atomic_files.make_folder(self._root / name, fill, replace=False)
+        return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
+
+    def listed(self) -> Iterator[CheckpointAnswer]:
+        """All of them, by name."""
+        for file in sorted(self._root.glob(f"*/{SAVED}")):
+            try:
+                facts, name = json.loads(file.read_text()), file.parent.name
+            except FileNotFoundError:  # somebody deletes it
+                continue
+            yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
+
+    def automatic(self, row: RunRow) -> list[Checkpoint]:
+        """The checkpoints of a run that stand in its folder, the oldest first."""
+        return list(checkpoints.complete(self._output / row.folder / CHECKPOINTS))
+
+    def find(self, name: str) -> Beginning | None:
+        """The checkpoint of a name; None where there is none."""
+        folder = self._root / name
+        if folder.parent != self._root or not (folder / SAVED).is_file():
+            return None
+        facts = json.loads((folder / SAVED).read_text())
+        return Beginning(folder, facts["settings"], facts["run"], facts["step"])
+
+    def of_run(self, run: str) -> list[Path]:
+        """The folders of a run's checkpoints that have a name."""
+        return [self._root / each.address for each in self.listed() if each.run_id == run]
+
+
+def _asked(caller: Caller) -> list[str] | None:
+    """How the request that made a checkpoint names itself."""
+    return None if caller.answer_key is None else [caller.key_id, caller.answer_key.key]
+
+
+def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
+    """As it is listed."""
+    step = checkpoint.step
+    return CheckpointAnswer(run_id=row.run, step=step, address=f"{row.run}@{step}")

@@ -1,0 +1,137 @@
+"""Which versions of a policy there are to be read, and where their files stand.
+
+The last few policies stand where the engine publishes them, checkpoints and the final weights in the run's folder, and those that were
+saved by name beside the runs. Whatever is read is opened at once as a whole: the engine deletes old publications, and a file that is open
+can be read to its end.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import CheckpointError
+from groupwise.core.types import Policy
+from groupwise.engine.models.artefact import CARD, is_adapter, tokenizer_files, weight_files
+from groupwise.runs import checkpoints, find
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
+from groupwise.server.run.downloads import OpenFile, OpenVersion
+
+LATEST = "latest"
+OTHERS = "GET /checkpoints lists those of earlier runs, and those with a name."
+
+Place = tuple[Path, str]
+"""A folder with weights, and their fingerprint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The versions of one run."""
+
+    run: str
+    folder: Path
+    step: int
+    """Steps done."""
+    published: Mapping[int, Policy]
+    """By the steps done."""
+    named: Sequence[Path]
+    """The folders of its checkpoints that were saved by name."""
+    tokenizer: Path
+    """The folder with its tokenizer, which goes with every version."""
+
+    def steps(self) -> list[int]:
+        """All that can be read, in order."""
+        published = (step for step, policy in self.published.items() if Path(policy.path).is_dir())
+        return sorted({*published, *self._saved()})
+
+    def open(self, version: str | None) -> OpenVersion:
+        """A version with its files open: its weights, the tokenizer, and a model card.
+
+        Refused as `unknown_version` where there was none of that name, as `version_gone` where it is no longer kept.
+        """
+        step = self._step_of(version)
+        for place in (self._published(step), self._saved().get(step)):
+            if place is not None:
+                try:
+                    return self._opened(step, *place)
+                except FileNotFoundError:  # it was deleted meanwhile
+                    continue
+        raise Refusal(
+            "version_gone",
+            f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._listed()}. {OTHERS} Save a checkpoint by "
+            "name to keep one.",
+        )
+
+    def _step_of(self, version: str | None) -> int:
+        if version is None or version == LATEST:
+            return self.step
+        run, _, number = version.rpartition("@")
+        here = run in ("", self.run) and number.isascii() and number.isdecimal()
+        if not here or (int(number) > self.step and int(number) not in self._saved()):
+            raise Refusal(
+                "unknown_version",
+                f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be read: "
+                f"{self._listed()}. {OTHERS}",
+            )
+        return int(number)
+
+    def _published(self, step: int) -> Place | None:
+        policy = self.published.get(step)
+        return None if policy is None else (Path(policy.path), policy.fingerprint)
+
+    def _saved(self) -> dict[int, Place]:
+        """Checkpoints, and the final weights in place of the one after the same steps."""
+        named = [found for path in self.named if (found := _whole(path)) is not None]
+        automatic = checkpoints.complete(self.folder / CHECKPOINTS)
+        saved = {
+            each.step: (each.path, str(each.extra["position"]["policy"]["fingerprint"]))
+            for each in (*named, *automatic)
+            if "position" in each.extra
+        }
+        final = self.folder / FINAL
+        if saved and final.is_dir() and (self.folder / RECORD).is_file():
+            step = find.final_step(self.folder)
+            if step in saved:
+                saved[step] = (final, saved[step][1])
+        return saved
+
+    def _opened(self, step: int, folder: Path, fingerprint: str) -> OpenVersion:
+        from groupwise.engine.models.card import (
+            model_card,  # imports what knows the hub, a third of a second
+        )
+
+        weights = list(weight_files(folder))
+        if not any(path.suffix == ".safetensors" for path in weights):
+            raise FileNotFoundError(folder)
+        kind: Literal["adapter", "full"] = "adapter" if is_adapter(folder) else "full"
+        files = _open_all([*weights, *tokenizer_files(self.tokenizer)])
+        if (self.folder / RECORD).is_file():  # a checkpoint with a name may outlive its run
+            card = model_card(self.folder, folder, step).encode()
+            files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
+        return OpenVersion((self.run, step), fingerprint, kind, files)
+
+    def _listed(self) -> str:
+        return ", ".join(f"{self.run}@{step}" for step in self.steps()) or "none"
+
+
+def _whole(folder: Path) -> checkpoints.Checkpoint | None:
+    """A checkpoint that was saved by name; None where somebody is deleting it, or it is damaged."""
+    try:
+        return checkpoints.read(folder)
+    except CheckpointError:
+        return None
+
+
+def _open_all(paths: Iterable[Path]) -> list[OpenFile]:
+    with ExitStack() as opened:
+        files = [
+            OpenFile(path.name, path.stat().st_size, opened.enter_context(path.open("rb")))
+            for path in paths
+        ]
+        opened.pop_all()
+    return files

@@ -1,0 +1,103 @@
+"""What clients read of server and run: the status, the events as they come, and the files of a version."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import EventData, StatusAnswer, TokenizerAnswer
+from groupwise.server.ledger import events, runs
+from groupwise.server.ledger.runs import RunRow
+from groupwise.server.ledger.tokenizers import Tokenizer, tokenizer_answer
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.run import ledger_operations
+from groupwise.server.run.active_run import Current
+from groupwise.server.run.downloads import OpenVersion
+from groupwise.server.run.engine_supervisor import Keeper
+from groupwise.server.run.named_checkpoints import NamedCheckpoints
+from groupwise.server.run.periodic_tasks import Clockwork
+from groupwise.server.run.policy_versions import LATEST
+from groupwise.server.run.status import status_of
+
+
+def event_data(event: events.Event) -> EventData:
+    """As clients are told."""
+    return EventData(id=event.id, kind=event.kind, at=event.at, run_id=event.run, **event.data)
+
+
+class Reading:
+    """Of the run that is, or was last."""
+
+    def __init__(
+        self, current: Current, ledger: Ledger, keeper: Keeper, clockwork: Clockwork
+    ) -> None:
+        self._keeper = keeper
+        self._clockwork = clockwork
+        self._current = current
+        self._ledger = ledger
+
+    async def status(self) -> StatusAnswer:
+        """Where server and run stand."""
+        row, conductor = self._current.latest, self._current.conductor
+        if row is None:
+            return StatusAnswer(phase="idle")
+        versions = await asyncio.to_thread(lambda: self._current.versions(row).steps())
+        told = await self._ledger.do(
+            ledger_operations.told, row.run
+        )  # last, so that it fits the phase
+        return status_of(told, conductor, self._clockwork.probed, versions, self._keeper.restarts)
+
+    async def events(self, after: int | None, limit: int) -> list[EventData]:
+        """At most so many events after this one, the oldest first; None: those that come from now on."""
+        if after is None:
+            return []
+        found = await self._ledger.do(events.events_after, after, limit)
+        return [event_data(each) for each in found]
+
+    async def last_event(self) -> int:
+        """The id of the newest event."""
+        return await self._ledger.do(events.last_event)
+
+    async def next_event(self, after: int, seconds: float) -> None:
+        """Return when there is an event after this one, or so many seconds are over, or the server shuts down."""
+        deadline = time.monotonic() + seconds
+        while True:
+            beat = self._current.changed.next
+            if self._current.shutting_down or await self.last_event() > after:
+                return
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                    await beat.wait()
+            except TimeoutError:
+                return
+
+    async def open_version(self, version: str | None) -> OpenVersion:
+        """The files of a version, open."""
+        row, meant = await self._meant(version)
+
+        def opened() -> OpenVersion:
+            return self._current.versions(row).open(meant)
+
+        return await asyncio.to_thread(opened)
+
+    async def _meant(self, version: str | None) -> tuple[RunRow, str | None]:
+        """The run that a version is of, and what it is called there: that of a name, of another run, or of the present one."""
+        latest = self._current.any_run()
+        if version is None or version == LATEST or version.isdecimal():
+            return latest, version
+        rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
+        saved = await asyncio.to_thread(NamedCheckpoints(self._current.config.folder).find, version)
+        if saved is not None and saved.run in rows:
+            return rows[saved.run], str(saved.step)
+        return rows.get(version.rpartition("@")[0], latest), version
+
+    async def tokenizer(self) -> TokenizerAnswer:
+        """What a client needs to render and tokenise as the server does."""
+        row, standing = self._current.any_run(), self._current.standing
+        tokenizer = Tokenizer.of(standing.opened) if standing else row.tokenizer
+        if tokenizer is None:  # of a run that an earlier version of the server has begun
+            conductor = self._current.conductor
+            raise conductor.refusal() if conductor else Refusal("not_started")
+        folder = self._current.tokenizer_folder(tokenizer.hash)
+        return await asyncio.to_thread(tokenizer_answer, folder, tokenizer)

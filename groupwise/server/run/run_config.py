@@ -1,0 +1,212 @@
+"""From the settings that a client posts to the run that an engine is asked for.
+
+`StartRequest` has flat names, which clients of such servers know; a run has the sections of `groupwise.training.config`. Here the one
+becomes the other, and here alone. What a client may name is bounded: models and adapters that the server's settings allow, and nothing that
+would run code or write elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.training import TINY, StartRequest
+from groupwise.core.errors import ConfigError, RunNotFoundError
+from groupwise.engine.models.bundled import ALIASES
+from groupwise.engine.sampler.config import SERVER_KEYS
+from groupwise.runs import find
+from groupwise.server.engine.port import OpenRun
+from groupwise.training.config import load_config
+
+TINY_RATE = 5e-2
+"""Learning rate that moves a few thousand random parameters within minutes."""
+RATE = 1e-5
+RUNS = "runs"
+"""Folder of the server's output that holds the runs."""
+REFUSED_SECTIONS: Mapping[str, tuple[str, ...]] = {"sampler": ("temperature_schedule",)}
+"""Keys that a served run cannot have: each request may say its own temperature."""
+
+
+FLAT: Mapping[str, str] = {
+    "model.name": "model_id",
+    "model.adapter": "adapter_path",
+    "sampler.max_completion_length": "max_completion_length",
+    "training.max_steps": "max_steps",
+    "training.prompts_per_step": "groups_per_step",
+    "prompts_per_step": "groups_per_step",
+    "training.num_generations": "num_completions_per_prompt",
+    "num_generations": "num_completions_per_prompt",
+    "training.learning_rate": "learning_rate",
+    "training.lag": "staleness",
+    "run.name": "run_name",
+    "run.save_steps": "save_steps",
+    "run.save_total_limit": "save_total_limit",
+    "run.logging_steps": "logging_steps",
+}
+"""What `StartRequest` calls the keys of a config that have flat names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What clients may have the server load."""
+
+    model_dir: Path
+    models: tuple[str, ...]
+    """Beside the built-in aliases and the folders under `model_dir`: names as clients give them."""
+
+
+def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenRun:
+    """The run that is asked for.
+
+    Raises Refusal: `model_not_allowed`; `invalid_request` for a section with keys or values that there are not, `settings_conflict`
+    where the settings do not go together, both with each of them by the name that the client knows.
+    """
+    config = {
+        "model": _model(request, allowed, output_dir / RUNS),
+        "lora": None if request.trains_all else (request.lora or {}),
+        "algorithm": _algorithm(request.algorithm),
+        "sampler": {
+            **_checked("sampler", request.sampler),
+            "max_completion_length": request.max_completion_length,
+        },
+        "training": {
+            **(request.training or {}),
+            "max_steps": request.max_steps,
+            "prompts_per_step": request.prompts_per_step,
+            "num_generations": request.num_completions_per_prompt,
+            "learning_rate": request.learning_rate or _rate(request.model_id),
+            "lag": request.staleness,
+            "schedule": "free" if request.staleness else "fixed_lag",
+        },
+        "run": {
+            "name": request.run_name or _name_after(request.model_id),
+            "dir": str(output_dir / RUNS),
+            "save_steps": request.save_steps,
+            "save_total_limit": request.save_total_limit,
+            "logging_steps": request.logging_steps,
+        },
+    }
+    try:
+        load_config(config)
+    except ConfigError as error:
+        raise _refusal(error, request) from None
+    return OpenRun(config, request.max_prompt_length)
+
+
+def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
+    """What the config says against it, a line for each problem: `algorithm.foo is not a key; …`, `training: the lag is …`.
+
+    A line whose key is followed by what is wrong with it is about that key alone; one whose key is followed by a colon, about several.
+    """
+    names = dict(FLAT)
+    if isinstance(request.algorithm, str):
+        names["algorithm.type"] = "algorithm"
+    lines = [_without_origin(line) for line in str(error).splitlines()]
+    told = [_in_flat_names(line, names) for line in lines if line]
+    each_alone = all(_ALONE.match(line) for line in told)
+    errors = [
+        FieldError(field=line.split(maxsplit=1)[0].rstrip(":"), message=line) for line in told
+    ]
+    code = "invalid_request" if each_alone else "settings_conflict"
+    return Refusal(code, " ".join(told), errors=errors)
+
+
+_ALONE = re.compile(r"[\w.]+ is (not |required|.*; it must be )")
+_ORIGIN = re.compile(r"^(config: )+")
+"""Where a key was given, and the config as a whole where several keys are meant: to a client they are the body."""
+
+
+def _without_origin(line: str) -> str:
+    return _ORIGIN.sub("", line.strip())
+
+
+def _in_flat_names(line: str, names: Mapping[str, str]) -> str:
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])({pattern})(?!\w|\.\w)", lambda found: names[found[1]], line)
+
+
+def _model(request: StartRequest, allowed: Allowed, runs: Path) -> dict[str, Any]:
+    model: dict[str, Any] = {"name": allowed_model("model_id", request.model_id, allowed)}
+    if request.adapter_path is not None:
+        model["adapter"] = _adapter(request.adapter_path, allowed, runs)
+    return model
+
+
+def allowed_model(field: str, name: str, allowed: Allowed) -> str:
+    """What to load: an alias or an allowed name as it stands, else the folder under `model_dir`. Refused as `model_not_allowed`."""
+    if name in ALIASES or name in allowed.models:
+        return name
+    if (folder := _inside(allowed.model_dir, name)) is not None:
+        return str(folder)
+    there = ", ".join(folders_in(allowed.model_dir)) or "no folders"
+    raise Refusal(
+        "model_not_allowed",
+        f"{field}: {name!r} may not be loaded. Allowed are the built-in models ({', '.join(ALIASES)}), the folders in the server's "
+        f"model_dir ({there}), and what its setting allowed_models names ({', '.join(allowed.models) or 'nothing'}). Put the model "
+        "there, or have it added to allowed_models.",
+    )
+
+
+def _inside(root: Path, name: str) -> Path | None:
+    """The folder of that name, if it is one in `root` and no link leads out of it."""
+    top = root.resolve()
+    try:
+        path = (top / name).resolve()
+        return path if path.is_dir() and path != top and path.is_relative_to(top) else None
+    except (OSError, ValueError):  # no system has such a name
+        return None
+
+
+def folders_in(root: Path) -> list[str]:
+    """Those that may be named as models."""
+    return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
+def _adapter(name: str, allowed: Allowed, runs: Path) -> str:
+    """`run@step` of a run of this server, else as a model is named."""
+    if re.fullmatch(r"[A-Za-z0-9._-]+@\d+", name):
+        try:
+            address = find.resolve(name, runs)
+        except RunNotFoundError as error:
+            raise Refusal("unknown_checkpoint", str(error)) from None
+        assert address.checkpoint is not None, "a step was named"
+        return str(address.checkpoint.path)
+    return allowed_model("adapter_path", name, allowed)
+
+
+def _algorithm(given: str | dict[str, Any] | None) -> dict[str, Any]:
+    return {"type": given} if isinstance(given, str) else given or {}
+
+
+def _checked(section: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if section == "sampler":
+        _refuse_servers(given or {})
+    for key in REFUSED_SECTIONS[section]:
+        if given and key in given:
+            message = f"{section}.{key} has no place in a served run: give `temperature` with each request for completions."
+            error = FieldError(field=f"{section}.{key}", message=message)
+            raise Refusal("settings_conflict", message, errors=[error])
+    return dict(given or {})
+
+
+def _refuse_servers(sampler: Mapping[str, Any]) -> None:
+    """A client must not have this machine ask addresses that it names."""
+    own = [key for key in SERVER_KEYS if key in sampler]
+    own += ["engine"] if sampler.get("engine", "torch") == "vllm" else []
+    if own:
+        key = f"sampler.{own[0]}"
+        message = f"{key} has no place in a served run: this server samples itself, and asks no other one for a client."
+        raise Refusal("settings_conflict", message, errors=[FieldError(field=key, message=message)])
+
+
+def _rate(model: str) -> float:
+    return TINY_RATE if model == TINY else RATE
+
+
+def _name_after(model: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]).strip(".-_")
+    return plain or "run"

@@ -1,0 +1,225 @@
+"""What the conductor keeps of steps: operations on the ledger, each one transaction.
+
+A plan is made of rewarded groups when a step is due, or of those that a client names. Then it is tried, trained, or put aside; each
+comes with its event, so that nobody hears of what is not on the disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import EventKind
+from groupwise.core.types import Group, from_json
+from groupwise.runs.records import StepRecord
+from groupwise.server.engine.port import StepDone
+from groupwise.server.engine.scored_group import scored_group
+from groupwise.server.ledger import events, groups, plans, runs
+from groupwise.server.ledger.group_states import State
+from groupwise.server.ledger.plans import PlanRow, Trained
+from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.run.admission import Traffic
+
+UNDER_WAY: tuple[State, ...] = ("open", "rewarded", "planned")
+"""Groups that steps are still to take; a held one waits for its client."""
+LOST: tuple[State, ...] = ("stale", "quarantined")
+"""Groups that no step will take."""
+MOST_LOSSES = 2
+"""A plan over which so many engines were lost is put aside."""
+LEARNING_RATE = "learning_rate"
+"""The parameter of a plan that replaces the schedule's."""
+
+
+def traffic(transaction: Transaction, run: str) -> Traffic:
+    """How many groups steps are still to take, and will never take."""
+    counts = groups.count_groups(transaction, run, (*UNDER_WAY, *LOST))
+    return Traffic(
+        steps_done=next_step(transaction, run),
+        under_way=sum(counts[state] for state in UNDER_WAY),
+        lost=sum(counts[state] for state in LOST),
+    )
+
+
+def next_step(transaction: Transaction, run: str) -> int:
+    """The index of the step after those that were trained."""
+    last = plans.last_trained_step(transaction, run)
+    return 0 if last is None else last + 1
+
+
+def pending_plan(transaction: Transaction, run: str) -> PlanRow | None:
+    """The plan that is to be trained next."""
+    return plans.living_plan(transaction, run, next_step(transaction, run))
+
+
+def plan_when_due(
+    transaction: Transaction, run: str, size: int | None, staleness: int
+) -> PlanRow | None:
+    """The plan of the next step: the one that waits, or a new one as soon as `size` rewarded groups do; None: not yet.
+
+    Without `size` none is made by itself. Groups that the policy has left behind are not waited for any more. Of more groups than a
+    step takes those with the lowest draws come first, and their order is that of the draws, whatever the order of their rewards.
+    """
+    waiting = pending_plan(transaction, run)
+    if waiting is not None:
+        return waiting
+    step = next_step(transaction, run)
+    _leave_behind(transaction, run, step - staleness)
+    if size is None:
+        return None
+    rewarded = sorted(groups.groups_in(transaction, run, ("rewarded",)), key=lambda row: row.draw)
+    if len(rewarded) < size:
+        return None
+    return plans.make_plan(transaction, run, step, [row.id for row in rewarded[:size]], {})
+
+
+def plan_of_named(
+    transaction: Transaction,
+    run: str,
+    named: Sequence[str] | None,
+    most: int,
+    staleness: int,
+    parameters: Mapping[str, Any],
+) -> PlanRow | None:
+    """A plan of the groups that a client names, in its order; None where another plan waits.
+
+    Without names, of all rewarded ones, at most `most`; refused as `nothing_to_train` where there is none.
+    """
+    if pending_plan(transaction, run) is not None:
+        return None
+    step = next_step(transaction, run)
+    _leave_behind(transaction, run, step - staleness)
+    if named is None:
+        rewarded = groups.groups_in(transaction, run, ("rewarded",))
+        named = [row.id for row in sorted(rewarded, key=lambda row: row.draw)][:most]
+        if not named:
+            raise Refusal("nothing_to_train")
+    return plans.make_plan(transaction, run, step, named, parameters)
+
+
+def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> None:
+    stale = groups.go_stale(transaction, run, sampled_before)
+    if stale:
+        told = {"message": "too old to be trained", "data": {"stale": [row.id for row in stale]}}
+        events.add_event(transaction, run, EventKind.GROUPS, told)
+
+
+def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...]:
+    """The groups of a plan, with their rewards, in its order.
+
+    Raises Refusal `unknown_checkpoint` where what they were sampled with was dropped, because a checkpoint after the step stood.
+    """
+    return tuple(_to_train(transaction, plan, row) for row in plans.groups_of(transaction, plan))
+
+
+def _to_train(transaction: Transaction, plan: PlanRow, row: groups.GroupRow) -> Group:
+    record = groups.read_record(transaction, row.id)
+    if record is None:
+        raise Refusal(
+            "unknown_checkpoint",
+            f"step {plan.step} of run {plan.run} would have to be taken again, but its groups were dropped when a checkpoint after it "
+            "stood. Restore the run's checkpoints from a copy.",
+        )
+    assert row.rewards is not None, "what is planned is rewarded"
+    return scored_group(from_json(Group, record), row.rewards)
+
+
+def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> bool:
+    """Keep what came of a step; whether it is what came of it before, where it was taken again.
+
+    Records that no checkpoint needs any more are dropped.
+    """
+    before = plan.trained
+    exact = before is None or before.fingerprint_out == done.record.fingerprint_out
+    plans.mark_trained(transaction, plan.run, plan.step, _trained(done))
+    if before is None:
+        _tell_step(transaction, plan, done.metrics)
+    for message in done.warnings:
+        events.add_event(transaction, plan.run, EventKind.WARNING, {"message": message})
+    groups.prune_records(transaction, plan.run, done.oldest_checkpoint)
+    return exact
+
+
+def _trained(done: StepDone) -> Trained:
+    record = done.record
+    return Trained(
+        record.fingerprint_out, record.version_out, done.policy.path, finite(done.metrics)
+    )
+
+
+def _tell_step(transaction: Transaction, plan: PlanRow, metrics: Mapping[str, float]) -> None:
+    told = {"step": plan.step, "metrics": finite(metrics), "data": _groups_told(plan)}
+    events.add_event(transaction, plan.run, EventKind.STEP, told)
+
+
+def _groups_told(plan: PlanRow) -> dict[str, Any]:
+    return {"group_ids": list(plan.groups)}
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """As JSON has them: None for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def note_checkpoint(transaction: Transaction, run: str, step: int) -> None:
+    """That an automatic checkpoint stands. One of steps that are taken again was told before."""
+    told = _checkpoint_told(step, f"{run}@{step}")
+    events.add_event_once(transaction, run, EventKind.CHECKPOINT, told)
+
+
+def note_named_checkpoint(transaction: Transaction, run: str, step: int, name: str) -> None:
+    """That a checkpoint with a name stands."""
+    events.add_event(transaction, run, EventKind.CHECKPOINT, _checkpoint_told(step, name))
+
+
+def _checkpoint_told(step: int, address: str) -> dict[str, Any]:
+    message = f"resume_from: {address} goes on from here"
+    return {"step": step, "message": message, "data": {"address": address}}
+
+
+def note_committed(
+    transaction: Transaction, run: str, manifest: StepRecord, metrics: Mapping[str, float]
+) -> bool:
+    """A step that the engine had committed before it was lost, and that the ledger does not know of; whether there was one."""
+    plan = plans.living_plan(transaction, run, manifest.step)
+    if plan is None or plan.trained is not None:
+        return False
+    trained = Trained(manifest.fingerprint_out, manifest.version_out, "", finite(metrics))
+    plans.mark_trained(transaction, run, manifest.step, trained)
+    _tell_step(transaction, plan, metrics)
+    return True
+
+
+def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None:
+    """The plan that ended its engine too often, quarantined with its groups; None where there is none."""
+    plan = pending_plan(transaction, run)
+    if plan is None or plan.losses < MOST_LOSSES:
+        return None
+    quarantined = plans.quarantine(transaction, run, plan.step, reason)
+    told = {"step": plan.step, "message": reason, "data": _groups_told(plan)}
+    events.add_event(transaction, run, EventKind.QUARANTINED, told)
+    return quarantined
+
+
+def repeated(transaction: Transaction, run: str, exact: bool, why: str | None) -> None:
+    """The engine is back; where steps came out otherwise than before, the run has a new incarnation."""
+    if exact:
+        events.add_event(transaction, run, EventKind.RECOVERED, {})
+        return
+    incarnation = runs.new_incarnation(transaction, run)
+    told = {"message": why, "data": {"incarnation": incarnation}}
+    events.add_event(transaction, run, EventKind.RECOVERED_INEXACT, told)
+
+
+def ended(
+    transaction: Transaction,
+    run: str,
+    state: runs.RunState,
+    kind: EventKind,
+    step: int,
+    reason: str | None = None,
+) -> None:
+    """The run takes no more steps."""
+    runs.set_run_state(transaction, run, state, reason)
+    events.add_event(transaction, run, kind, {"step": step, "message": reason})

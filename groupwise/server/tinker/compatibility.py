@@ -1,0 +1,407 @@
+"""Which methods of the Tinker client work against this server: one table, from which refusals and the page are made.
+
+`python -m groupwise.server.tinker.compatibility` prints the page. Methods whose names end in `_async` do what those without it do.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from groupwise.core.errors import UsageError
+
+CLIENT_VERSION = "0.38.0"
+
+
+class Unsupported(UsageError):
+    """The client has the method, this server has not."""
+
+    code = "unsupported"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A public method of the client."""
+
+    owner: str
+    name: str
+    works: bool
+    note: str = ""
+    """What is different here, or why it is refused."""
+    routes: tuple[tuple[str, str], ...] = ()
+    """HTTP method and path, with `*` for a part, of what a refused one asks for."""
+
+
+RUNS = "the server keeps no list of training runs; `GET /status` tells what is in memory"
+FILES = "what is saved lies in the server's own folder and is managed there"
+ONE_ACCOUNT = "there is one account: keys have roles, not worlds of their own"
+LOCAL = "answered by the client alone"
+
+METHODS: tuple[Method, ...] = (
+    Method("ServiceClient", "close", True, "the models of the session are let go of"),
+    Method("ServiceClient", "copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
+    Method(
+        "ServiceClient",
+        "create_custom_loss",
+        True,
+        "the loss runs in the client, which needs torch",
+        (("POST", "/create_custom_loss"),),
+    ),
+    Method(
+        "ServiceClient",
+        "create_lora_training_client",
+        True,
+        "optimizer: AdamW alone; as many models at once as `max_models` says",
+    ),
+    Method("ServiceClient", "create_rest_client", True),
+    Method("ServiceClient", "create_sampling_client", True, "record_stability_info is refused"),
+    Method(
+        "ServiceClient",
+        "create_training_client_from_state",
+        True,
+        "weights_access_token and another base_model are refused",
+    ),
+    Method(
+        "ServiceClient",
+        "create_training_client_from_state_with_optimizer",
+        True,
+        "weights_access_token and another base_model are refused",
+    ),
+    Method(
+        "ServiceClient", "get_console_url", True, f"{LOCAL}; the address is that of another service"
+    ),
+    Method("ServiceClient", "get_server_capabilities", True),
+    Method("ServiceClient", "get_telemetry", True, "what it sends is taken and thrown away"),
+    Method("TrainingClient", "create_sampling_client", True, "record_stability_info is refused"),
+    Method("TrainingClient", "forward", True, "as forward_backward"),
+    Method(
+        "TrainingClient",
+        "forward_backward",
+        True,
+        "cross_entropy, importance_sampling, ppo and cispo; the targets must be the tokens that follow in the input; text alone; one "
+        "number for each token",
+    ),
+    Method(
+        "TrainingClient",
+        "forward_backward_custom",
+        True,
+        "the loss runs in the client, which needs torch",
+    ),
+    Method(
+        "TrainingClient",
+        "get_console_url",
+        True,
+        f"{LOCAL}; the address is that of another service",
+    ),
+    Method("TrainingClient", "get_info", True),
+    Method("TrainingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
+    Method(
+        "TrainingClient",
+        "get_tokenizer",
+        True,
+        "the client loads it itself, by the name that the server tells",
+    ),
+    Method("TrainingClient", "load_state", True, "weights_access_token is refused"),
+    Method("TrainingClient", "load_state_with_optimizer", True, "weights_access_token is refused"),
+    Method("TrainingClient", "optim_step", True, "AdamParams alone"),
+    Method("TrainingClient", "save_state", True, "ttl_seconds is refused: nothing expires"),
+    Method(
+        "TrainingClient",
+        "save_weights_and_get_sampling_client",
+        True,
+        "kind: snapshot alone; the weights of the last 8 such samplers of a model are kept",
+    ),
+    Method(
+        "TrainingClient",
+        "save_weights_external",
+        False,
+        "`GET /model` gives the adapter in the format of PEFT",
+        (("POST", "/save_weights_external"),),
+    ),
+    Method(
+        "TrainingClient",
+        "save_weights_for_sampler",
+        True,
+        "ttl_seconds is refused: nothing expires; a name is used once",
+    ),
+    Method(
+        "SamplingClient",
+        "compute_logprobs",
+        True,
+    ),
+    Method("SamplingClient", "create", True),
+    Method("SamplingClient", "from_sampler_handle", True),
+    Method("SamplingClient", "get_base_model", True, LOCAL),
+    Method("SamplingClient", "get_sampler_handle", True, LOCAL),
+    Method("SamplingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
+    Method(
+        "SamplingClient",
+        "get_tokenizer",
+        True,
+        "the client loads it itself, by the name of the base model",
+    ),
+    Method("SamplingClient", "on_queue_state_change", True, LOCAL),
+    Method(
+        "SamplingClient",
+        "sample",
+        True,
+        "topk_prompt_logprobs, topk_sample_logprobs, target_prompt_logprobs and prompt_alt_tokens_k are refused; stop adds to the model's "
+        "own stop tokens, and [] is none at all; log-probabilities are those at the temperature that was sampled",
+    ),
+    Method(
+        "RestClient",
+        "assign_session_project",
+        False,
+        "there are no projects",
+        (("PUT", "/sessions/*/project"), ("POST", "/sessions/*/project")),
+    ),
+    Method("RestClient", "copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
+    Method(
+        "RestClient",
+        "delete_checkpoint",
+        False,
+        FILES,
+        (("DELETE", "/training_runs/*/checkpoints/**"),),
+    ),
+    Method(
+        "RestClient",
+        "delete_checkpoint_from_tinker_path",
+        False,
+        FILES,
+        (("DELETE", "/training_runs/*/checkpoints/**"),),
+    ),
+    Method(
+        "RestClient",
+        "export_session_trace",
+        False,
+        "the record of a run is its folder",
+        (("POST", "/sessions/*/trace_export"), ("GET", "/sessions/*/trace_export")),
+    ),
+    Method("RestClient", "get_audit_log", False, ONE_ACCOUNT, (("GET", "/audit"),)),
+    Method(
+        "RestClient",
+        "get_billing_usage",
+        False,
+        "nothing is billed",
+        (("GET", "/billing/usage/events"), ("POST", "/billing/usage/events")),
+    ),
+    Method(
+        "RestClient",
+        "get_current_checkpoint_storage_usage",
+        False,
+        "nothing is billed",
+        (
+            ("GET", "/billing/usage/checkpoints/current"),
+            ("POST", "/billing/usage/checkpoints/current"),
+        ),
+    ),
+    Method(
+        "RestClient",
+        "get_external_weights_urls",
+        False,
+        "`GET /model` gives the adapter in the format of PEFT",
+        (("GET", "/training_runs/*/checkpoints/**/external_weights_urls"),),
+    ),
+    Method("RestClient", "get_sampler", True),
+    Method("RestClient", "get_server_capabilities", True),
+    Method("RestClient", "get_session", False, RUNS, (("GET", "/sessions/*"),)),
+    Method("RestClient", "get_telemetry", True, "what it sends is taken and thrown away"),
+    Method("RestClient", "get_training_run", False, RUNS, (("GET", "/training_runs/*"),)),
+    Method(
+        "RestClient",
+        "get_training_run_by_tinker_path",
+        False,
+        RUNS,
+        (("GET", "/training_runs/*"),),
+    ),
+    Method("RestClient", "get_weights_info_by_tinker_path", True),
+    Method(
+        "RestClient", "list_checkpoints", False, FILES, (("GET", "/training_runs/*/checkpoints"),)
+    ),
+    Method("RestClient", "list_sessions", False, RUNS, (("GET", "/sessions"),)),
+    Method("RestClient", "list_training_runs", False, RUNS, (("GET", "/training_runs"),)),
+    Method("RestClient", "list_user_checkpoints", False, FILES, (("GET", "/checkpoints"),)),
+    Method(
+        "RestClient",
+        "publish_checkpoint_from_tinker_path",
+        False,
+        ONE_ACCOUNT,
+        (("POST", "/training_runs/*/checkpoints/**/publish"),),
+    ),
+    Method(
+        "RestClient",
+        "search_sessions",
+        False,
+        RUNS,
+        (("POST", "/sessions/search"), ("GET", "/sessions/search")),
+    ),
+    Method(
+        "RestClient",
+        "set_checkpoint_ttl_from_tinker_path",
+        False,
+        "nothing expires",
+        (("PUT", "/training_runs/*/checkpoints/**/ttl"),),
+    ),
+    Method(
+        "RestClient",
+        "unpublish_checkpoint_from_tinker_path",
+        False,
+        ONE_ACCOUNT,
+        (("DELETE", "/training_runs/*/checkpoints/**/publish"),),
+    ),
+    Method("RestClient", "whoami", False, ONE_ACCOUNT, (("GET", "/auth/apikey/me"),)),
+)
+"""All of them; a test compares it with the installed client."""
+
+INTRODUCTION = """\
+The `tinker` package ({version}) runs against `groupwise serve` as it stands. Point it there, and give it a key of the server that may
+train, in another terminal than the server's. The client wants it to begin with `tml-`, in place of `gw-`, also where the server has no
+keys and looks at none:
+
+```bash
+pip install 'groupwise[train,server,tinker]'
+groupwise serve --output-dir served
+export TINKER_BASE_URL=http://127.0.0.1:8000
+export TINKER_API_KEY=tml-…
+```
+
+Base models are those that `/start` may load. One base is in memory at a time, with up to `max_models` adapters; a run of ask/post that is
+active is one of them, and the others are then made over its base. While a client has models, no run can be started; a run that trains all
+weights has its model to itself. Models are let go of when their session is closed or has been silent for ten minutes, or when an admin
+starts a run with `replace: true`: what they have saved stays.
+
+The server writes down every call before it is acknowledged, and every answer before it is told. So the engine, or the server, may be
+killed at any time: the client waits a while, and its loop goes on as if nothing had happened. The state of a model is kept every
+`keep_models_every` updates, and the calls after it are done again. `max_context_length` bounds prompt and completion of samples. An
+adapter of the output head (`train_unembed`, which is the client's default) makes sampling and learning slower than without.
+
+Losses are sums over tokens, as the client documents them: nothing is divided by anything. They take log-probabilities at temperature 1, so
+sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2 unless `loss_fn_config` gives
+`clip_low_threshold` and `clip_high_threshold`. Names of projects, tags and metadata are taken and not kept. What is refused is refused at
+once, with its name and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async`
+does what the one without it does.
+"""
+
+SUPERVISED = """\
+import tinker
+from tinker import types
+
+client = tinker.ServiceClient()
+training = client.create_lora_training_client("tiny", rank=8, seed=1).result()
+
+tokens = [11, 12, 13, 14, 15, 16, 17, 18]
+example = types.Datum(
+    model_input=types.ModelInput.from_ints(tokens[:-1]),
+    loss_fn_inputs={"target_tokens": tokens[1:], "weights": [0.0, *[1.0] * 6]},
+)
+adam = types.AdamParams(learning_rate=0.05)
+
+# All calls are under way before the first answer is asked for; they keep their order.
+calls = []
+for _ in range(20):
+    calls.append(training.forward_backward([example], "cross_entropy"))
+    training.optim_step(adam)
+losses = [call.result().metrics["loss:sum"] for call in calls]
+print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+print(training.save_state("taught").result().path)
+client.close("success").result()
+"""
+REINFORCED = """\
+import tinker
+from tinker import types
+
+LETTER = 40
+client = tinker.ServiceClient()
+training = client.create_lora_training_client("tiny", rank=8, seed=1).result()
+prompt = [21, 22, 23]
+
+
+def rollout(drawn, advantage):
+    tokens, before = prompt + drawn.tokens, [0.0] * (len(prompt) - 1)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],
+            "logprobs": before + drawn.logprobs,
+            "advantages": before + [advantage] * len(drawn.tokens),
+        },
+    )
+
+
+means = []
+for step in range(15):
+    sampling = training.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step, stop=[])
+    request = types.ModelInput.from_ints(prompt)
+    drawn = sampling.sample(request, num_samples=16, sampling_params=params).result().sequences
+    rewards = [each.tokens.count(LETTER) / len(each.tokens) for each in drawn]
+    means.append(sum(rewards) / len(rewards))
+    data = [rollout(each, reward - means[-1]) for each, reward in zip(drawn, rewards)]
+    learning = training.forward_backward(data, "importance_sampling")
+    training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    learning.result()
+print(f"reward {means[0]:.2f} -> {means[-1]:.2f}")
+client.close("success").result()
+"""
+EXAMPLES: tuple[tuple[str, str], ...] = (
+    ("Supervised: the loss falls", SUPERVISED),
+    ("Reinforced: sample, score, learn (GRPO)", REINFORCED),
+)
+"""By their title, as programs that run as they stand."""
+
+INTERNAL: tuple[tuple[str, str, str], ...] = (
+    ("POST", "/auth/token", "keys are not exchanged for tokens"),
+    ("POST", "/cancel_future", "samples are not cancelled one by one"),
+    ("POST", "/retrieve_futures", "each answer is fetched by itself"),
+    ("POST", "/join_sampling_session", "copies of a sampling client number themselves"),
+)
+"""Routes that the client asks only where a server tells it to, which this one does not."""
+
+
+def refused_route(method: str, path: str) -> Unsupported | None:
+    """Why a route of the protocol is refused; None where the protocol has no such route."""
+    owners = [
+        f"{each.owner}.{each.name}"
+        for each in METHODS
+        if any(_fits(route, method, path) for route in each.routes)
+    ]
+    if owners:
+        reason = next(each.note for each in METHODS if f"{each.owner}.{each.name}" == owners[0])
+        return Unsupported(f"{' and '.join(owners)}: not supported by this server; {reason}.")
+    for known, route, reason in INTERNAL:
+        if _fits((known, route), method, path):
+            return Unsupported(f"{method} {route} is not supported by this server: {reason}.")
+    return None
+
+
+def page() -> str:
+    """The page for people, in Markdown."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# The Tinker client"
+    yield ""
+    yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()
+    for title, program in EXAMPLES:
+        yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
+    for owner in dict.fromkeys(each.owner for each in METHODS):
+        yield ""
+        yield f"## {owner}"
+        yield ""
+        yield "| method | works | |"
+        yield "|---|---|---|"
+        for each in METHODS:
+            if each.owner == owner:
+                yield f"| `{each.name}` | {'yes' if each.works else 'no'} | {each.note} |"
+
+
+def _fits(route: tuple[str, str], method: str, path: str) -> bool:
+    pattern = re.escape(route[1]).replace(r"\*\*", ".+").replace(r"\*", "[^/]+")
+    return route[0] == method and re.fullmatch(pattern, path.rstrip("/")) is not None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

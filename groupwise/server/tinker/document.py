@@ -1,0 +1,156 @@
+"""The routes of the verbs as the server's OpenAPI document has them: bodies, answers, and everything that they can be refused for."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
+
+from groupwise.api.schemas.keys import Role
+from groupwise.server.tinker import answers
+from groupwise.server.tinker.refusals import CODES
+from groupwise.server.tinker.routes import PREFIX, ROUTES, VerbRoute
+
+TAG = "verbs"
+DESCRIPTION = (
+    "The protocol of the `tinker` client: single calls of models that a client trains. Calls that take time are answered with an id, by "
+    "which `retrieve_future` has what they came to. Whatever else the client knows below this address is refused as `unsupported` (400), "
+    "and the rest as `not_there` (404)."
+)
+NAMES = "#/components/schemas/Verbs.{model}"
+_JSON = "application/json"
+_PROTOBUF = "application/x-protobuf"
+_BYTES = {"type": "string", "format": "binary"}
+
+
+def document() -> dict[str, Any]:
+    """What is added to the document: `tags`, `paths` and `components`."""
+    return {
+        "tags": [{"name": TAG, "description": DESCRIPTION}],
+        "paths": {
+            **{f"{PREFIX}{route.path}": _path(route) for route in ROUTES},
+            f"{PREFIX}/healthz": {"get": _healthz()},
+        },
+        "components": {"schemas": _schemas()},
+    }
+
+
+def _path(route: VerbRoute) -> dict[str, Any]:
+    role = Role.READ if route.method == "GET" else Role.TRAIN
+    operation = {
+        "tags": [TAG],
+        "summary": route.path.removeprefix("/"),
+        "description": inspect.getdoc(route.handler),
+        "operationId": f"verbs_{route.handler.__name__}",
+        "x-role": role.word,
+        "parameters": _parameters(route),
+        "responses": {"200": _answer(route), **_later(route), **_refusals(route.all_codes)},
+    }
+    if route.reads is not None:
+        content = {_JSON: {"schema": _name(route.reads)}}
+        operation["requestBody"] = {"required": True, "content": content}
+    elif route.bytes:
+        content = {_PROTOBUF: {"schema": _BYTES}}
+        operation["requestBody"] = {
+            "required": True,
+            "description": route.bytes,
+            "content": content,
+        }
+    return {route.method.lower(): operation}
+
+
+def _healthz() -> dict[str, Any]:
+    return {
+        "tags": [TAG],
+        "summary": "healthz",
+        "operationId": "verbs_healthz",
+        "x-role": None,
+        "security": [],
+        "responses": {"200": _json(answers.Healthy)},
+    }
+
+
+def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
+    """Parts of the path, and the name that a request for a session gives itself."""
+    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    found: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+    if route.path == "/create_session":
+        found.append(
+            {
+                "name": "X-Idempotency-Key",
+                "in": "header",
+                "required": False,
+                "description": "Names the request: sent again it gets the same session. Also Idempotency-Key.",
+                "schema": {"type": "string"},
+            }
+        )
+    return found
+
+
+def _answer(route: VerbRoute) -> dict[str, Any]:
+    if route.answer is not None:
+        return _json(route.answer)
+    return {
+        "description": "What the call came to: for passes and samples the client's protobuf message `ForwardBackwardOutput` or "
+        "`SampleResponse`; a call that came to nothing says why.",
+        "content": {
+            _JSON: {"schema": {"$ref": NAMES.format(model="Result")}},
+            _PROTOBUF: {"schema": _BYTES},
+        },
+    }
+
+
+def _later(route: VerbRoute) -> dict[str, Any]:
+    return {"408": _json(answers.TryAgain)} if route.answer is None else {}
+
+
+def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
+    by_status: dict[str, list[str]] = {}
+    for code in sorted(codes):
+        by_status.setdefault(str(CODES[code].status), []).append(code)
+    return {
+        status: {
+            "description": "\n\n".join(f"`{code}`: {CODES[code].meaning}" for code in named),
+            "content": {
+                _JSON: {
+                    "schema": _name(answers.Refused),
+                    "examples": {code: {"value": _example(code)} for code in named},
+                }
+            },
+        }
+        for status, named in sorted(by_status.items())
+    }
+
+
+def _example(code: str) -> dict[str, str]:
+    return {"code": code, "message": CODES[code].meaning}
+
+
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {
+        "description": inspect.getdoc(model) or "",
+        "content": {_JSON: {"schema": _name(model)}},
+    }
+
+
+def _name(model: type[Any]) -> dict[str, str]:
+    return {"$ref": NAMES.format(model=model.__name__)}
+
+
+def _schemas() -> dict[str, Any]:
+    """Of all bodies and answers, under names of their own in the document."""
+    read = [route.reads for route in ROUTES if route.reads is not None]
+    sent = [route.answer for route in ROUTES if route.answer is not None]
+    both: list[type[BaseModel]] = [*read, *sent, answers.Healthy, answers.TryAgain, answers.Refused]
+    models: list[tuple[Any, JsonSchemaMode]] = [
+        (each, "validation") for each in dict.fromkeys(both)
+    ]
+    _, found = models_json_schema(models, ref_template=NAMES)
+    result = TypeAdapter[Any](answers.Result).json_schema(ref_template=NAMES)
+    schemas = {**found["$defs"], **result.pop("$defs"), "Result": result}
+    return {f"Verbs.{name}": schema for name, schema in schemas.items()}

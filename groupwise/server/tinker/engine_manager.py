@@ -1,0 +1,426 @@
+"""The verbs' end of the engine: finds one that has the base, brings the models there, and does so again whenever an engine is lost.
+
+    a run is active     its engine: the models are trained beside it, over the same base
+    else                an engine of the verbs' own, begun when it is first needed
+
+Engines come and go: runs begin and end, processes are killed. A model is brought to an engine by its state that was kept last and the calls
+that came after it, which the journal has; then the call that was under way is done there. So the client notices nothing but the time. A
+call that ends one engine after another is failed, and its model goes on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.types import LossSpec, OptimiserParams, Row, UpdateResult
+from groupwise.engine.models.bundled import ALIASES
+from groupwise.server.engine.adapter_port import (
+    Base,
+    Computed,
+    ModelSpec,
+    Stored,
+    VerbSample,
+    VerbSampled,
+)
+from groupwise.server.engine.port import EngineLost, OpenModels
+from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.run.conductor import Conductor
+from groupwise.server.run.engine_supervisor import Keeper, is_full
+from groupwise.server.run.run_config import Allowed, allowed_model, folders_in
+from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.journal import Journal
+from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
+
+logger = logging.getLogger(__name__)
+
+NAME = "verbs"
+"""Among what is beside runs."""
+LOSSES = 3
+"""Engines that may end while one call is under way, or before it could begin."""
+LOOK_AGAIN = 0.2
+"""Seconds between two looks at a run that begins, recovers or ends."""
+
+
+class Runs(Protocol):
+    """What is known of runs; see `groupwise.server.run.service.Service`."""
+
+    turn: asyncio.Lock
+    """Held while a run is begun or ended, or an engine of another kind is."""
+
+    def conducted(self) -> Conductor | None:
+        """The run that has an engine, or is about to have one again."""
+        ...
+
+    async def make_room(self, whom: str) -> None:
+        """Refuse as `run_active` where something else has the machine."""
+        ...
+
+
+@runtime_checkable
+class Called(Protocol):
+    """An engine whose parts can be called by name."""
+
+    async def call(self, verb: str, *arguments: Any) -> Any: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Standing:
+    """An engine that has the base in memory."""
+
+    engine: Called
+    base: Base
+    loads: str
+    """What the base is called where it is loaded from."""
+    run: Conductor | None
+    """Whose engine it is; None: the verbs' own."""
+    there: set[str] = field(default_factory=set[str])
+    """Models that it has."""
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        return await self.engine.call(f"models.{verb}", *arguments)
+
+
+@dataclass(eq=False, slots=True)
+class _Model:
+    spec: ModelSpec
+    kept: int | None = None
+    """The call after which its state was kept."""
+    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Host:
+    """A `groupwise.server.engine.adapter_port.VerbEngine` over whichever engine there is."""
+
+    def __init__(
+        self,
+        *,
+        runs: Runs,
+        keeper: Keeper,
+        journal: Journal,
+        allowed: Allowed,
+        folder: str,
+        most: int,
+        longest: int,
+    ) -> None:
+        """`keeper`: of the verbs' own engine; `most` models at once, a run among them; `longest`: see `OpenModels`."""
+        self._runs = runs
+        self._keeper = keeper
+        self._journal = journal
+        self._allowed = allowed
+        self._folder = folder
+        self._most = most
+        self._longest = longest
+        self._folders = SavedFolders(Path(folder))
+        self._models: dict[str, _Model] = {}
+        self._standing: _Standing | None = None
+        self._turn = asyncio.Lock()
+        """Held while an engine is looked for."""
+
+    async def open(self) -> None:
+        """Know the models that clients have; before the first call."""
+        for row in (await self._journal.everything()).models:
+            self._models[row.id] = _Model(ModelSpec(**row.spec), row.kept)
+
+    async def make_way(self, sessions: Mapping[str, str]) -> None:
+        """A run is to begin, in an engine of its own. Refused as `run_active` while there are models; `sessions` says whose."""
+        if self._models:
+            whose = "; ".join(sessions.values()) or ", ".join(self._models)
+            raise Refusal(
+                "run_active",
+                f"Clients that train by verbs have models in memory ({whose}). A run begins in an engine of its "
+                "own: end their sessions first, or start with `replace: true`, which ends them; what they have saved stays. Once it is "
+                "active, models can be made beside it.",
+            )
+        if self._standing is not None and self._standing.run is None:
+            self._standing = None
+        await self._keeper.end()
+
+    async def close(self) -> None:
+        """End the engine, if it is the verbs' own."""
+        await self._keeper.end()
+
+    # --- which bases -----------------------------------------------------------------------------
+
+    def names(self) -> tuple[str, ...]:
+        """See `VerbEngine.names`."""
+        bound = self._bound()
+        if bound is not None:
+            return (bound[0],)
+        return (*ALIASES, *folders_in(self._allowed.model_dir), *self._allowed.models)
+
+    def admit(self, base: str) -> None:
+        """See `VerbEngine.admit`."""
+        loads = self._loads(base)
+        bound = self._bound()
+        if bound is not None and self._loads(bound[0]) != loads:
+            raise UsageError(
+                f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
+                f"Take {bound[0]}, or wait until it is not needed any more."
+            )
+
+    def _bound(self) -> tuple[str, str] | None:
+        """The base that has to stay in memory, and for whom."""
+        run = self._runs.conducted()
+        if run is not None:
+            return run.model, "the run that is active"
+        if self._models:
+            return next(iter(self._models.values())).spec.base, "models of other clients"
+        return None
+
+    def _loads(self, base: str) -> str:
+        """What to load; UsageError where that is not allowed."""
+        run = self._runs.conducted()
+        if run is not None and base in (run.model, run.loads):
+            return run.loads
+        try:
+            return allowed_model("base_model", base, self._allowed)
+        except Refusal as refusal:
+            raise UsageError(f"The base model {base!r} is not served here. {refusal}") from None
+
+    async def base(self, name: str) -> Base:
+        """See `VerbEngine.base`."""
+        standing = await self._engine_with(name)
+        return replace(standing.base, name=name)
+
+    # --- models ----------------------------------------------------------------------------------
+
+    async def create_model(self, model: str, spec: ModelSpec) -> None:
+        """See `VerbEngine.create_model`. One that is there already was made by this very call."""
+        new = model not in self._models
+        if new:
+            self._refuse_more()
+            self.admit(spec.base)
+            self._models[model] = _Model(spec)
+        try:
+            await self._of(model, None)
+        except BaseException:
+            if new:
+                del self._models[model]
+            raise
+
+    def _refuse_more(self) -> None:
+        run = self._runs.conducted()
+        there = [*self._models, *([] if run is None else ["the run"])]
+        if len(there) >= self._most:
+            raise UsageError(
+                f"There are {len(there)} models in memory already ({', '.join(there)}), as many as there may be (max_models of the "
+                "server). End the session of one that is not needed any more."
+            )
+
+    async def drop(self, model: str) -> None:
+        """See `VerbEngine.drop`."""
+        self._models.pop(model, None)
+        standing = self._standing
+        if standing is not None and model in standing.there:
+            standing.there.discard(model)
+            with suppress(EngineLost):
+                await standing.call("drop", model)
+        await asyncio.to_thread(self._folders.forget_automatic, model)
+
+    async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
+        """See `VerbEngine.forward`."""
+        return await self._of(model, "forward", [*rows], loss)
+
+    async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
+        """See `VerbEngine.forward_backward`."""
+        return await self._of(model, "forward_backward", [*rows], loss)
+
+    async def optim_step(
+        self, model: str, params: OptimiserParams, keep_as: int | None = None
+    ) -> UpdateResult:
+        """See `VerbEngine.optim_step`."""
+        result = await self._of(model, "optim_step", params, keep_as)
+        self._note_kept(model, keep_as)
+        return result
+
+    async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
+        """See `VerbEngine.save_state`."""
+        await self._of(model, "save_state", name, overwrite, call)
+
+    async def load_state(
+        self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
+    ) -> None:
+        """See `VerbEngine.load_state`."""
+        await self._of(model, "load_state", stored, with_optimiser, keep_as)
+        self._note_kept(model, keep_as)
+
+    async def save_for_sampler(self, model: str, name: str, call: int) -> None:
+        """See `VerbEngine.save_for_sampler`."""
+        await self._of(model, "save_for_sampler", name, call)
+
+    def _note_kept(self, model: str, call: int | None) -> None:
+        if call is not None and model in self._models:
+            self._models[model].kept = call
+
+    # --- what was saved --------------------------------------------------------------------------
+
+    async def drop_sampler(self, stored: Stored) -> None:
+        """See `VerbEngine.drop_sampler`."""
+        await asyncio.to_thread(self._folders.forget, stored)
+
+    async def saved(self, stored: Stored) -> ModelSpec:
+        """See `VerbEngine.saved`."""
+        return (await asyncio.to_thread(self._folders.read, stored)).spec
+
+    async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
+        """See `VerbEngine.sample`."""
+        stored = weights if isinstance(weights, Stored) else None
+        base = weights if isinstance(weights, str) else (await self.saved(weights)).base
+        losses = 0
+        while True:
+            standing = await self._engine_with(base)
+            try:
+                return await standing.call("sample", stored, order)
+            except EngineLost as error:
+                losses += 1
+                await self._lost(standing, error)
+                if losses == LOSSES:
+                    raise
+
+    # --- engines ---------------------------------------------------------------------------------
+
+    async def _of(self, model: str, verb: str | None, *arguments: Any) -> Any:
+        """Have something done by a model, wherever it is; with no verb just have it somewhere."""
+        losses = 0
+        while True:
+            held = self._held(model)
+            standing = await self._engine_with(held.spec.base)
+            try:
+                await self._brought(standing, model, held)
+                return None if verb is None else await standing.call(verb, model, *arguments)
+            except EngineLost as error:
+                losses += 1
+                await self._lost(standing, error)
+                if losses == LOSSES:
+                    raise
+            except UsageError:
+                raise  # nothing was done
+            except GroupwiseError:
+                await self._taken_back(standing, model)
+                raise
+
+    def _held(self, model: str) -> _Model:
+        if model not in self._models:
+            raise UsageError(f"There is no model {model!r}: its session has ended.")
+        return self._models[model]
+
+    async def _brought(self, standing: _Standing, model: str, held: _Model) -> None:
+        """Have the model in this engine, as it is after all that it came to."""
+        async with held.moving:
+            if model in standing.there:
+                return
+            after = -1 if held.kept is None else held.kept
+            repeated = await self._journal.to_repeat(model, after)
+            await standing.call("create_model", model, held.spec, held.kept)
+            standing.there.add(model)
+            try:
+                for kind, content in repeated:
+                    await _repeated(standing, model, kind, content)
+            except BaseException:
+                await self._taken_back(standing, model)
+                raise
+        if repeated or held.kept is not None:
+            logger.info("the model %s was made again, with %d calls", model, len(repeated))
+
+    async def _taken_back(self, standing: _Standing, model: str) -> None:
+        """Something failed half done: the model is made again before anything else is done with it."""
+        standing.there.discard(model)
+        with suppress(GroupwiseError):  # the engine is gone, and the model with it
+            await standing.call("drop", model)
+
+    async def _engine_with(self, base: str) -> _Standing:
+        loads = self._loads(base)
+        while True:
+            async with self._turn:
+                run = self._runs.conducted()
+                found = await (self._own(base, loads) if run is None else self._of_run(run, loads))
+            if found is not None:
+                return found
+            await asyncio.sleep(LOOK_AGAIN)
+
+    async def _of_run(self, run: Conductor, loads: str) -> _Standing | None:
+        """The engine of the run; None while it cannot be asked."""
+        if run.phase != "running":
+            return None
+        engine = cast("object", run.engine)
+        standing = self._standing
+        if standing is not None and standing.engine is engine:
+            if standing.loads != loads:
+                raise _other_base(loads, standing.loads)
+            return standing
+        if not isinstance(engine, Called):
+            raise UsageError("The engine of the active run trains nothing beside it.")
+        try:
+            return await self._opened(engine, loads, run)
+        except EngineLost:
+            return None
+
+    async def _own(self, base: str, loads: str) -> _Standing | None:
+        """The verbs' own engine; None where a run has begun meanwhile, or it ended before it was ready."""
+        standing = self._standing
+        if standing is not None and standing.run is None and standing.loads == loads:
+            return standing
+        async with self._runs.turn:
+            if self._runs.conducted() is not None:
+                return None
+            try:
+                await self._runs.make_room(NAME)
+            except Refusal as refusal:
+                raise UsageError(refusal.message) from None
+            self.admit(base)
+            self._standing = None
+            engine = cast("Called", await self._keeper.begin())
+            try:
+                return await self._opened(engine, loads, None)
+            except EngineLost as error:
+                await self._keeper.pause(error)
+                return None
+            except BaseException:
+                await self._keeper.end()
+                raise
+
+    async def _opened(self, engine: Called, loads: str, run: Conductor | None) -> _Standing:
+        order = OpenModels(loads, self._folder, self._most, self._longest)
+        base: Base = await engine.call("models.open", order)
+        self._standing = _Standing(engine, base, loads, run)
+        return self._standing
+
+    async def _lost(self, standing: _Standing, error: EngineLost) -> None:
+        """Let go of an engine that has ended. TooManyRestarts where that has happened too often."""
+        async with self._turn:
+            if self._standing is not standing:
+                return
+            self._standing = None
+            if standing.run is not None:  # its conductor begins the next one, or ends
+                await asyncio.sleep(LOOK_AGAIN)
+            elif not is_full(error):
+                logger.warning("the engine of the models is begun again: %s", error)
+                await self._keeper.pause(error)
+
+
+async def _repeated(standing: _Standing, model: str, kind: str, content: bytes) -> None:
+    """Do a call once more, whose answer was given."""
+    if kind == FORWARD_BACKWARD:
+        asked = (await translate.read_aside(content)).asked
+        assert isinstance(asked, translate.Forward)  # because it was answered
+        await standing.call("forward_backward", model, [*asked.rows], asked.loss)
+    elif kind == requests.OptimStep.__name__:
+        params = optimiser_of(requests.OptimStep.model_validate_json(content))
+        await standing.call("optim_step", model, params)
+    else:
+        # Of all others the state is kept at once, so that none of them comes after it.
+        raise AssertionError(f"{kind} cannot be repeated")
+
+
+def _other_base(asked: str, loaded: str) -> UsageError:
+    return UsageError(
+        f"The base model {asked} cannot be had now: {loaded} is in memory, and there is one base at a time."
+    )

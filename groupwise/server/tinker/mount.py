@@ -1,0 +1,120 @@
+"""The verbs in a server: made over its ledger and engines, and put before its other routes.
+
+Requests below `/api/v1` go to the verbs with the server's own keys, roles and limits; all others go on to the application of ask/post.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from groupwise.api.http.bodies import SHUTTING_DOWN_RETRY
+from groupwise.api.http.caller import Caller
+from groupwise.api.http.declared import facts_of
+from groupwise.api.http.middleware import Observed, RouteTable
+from groupwise.api.http.origins import check_local
+from groupwise.api.schemas.keys import Keyring, Role, caller_of
+from groupwise.api.schemas.problems import Refusal
+from groupwise.server.engine.port import Engine
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.routes.declared import Serving
+from groupwise.server.run.engine_supervisor import Keeper, Limits
+from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.service import Service
+from groupwise.server.settings import ServerConfig
+from groupwise.server.tinker.engine_manager import NAME, Host
+from groupwise.server.tinker.journal import LedgerJournal
+from groupwise.server.tinker.routes import PREFIX, Authorise, verb_routes
+from groupwise.server.tinker.service import VerbService
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "verbs"
+"""Of the server's output: what models have saved."""
+
+
+class Verbs:
+    """All that clients train by verbs on one server."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        ledger: Ledger,
+        runs: Service,
+        make_engine: Callable[[], Awaitable[Engine]],
+    ) -> None:
+        journal = LedgerJournal(ledger)
+        limits = Limits(restarts=config.max_engine_restarts, window=config.restart_window)
+        self._host = Host(
+            runs=runs,
+            keeper=Keeper(make_engine, limits),
+            journal=journal,
+            allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
+            folder=str(config.folder / FOLDER),
+            most=config.max_models,
+            longest=config.max_context_length,
+        )
+        self.service = VerbService(self._host, journal=journal, keep_every=config.keep_models_every)
+        runs.beside[NAME] = self
+        runs.by_verbs = self.service.told
+        runs.sessions = self.service.opened.told
+
+    async def begin(self) -> None:
+        """Know what clients have opened before, and go on with their calls."""
+        await self._host.open()
+        await self.service.open()
+
+    async def make_way(self) -> None:
+        """See `groupwise.server.run.lifecycle.Beside.make_way`."""
+        await self.service.opened.end_silent_sessions()
+        await self._host.make_way(self.service.opened.with_models())
+
+    async def let_go(self) -> None:
+        """See `groupwise.server.run.lifecycle.Beside.let_go`."""
+        for session in self.service.opened.with_models():
+            logger.warning("the session %s ends for a run that is started with `replace`", session)
+            await self.service.opened.finish(session)
+
+    async def shut_down(self) -> None:
+        """End the engine; what waits is done by the next server."""
+        await self.service.close()
+        await self._host.close()
+
+
+class InFront:
+    """The verbs, and behind them the application for everything else."""
+
+    def __init__(
+        self, app: ASGIApp, service: VerbService, serving: Serving, keys: Keyring | None
+    ) -> None:
+        """`serving` and `keys`: of the application behind."""
+        self._behind = app
+        routes = verb_routes(service, authorising(serving, keys), bodies=serving.bodies)
+        # In the metrics under one name, because polls that are to come again are most of them.
+        self._verbs = Observed(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass it on."""
+        ours = scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/")
+        await (self._verbs if ours else self._behind)(scope, receive, send)
+
+
+def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
+    """Who may ask: as on every other route."""
+
+    def authorise(request: Request) -> None:
+        if keys is None:
+            check_local(request.headers)
+        known = caller_of(keys, request.headers)
+        facts_of(request.scope).caller = Caller(known.id, known.role)
+        serving.count(known.id)
+        known.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
+        if serving.ending.is_set():
+            raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
+
+    return authorise

@@ -1,0 +1,32 @@
+"""How the client names what was saved: `tinker://<model>/weights/<name>`, or `tinker://<model>/sampler_weights/<name>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from groupwise.core.errors import UsageError
+from groupwise.server.engine.adapter_port import Stored, StoredKind
+from groupwise.server.tinker import requests
+
+SCHEME = "tinker://"
+MODEL, SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.-]*"), re.compile(requests.NAME_PATTERN)
+"""Both name folders."""
+
+
+def path_of(stored: Stored) -> str:
+    """As the client names what was saved."""
+    return f"{SCHEME}{stored.model}/{stored.kind}/{stored.name}"
+
+
+def stored_at(path: str) -> Stored:
+    """The inverse of `path_of`. UsageError for another path."""
+    kinds: Mapping[str, StoredKind] = {"weights": "weights", "sampler_weights": "sampler_weights"}
+    parts = path.removeprefix(SCHEME).split("/")
+    well_formed = len(parts) == 3 and MODEL.fullmatch(parts[0]) and SAVED.fullmatch(parts[2])
+    if not path.startswith(SCHEME) or not well_formed or parts[1] not in kinds:
+        raise UsageError(
+            f"{path!r} is no path of saved weights. They look like tinker://<model>/weights/<name> or "
+            "tinker://<model>/sampler_weights/<name>."
+        )
+    return Stored(parts[0], kinds[parts[1]], parts[2])

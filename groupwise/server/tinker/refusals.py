@@ -1,0 +1,92 @@
+"""What a request of the verbs can be refused for: each code with its HTTP status and its meaning, and which errors have it.
+
+The client sends a request again after 408, 409, 429 and 5xx, for minutes, so what will never work has another status. What is refused
+before it comes to the verbs has the codes of `groupwise.api.schemas.problems`, which stand here, too, as far as they can occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from groupwise.api.schemas.problems import KINDS, Kind, Refusal
+from groupwise.core.errors import GroupwiseError, RunError, StoreError, UsageError
+from groupwise.server.ledger.file import DiskFull
+from groupwise.server.tinker.compatibility import Unsupported
+from groupwise.server.tinker.futures import AnswerGone, NotKept, TooManyCalls, UnknownAnswer
+from groupwise.server.tinker.sessions import NotThere
+
+OF_OTHERS = (
+    "unauthorised",
+    "forbidden",
+    "rate_limited",
+    "shutting_down",
+    "too_large",
+    "timed_out",
+    "disk_full",
+    "internal",
+)
+CODES: Mapping[str, Kind] = {
+    **{code: KINDS[code] for code in OF_OTHERS},
+    "usage": Kind(
+        400,
+        "Not what the server takes",
+        "A field, a value or the whole body is not what this server takes; the message names it. A number in the order of the model's "
+        "calls is used up all the same.",
+    ),
+    "unsupported": Kind(
+        400,
+        "Not supported",
+        "The protocol has this, and this server has not; the message names the method of the client, and says why.",
+    ),
+    "not_there": Kind(
+        404,
+        "Not there",
+        "No such address, session, model or sampler: it never was, its session has ended, or the server does not know it.",
+    ),
+    "unknown_answer": Kind(404, "No such request", "No request was ever given this id."),
+    "answer_gone": Kind(
+        410,
+        "The answer is gone",
+        "The request was answered, but its answer is kept no longer, or was given by a server that has ended.",
+    ),
+    "too_many_calls": Kind(
+        429,
+        "Too many calls wait",
+        "More calls wait than are taken, all clients together; send this one again later.",
+        retry=True,
+    ),
+    "not_kept": Kind(
+        503,
+        "Not written down",
+        "The call could not be written down at the moment, so it was not taken; send it again later.",
+        retry=True,
+    ),
+    "engine_failed": Kind(
+        503,
+        "The engine has failed",
+        "The process with the model ended while this was asked, and too often; the message says how.",
+        retry=True,
+    ),
+}
+"""Every code that a request can be refused with."""
+
+_OF: Mapping[type[GroupwiseError], str] = {
+    NotThere: "not_there",
+    UnknownAnswer: "unknown_answer",
+    AnswerGone: "answer_gone",
+    Unsupported: "unsupported",
+    TooManyCalls: "too_many_calls",
+    NotKept: "not_kept",
+    DiskFull: "disk_full",
+    StoreError: "not_kept",
+    RunError: "engine_failed",
+    UsageError: "usage",
+}
+"""The first that fits counts."""
+
+
+def code_of(error: Exception) -> str:
+    """Of what was raised; `internal` where that is a mistake of the server's own."""
+    if isinstance(error, Refusal):
+        return error.code
+    return next((code for kind, code in _OF.items() if isinstance(error, kind)), "internal")

@@ -1,0 +1,225 @@
+"""The JSON bodies that the client sends, strictly: an unknown field, or a value that cannot take effect here, is refused by name.
+
+Names of projects, tags and metadata are taken and not kept: they describe a request, and change nothing of what it does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from groupwise.api.schemas.bodies import FailFast
+
+MOST_CALLS = 2**53
+"""Numbers of calls are smaller: so many are whole in every reader of JSON."""
+WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
+FINITE = Annotated[float, Field(allow_inf_nan=False)]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+NAME = Annotated[str, Field(pattern=NAME_PATTERN)]
+"""Of what is saved: it names a folder."""
+ID = Annotated[str, Field(min_length=1, max_length=400)]
+METADATA = dict[str, Any] | None
+
+
+class Body(FailFast, BaseModel):
+    """What all have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class CreateSession(Body):
+    """`ServiceClient(...)`."""
+
+    tags: list[str]
+    user_metadata: METADATA = None
+    sdk_version: str
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class Heartbeat(Body):
+    """Sent by a client every few seconds."""
+
+    session_id: ID
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class Lora(Body):
+    """The adapter of a new model."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Optimizer(Body):
+    """The family of optimisers, chosen with the model."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModel(Body):
+    """`create_lora_training_client`."""
+
+    session_id: ID
+    model_seq_id: WHOLE
+    base_model: str
+    user_metadata: METADATA = None
+    lora_config: Lora
+    optimizer_config: Optimizer = Optimizer()
+    type: Literal["create_model"] = "create_model"
+
+
+class GetInfo(Body):
+    """Asked when a training client is made."""
+
+    model_id: ID
+    type: Literal["get_info"] = "get_info"
+
+
+class Adam(Body):
+    """Of one step; the defaults are the client's."""
+
+    learning_rate: Annotated[FINITE, Field(ge=0)] = 1e-4
+    beta1: Annotated[FINITE, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[FINITE, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[FINITE, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[FINITE, Field(ge=0)] = 0.0
+    grad_clip_norm: FINITE = 0.0
+    """0 or less: not clipped."""
+
+
+class OptimStep(Body):
+    """`optim_step`."""
+
+    model_id: ID
+    seq_id: WHOLE
+    adam_params: Adam
+    type: Literal["optim_step"] = "optim_step"
+
+
+class SaveWeights(Body):
+    """`save_state`."""
+
+    model_id: ID
+    seq_id: WHOLE
+    path: NAME
+    ttl_seconds: None = None
+    """What is saved does not expire here."""
+    overwrite: bool = False
+    user_metadata: METADATA = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class LoadWeights(Body):
+    """`load_state` with `model_id` and `seq_id`; a new training client from a state with `session_id` and `model_seq_id`."""
+
+    model_id: ID | None = None
+    seq_id: WHOLE | None = None
+    session_id: ID | None = None
+    model_seq_id: WHOLE | None = None
+    base_model: str | None = None
+    user_metadata: METADATA = None
+    path: ID
+    optimizer: bool
+    optimizer_config: Optimizer | None = None
+    weights_access_token: None = None
+    """There is one account."""
+    type: Literal["load_weights"] = "load_weights"
+
+
+class SaveForSampler(Body):
+    """`save_weights_for_sampler` with a path, `save_weights_and_get_sampling_client` without."""
+
+    model_id: ID
+    seq_id: WHOLE
+    path: NAME | None = None
+    sampling_session_seq_id: WHOLE | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    """Not `inflight`: a sampling client always serves the weights that it was made with."""
+    ttl_seconds: None = None
+    user_metadata: METADATA = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class CreateSampler(Body):
+    """`create_sampling_client`."""
+
+    session_id: ID
+    sampling_session_seq_id: WHOLE
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class TextChunk(Body):
+    """The one kind of input that is taken."""
+
+    tokens: list[WHOLE]
+    type: Literal["encoded_text"]
+
+
+class ModelInput(Body):
+    """A prompt."""
+
+    chunks: list[TextChunk]
+
+
+class SamplingSettings(Body):
+    """`SamplingParams` of the client."""
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[WHOLE] | None = None
+    """None: the model's own stop tokens. An empty list: none at all. Others stop beside the model's own."""
+    temperature: Annotated[FINITE, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[FINITE, Field(gt=0, le=1)] = 1.0
+
+
+class Sample(Body):
+    """`sample` and `compute_logprobs`."""
+
+    num_samples: Annotated[int, Field(ge=1, le=4096)] = 1
+    prompt: ModelInput
+    sampling_params: SamplingSettings
+    base_model: None = None
+    """A sampling session says what is sampled."""
+    model_path: None = None
+    sampling_session_id: ID
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)]
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    target_prompt_logprobs: None = None
+    prompt_alt_tokens_k: Literal[0] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    record_stability_info: Literal[False] | None = None
+    type: Literal["sample"] = "sample"
+
+
+class WeightsInfo(Body):
+    """`get_weights_info_by_tinker_path`."""
+
+    tinker_path: ID
+
+
+class Retrieve(Body):
+    """Polled until the answer is there. Answers are always sent whole."""
+
+    request_id: ID
+    allow_metadata_only: bool = False
+
+
+def content_of(body: Body) -> bytes:
+    """A request as bytes that are the same for the same request."""
+    return body.model_dump_json().encode()
+
+
+def kind_of(body: Body) -> str:
+    """What a call is named in the journal."""
+    return type(body).__name__

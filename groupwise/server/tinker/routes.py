@@ -1,0 +1,439 @@
+"""The verbs over HTTP, at the addresses and in the forms of the Tinker client 0.38: a mount of the server's own application.
+
+Calls that take time answer with an id at once; `retrieve_future` waits for the answer, a little less long than the client does. `ROUTES`
+says everything of each route in one place; the OpenAPI document shows it. Every refusal is JSON with `code` and `message`: see
+`refusals.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from groupwise.api.http import strict_json
+from groupwise.api.http.bodies import Bodies, ClientGone
+from groupwise.api.http.declared import SCOPE, Facts
+from groupwise.api.http.strict_json import NotStrict
+from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import UsageError
+from groupwise.server.tinker import answers, requests, translate
+from groupwise.server.tinker.compatibility import refused_route
+from groupwise.server.tinker.futures import Failure
+from groupwise.server.tinker.refusals import CODES, code_of
+from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.sessions import NotThere
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/api/v1"
+POLL = 40.0
+"""Seconds that `retrieve_future` waits; the client gives up after 45."""
+MOST_BYTES = 64 * 2**20
+"""Of a body, unless the application says otherwise. The client cuts its requests at the size that it is told (`ClientConfig`)."""
+OF_ALL = ("unauthorised", "forbidden", "rate_limited", "shutting_down", "internal")
+OF_BODIES = ("usage", "too_large", "timed_out")
+OF_RECORDS = ("not_kept", "disk_full")
+OF_CALLS = ("usage", "not_there", "answer_gone", "too_many_calls", *OF_RECORDS)
+OF_ENGINES = ("usage", "not_there", "engine_failed")
+
+Authorise = Callable[[Request], None]
+"""Raises a `Refusal` where the request may not be made."""
+Handler = Callable[[Request], Awaitable[Response]]
+BodyT = TypeVar("BodyT", bound=requests.Body)
+
+
+@dataclass(frozen=True, slots=True)
+class VerbRoute:
+    """One address."""
+
+    method: str
+    path: str
+    """Below `PREFIX`."""
+    handler: Callable[[_Handlers, Request], Awaitable[Response]]
+    answer: type[BaseModel] | None
+    """None: what a call came to."""
+    reads: type[requests.Body] | None = None
+    bytes: str = ""
+    """What its body is where it is no JSON."""
+    codes: tuple[str, ...] = ()
+    """What it may be refused for, beside what all may."""
+
+    @property
+    def all_codes(self) -> tuple[str, ...]:
+        """Every code that it can be refused with."""
+        of_body = OF_BODIES if self.reads is not None or self.bytes else ()
+        return tuple(dict.fromkeys((*OF_ALL, *of_body, *self.codes)))
+
+
+def verb_routes(
+    service: VerbService,
+    authorise: Authorise,
+    *,
+    bodies: Bodies | None = None,
+    poll: float = POLL,
+) -> list[Route]:
+    """Every route, and one that refuses all others of the protocol. `service` must be open before the first request."""
+    handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
+
+    def handling(route: VerbRoute) -> Handler:
+        return _guarded(lambda request: route.handler(handlers, request), service, authorise)
+
+    return [
+        *(
+            Route(f"{PREFIX}{route.path}", handling(route), methods=[route.method])
+            for route in ROUTES
+        ),
+        Route(f"{PREFIX}/healthz", _healthz, methods=["GET"]),
+        Route(
+            f"{PREFIX}/{{path:path}}",
+            _guarded(handlers.refuse, service, authorise),
+            methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"],
+        ),
+    ]
+
+
+class _Handlers:
+    def __init__(self, service: VerbService, bodies: Bodies, poll: float) -> None:
+        self._service = service
+        self._bodies = bodies
+        self._poll = poll
+
+    async def client_config(self, request: Request) -> Response:
+        """How the client is to go about it. A body is not read."""
+        return _sent(answers.ClientConfig())
+
+    async def dynamic_config(self, request: Request) -> Response:
+        """What may change while the client runs. A body is not read."""
+        return _sent(answers.DynamicConfig())
+
+    async def capabilities(self, request: Request) -> Response:
+        """Which bases there are."""
+        found = {"supported_models": self._service.capabilities()}
+        return _sent(answers.Capabilities.model_validate(found))
+
+    async def create_session(self, request: Request) -> Response:
+        """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
+        body = await self._read(request, requests.CreateSession)
+        given = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
+        facts: Facts | None = request.scope.get(SCOPE)
+        caller = "" if facts is None or facts.caller is None else facts.caller.key_id
+        asked = [given, caller, body.model_dump_json()]
+        key = hashlib.sha256(json.dumps(asked).encode()).hexdigest() if given else None
+        session = await self._service.opened.create_session(key)
+        return _sent(answers.SessionMade(session_id=session))
+
+    async def heartbeat(self, request: Request) -> Response:
+        """The client is there."""
+        self._service.opened.heartbeat((await self._read(request, requests.Heartbeat)).session_id)
+        return _sent(answers.Heard())
+
+    async def finish(self, request: Request) -> Response:
+        """The client is done: its models are let go of. A body is not read; repeating it is harmless."""
+        await self._service.opened.finish(request.path_params["session"])
+        return _sent(answers.Finished())
+
+    async def telemetry(self, request: Request) -> Response:
+        """Taken and thrown away: the client sends it wherever it is pointed to."""
+        await self._body(request)
+        return _sent(answers.Thrown())
+
+    async def create_model(self, request: Request) -> Response:
+        """Make a model with a new adapter."""
+        return await self._promise(
+            *self._service.training.create_model(await self._read(request, requests.CreateModel))
+        )
+
+    async def get_info(self, request: Request) -> Response:
+        """What a model is."""
+        model = (await self._read(request, requests.GetInfo)).model_id
+        return _sent(answers.Info.model_validate(await self._service.training.info(model)))
+
+    async def forward_backward(self, request: Request) -> Response:
+        """Log-probabilities and loss of some data, with or without gradient."""
+        asked = await translate.read_aside(await self._body(request))
+        return await self._promise(*self._service.training.forward_backward(asked))
+
+    async def optim_step(self, request: Request) -> Response:
+        """Update a model with the gradient that has gathered."""
+        return await self._promise(
+            *self._service.training.optim_step(await self._read(request, requests.OptimStep))
+        )
+
+    async def save_weights(self, request: Request) -> Response:
+        """Save a model's weights and optimiser under a name."""
+        return await self._promise(
+            *self._service.training.save_weights(await self._read(request, requests.SaveWeights))
+        )
+
+    async def load_weights(self, request: Request) -> Response:
+        """Load what was saved, into a model or a new one."""
+        return await self._promise(
+            *self._service.training.load_weights(await self._read(request, requests.LoadWeights))
+        )
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        """Save a model's weights to be sampled with."""
+        body = await self._read(request, requests.SaveForSampler)
+        return await self._promise(*self._service.training.save_for_sampler(body))
+
+    async def create_sampler(self, request: Request) -> Response:
+        """Make a sampler of what was saved, or of a base."""
+        sampler = await self._service.sampling.create_sampler(
+            await self._read(request, requests.CreateSampler)
+        )
+        return _sent(answers.SamplerMade(sampling_session_id=sampler))
+
+    async def sampler(self, request: Request) -> Response:
+        """What a sampler was made of."""
+        found = self._service.sampling.sampler(request.path_params["sampler"])
+        return _sent(answers.SamplerInfo.model_validate(found))
+
+    async def weights_info(self, request: Request) -> Response:
+        """What kind of model saved the weights at a path."""
+        path = (await self._read(request, requests.WeightsInfo)).tinker_path
+        found = await self._service.training.weights_info(path)
+        return _sent(answers.AboutWeights.model_validate(found))
+
+    async def sample(self, request: Request) -> Response:
+        """Complete a prompt, or tell its log-probabilities."""
+        body = await self._read(request, requests.Sample)
+        id, sequences = await self._service.sampling.sample(body)
+        await self._service.kept(id)
+        return _sent(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
+
+    async def retrieve(self, request: Request) -> Response:
+        """What a call came to; 408 where it has come to nothing yet, after a while."""
+        id = (await self._read(request, requests.Retrieve)).request_id
+        answer = await self._service.answer(id, self._poll)
+        if answer is None:
+            return _sent(answers.TryAgain(request_id=id), 408)
+        if isinstance(answer, Failure):
+            return _sent(answers.Failed(error=answer.message, category=answer.category))
+        return Response(answer.body, media_type=answer.media_type)
+
+    async def refuse(self, request: Request) -> Response:
+        """Everything else."""
+        await self._body(request)
+        path = request.url.path.removeprefix(PREFIX)
+        raise refused_route(request.method, path) or NotThere(
+            f"There is no route {request.method} {request.url.path[:200]}."
+        )
+
+    async def _promise(self, model: str, id: str) -> Response:
+        await self._service.kept(id)
+        return _sent(answers.Promise(request_id=id, model_id=model))
+
+    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        try:
+            return kind.model_validate(await strict_json.parse_aside(await self._body(request)))
+        except NotStrict as error:
+            raise UsageError(
+                f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
+            ) from None
+        except ValidationError as error:
+            raise UsageError(_told(kind, error)) from error
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, also for whoever notes why it was refused; not packed."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise UsageError(
+                f"The content encoding {encoding[:100]!r} is not taken; send the body as it is."
+            )
+        request.state.body = await self._bodies.read(request.headers, request.receive)
+        return request.state.body
+
+
+ROUTES: tuple[VerbRoute, ...] = (
+    VerbRoute("POST", "/client/config", _Handlers.client_config, answers.ClientConfig),
+    VerbRoute("POST", "/client/dynamic_config", _Handlers.dynamic_config, answers.DynamicConfig),
+    VerbRoute("GET", "/get_server_capabilities", _Handlers.capabilities, answers.Capabilities),
+    VerbRoute(
+        "POST",
+        "/create_session",
+        _Handlers.create_session,
+        answers.SessionMade,
+        reads=requests.CreateSession,
+        codes=(*OF_RECORDS, "engine_failed"),
+    ),
+    VerbRoute(
+        "POST",
+        "/session_heartbeat",
+        _Handlers.heartbeat,
+        answers.Heard,
+        reads=requests.Heartbeat,
+        codes=("not_there",),
+    ),
+    VerbRoute(
+        "POST",
+        "/sessions/{session}/finish",
+        _Handlers.finish,
+        answers.Finished,
+        codes=("engine_failed",),
+    ),
+    VerbRoute(
+        "POST",
+        "/telemetry",
+        _Handlers.telemetry,
+        answers.Thrown,
+        bytes="Anything; it is not looked at.",
+    ),
+    VerbRoute(
+        "POST",
+        "/create_model",
+        _Handlers.create_model,
+        answers.Promise,
+        reads=requests.CreateModel,
+        codes=OF_CALLS,
+    ),
+    VerbRoute(
+        "POST",
+        "/get_info",
+        _Handlers.get_info,
+        answers.Info,
+        reads=requests.GetInfo,
+        codes=OF_ENGINES,
+    ),
+    VerbRoute(
+        "POST",
+        "/forward_backward",
+        _Handlers.forward_backward,
+        answers.Promise,
+        bytes="The protobuf message `ForwardBackwardRequest` of the client.",
+        codes=OF_CALLS,
+    ),
+    VerbRoute(
+        "POST",
+        "/optim_step",
+        _Handlers.optim_step,
+        answers.Promise,
+        reads=requests.OptimStep,
+        codes=OF_CALLS,
+    ),
+    VerbRoute(
+        "POST",
+        "/save_weights",
+        _Handlers.save_weights,
+        answers.Promise,
+        reads=requests.SaveWeights,
+        codes=OF_CALLS,
+    ),
+    VerbRoute(
+        "POST",
+        "/load_weights",
+        _Handlers.load_weights,
+        answers.Promise,
+        reads=requests.LoadWeights,
+        codes=OF_CALLS,
+    ),
+    VerbRoute(
+        "POST",
+        "/save_weights_for_sampler",
+        _Handlers.save_for_sampler,
+        answers.Promise,
+        reads=requests.SaveForSampler,
+        codes=OF_CALLS,
+    ),
+    VerbRoute(
+        "POST",
+        "/create_sampling_session",
+        _Handlers.create_sampler,
+        answers.SamplerMade,
+        reads=requests.CreateSampler,
+        codes=(*OF_RECORDS, *OF_ENGINES),
+    ),
+    VerbRoute(
+        "GET",
+        "/samplers/{sampler}",
+        _Handlers.sampler,
+        answers.SamplerInfo,
+        codes=("not_there",),
+    ),
+    VerbRoute(
+        "POST",
+        "/weights_info",
+        _Handlers.weights_info,
+        answers.AboutWeights,
+        reads=requests.WeightsInfo,
+        codes=OF_ENGINES,
+    ),
+    VerbRoute(
+        "POST",
+        "/asample",
+        _Handlers.sample,
+        answers.SamplePromise,
+        reads=requests.Sample,
+        codes=(*OF_CALLS, "engine_failed"),
+    ),
+    VerbRoute(
+        "POST",
+        "/retrieve_future",
+        _Handlers.retrieve,
+        None,
+        reads=requests.Retrieve,
+        codes=("unknown_answer", "answer_gone"),
+    ),
+)
+"""All that need a key: one that may read for GET, one that may train for the others."""
+
+
+def _guarded(handler: Handler, service: VerbService, authorise: Authorise) -> Handler:
+    async def guarded(request: Request) -> Response:
+        try:
+            authorise(request)
+            return await handler(request)
+        except ClientGone:
+            raise
+        except Exception as error:  # noqa: BLE001 — a mistake in one request stops no other; its details stay in the log
+            return _refused(request, service, error)
+
+    return guarded
+
+
+def _refused(request: Request, service: VerbService, error: Exception) -> Response:
+    code = code_of(error)
+    facts: Facts | None = request.scope.get(SCOPE)
+    if facts is not None:
+        facts.code = code
+    if code == "internal":
+        logger.error("request %s failed", facts.request_id if facts else "", exc_info=error)
+        message = CODES[code].meaning
+    else:
+        message = str(error)
+    if isinstance(error, UsageError):
+        service.refused(getattr(request.state, "body", b""), error)
+    headers = {"Retry-After": "1"} if CODES[code].retry else {}
+    if isinstance(error, Refusal):
+        headers |= error.headers
+    return _sent(answers.Refused(code=code, message=message), CODES[code].status, headers)
+
+
+async def _healthz(request: Request) -> Response:
+    return _sent(answers.Healthy())
+
+
+def _sent(answer: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    content = answer.model_dump_json(exclude_none=True)
+    return Response(content, status, headers, "application/json")
+
+
+def _told(kind: type[requests.Body], error: ValidationError) -> str:
+    lines = [
+        f"{'.'.join(map(str, each['loc'])) or 'the body'}: {each['msg']} (given: {_short(each['input'])})"
+        for each in error.errors(include_url=False, include_context=False)[:10]
+    ]
+    return f"{kind.__name__} is not what this server takes. " + "; ".join(lines)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 100 else f"{text[:100]}…"

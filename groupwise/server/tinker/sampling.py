@@ -1,0 +1,137 @@
+"""What clients do with samplers: make them, and have them complete prompts. Samples have no order among each other."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any
+
+from groupwise.core.errors import UsageError
+from groupwise.core.types import SamplingParams
+from groupwise.server.engine.adapter_port import Base, VerbEngine, VerbSample
+from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.futures import PROTOBUF, Answer, Futures
+from groupwise.server.tinker.journal import Journal
+from groupwise.server.tinker.paths import stored_at
+from groupwise.server.tinker.requests import content_of, kind_of
+from groupwise.server.tinker.sessions import Opened, Sampler
+from groupwise.tasks.rollouts.seeds import derive
+
+
+class SamplingCalls:
+    """Those of all samplers."""
+
+    def __init__(
+        self, opened: Opened, engine: VerbEngine, futures: Futures, journal: Journal
+    ) -> None:
+        self._opened = opened
+        self._engine = engine
+        self._futures = futures
+        self._journal = journal
+
+    async def create_sampler(self, body: requests.CreateSampler) -> str:
+        """A sampler of weights that were saved, or of a base model. The same request gives the same one."""
+        self._opened.session(body.session_id)
+        id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        if body.model_path is None:
+            if body.base_model is None:
+                raise UsageError("create_sampling_session needs base_model or model_path.")
+            self._engine.admit(body.base_model)
+            sampler = Sampler(id, body.base_model, None, None)
+        else:
+            stored = stored_at(body.model_path)
+            base = (await self._engine.saved(stored)).base
+            if body.base_model not in (None, base):
+                raise UsageError(
+                    f"{body.model_path} was trained on {base}, not on {body.base_model}."
+                )
+            sampler = Sampler(id, base, stored, body.model_path)
+        self._opened.add_sampler(sampler)
+        await self._journal.add_sampler(id, body.session_id, sampler.base, sampler.weights)
+        return id
+
+    def sampler(self, id: str) -> dict[str, Any]:
+        """What a sampler was made of."""
+        found = self._opened.sampler(id)
+        path = {} if found.path is None else {"model_path": found.path}
+        return {"sampler_id": id, "base_model": found.base, **path}
+
+    async def sample(self, body: requests.Sample) -> tuple[str, list[str]]:
+        """The id of the call, and one for each sequence that it will draw."""
+        sampler = self._opened.sampler(body.sampling_session_id)
+        sequences = [f"{sampler.id}:{body.seq_id}:{index}" for index in range(body.num_samples)]
+        _order(body, await self._engine.base(sampler.base))  # refused at once
+        return self.begin_sample(body), sequences
+
+    def begin_sample(self, body: requests.Sample) -> str:
+        """The id of the call."""
+        sampler = self._opened.sampler(body.sampling_session_id)
+        key = (sampler.id, body.seq_id)
+        content = content_of(body)
+        digest = hashlib.sha256(kind_of(body).encode() + content).digest()
+        if (earlier := self._futures.earlier(key, digest)) is not None:
+            return earlier
+        weights = sampler.weights or sampler.base
+
+        async def work() -> Answer:
+            order = _order(body, await self._engine.base(sampler.base))
+            drawn = await self._engine.sample(weights, order)
+            length = len(order.prompt_ids)
+            return Answer(translate.sampled(drawn, length, body.prompt_logprobs_last_n), PROTOBUF)
+
+        id = self._futures.add(key, digest, len(content), kind=kind_of(body), content=content)
+        self._futures.begin(id, work)
+        return id
+
+
+def _order(body: requests.Sample, base: Base) -> VerbSample:
+    prompt = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
+    settings = body.sampling_params
+    room = base.longest - len(prompt)
+    if not prompt:
+        raise UsageError("The prompt is empty; it needs at least one token.")
+    if room < 1 or (settings.max_tokens or 1) > room:
+        raise UsageError(
+            f"The prompt has {len(prompt)} tokens and max_tokens is {settings.max_tokens}; together they may have {base.longest}."
+        )
+    last = body.prompt_logprobs_last_n
+    if last is not None and not (body.prompt_logprobs and last < len(prompt)):
+        raise UsageError(
+            f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
+        )
+    return VerbSample(
+        prompt, _seeds(body), _params(settings, base, room), bool(body.prompt_logprobs)
+    )
+
+
+def _params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:
+    texts, tokens = _stops(settings.stop, base)
+    return SamplingParams(
+        max_tokens=settings.max_tokens or room,
+        temperature=settings.temperature,
+        stop_token_ids=tokens,
+        stop=texts,
+        top_k=settings.top_k if settings.top_k > 0 else None,
+        top_p=settings.top_p if settings.top_p < 1 else None,
+    )
+
+
+def _stops(
+    stop: str | list[str] | list[int] | None, base: Base
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Texts and token ids that end a completion."""
+    if stop is None:
+        return (), base.stop_token_ids
+    if not stop:
+        return (), ()
+    given = [stop] if isinstance(stop, str) else stop
+    texts = tuple(each for each in given if isinstance(each, str))
+    tokens = tuple(each for each in given if isinstance(each, int))
+    return texts, (*base.stop_token_ids, *tokens)
+
+
+def _seeds(body: requests.Sample) -> tuple[int, ...]:
+    """Distinct ones: from the client's seed, or by chance where it gives none."""
+    seed = body.sampling_params.seed
+    chosen = secrets.randbits(64) if seed is None else seed
+    return tuple(derive("verbs", chosen, index) for index in range(body.num_samples))

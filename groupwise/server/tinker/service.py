@@ -1,0 +1,149 @@
+"""What the verbs mean, put together; `routes.py` has the HTTP.
+
+    sessions.py     sessions, models and samplers: what there is
+    training.py   the calls of a model, one after another in the client's order
+    sampling.py   those of samplers, in no order
+    futures.py    how all of them are answered later
+
+All of it is in the journal before clients are told, and a new process opens it again (`open`): what was answered stays answered, and what
+waits is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from groupwise.api.http import strict_json
+from groupwise.api.schemas.training import ByVerbs
+from groupwise.core.errors import UsageError
+from groupwise.server.engine.adapter_port import VerbEngine
+from groupwise.server.ledger.calls import CallRow
+from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.futures import (
+    Answer,
+    AnswerGone,
+    Failure,
+    Futures,
+    Limits,
+    TooManyCalls,
+)
+from groupwise.server.tinker.journal import Journal, NoJournal
+from groupwise.server.tinker.sampling import SamplingCalls
+from groupwise.server.tinker.sessions import Opened
+from groupwise.server.tinker.training import FORWARD_BACKWARD, TrainingCalls
+
+BodyT = TypeVar("BodyT", bound=requests.Body)
+
+KEEP_EVERY = 10
+"""Updates of a model between two of its states that are kept, from which it can be made again."""
+KEPT_WITHIN = 10.0
+"""Seconds that a client waits for its call to be written down."""
+REFUSED = "refused"
+"""The kind of calls that were refused, but have used a number of their model."""
+
+
+class VerbService:
+    """All that clients train by verbs on this server."""
+
+    def __init__(
+        self,
+        engine: VerbEngine,
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        journal: Journal | None = None,
+        keep_every: int = KEEP_EVERY,
+    ) -> None:
+        """`keep_every`: updates of a model after which its state is kept, where there is a journal."""
+        journal = journal or NoJournal()
+        self._engine = engine
+        self._journal = journal
+        self.futures = Futures(limits, journal)
+        self.opened = Opened(engine, self.futures, journal, clock)
+        self.training = TrainingCalls(self.opened, engine, journal, keep_every)
+        self.sampling = SamplingCalls(self.opened, engine, self.futures, journal)
+
+    async def open(self) -> None:
+        """Know what clients have opened before, and go on with their calls; before the first request."""
+        found = await self._journal.everything()
+        self.opened.restore(found)
+        for row in found.calls:
+            self.futures.restore(row)
+        for row in found.calls:
+            if row.state == "waiting":
+                await self._go_on(row)
+
+    async def _go_on(self, row: CallRow) -> None:
+        """Have a call done that came to nothing before the last process ended."""
+        assert row.content is not None
+        if row.kind == REFUSED:
+            self.opened.models[row.line].line.submit(
+                row.sequence, row.content, UsageError("This request was refused before."), REFUSED
+            )
+            return
+        begin: Mapping[str, Callable[[bytes], Any]] = {
+            FORWARD_BACKWARD: lambda content: self.training.forward_backward(
+                translate.read(content)
+            ),
+            "CreateModel": _reading(requests.CreateModel, self.training.create_model),
+            "OptimStep": _reading(requests.OptimStep, self.training.optim_step),
+            "SaveWeights": _reading(requests.SaveWeights, self.training.save_weights),
+            "LoadWeights": _reading(requests.LoadWeights, self.training.load_weights),
+            "SaveForSampler": _reading(requests.SaveForSampler, self.training.save_for_sampler),
+            "Sample": _reading(requests.Sample, self.sampling.begin_sample),
+        }
+        try:
+            begin[row.kind](row.content)
+        except UsageError as error:
+            # Where it was not refused with its number, as it was before, its model is no longer there.
+            self.futures.abandon(row.id, error)
+
+    async def kept(self, id: str) -> None:
+        """Return when a call is written down, so that its client may be told of it. NotKept where that takes too long."""
+        await self.futures.kept(id, KEPT_WITHIN)
+
+    async def close(self) -> None:
+        """End what is under way; the engine stays."""
+        self.futures.suspend()
+        for model in self.opened.models.values():
+            await model.line.close()
+        await self.futures.close()
+
+    def told(self) -> ByVerbs:
+        """What the server's status says of it."""
+        made = [model.id for model in self.opened.models.values() if model.spec is not None]
+        return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)
+
+    def capabilities(self) -> list[dict[str, Any]]:
+        """The bases, as the client reads them."""
+        return [
+            {"model_name": name, "trainable": True, "sampleable": True}
+            for name in self._engine.names()
+        ]
+
+    def refused(self, body: bytes, error: UsageError) -> None:
+        """A JSON request was refused before it came to its model's line. Where it has a number there, the number is used up: the client
+        goes on with the next one, which would wait for it for ever."""
+        try:
+            given: Any = strict_json.parse(body)
+            model, sequence = given["model_id"], given["seq_id"]
+        except (ValueError, TypeError, KeyError):
+            return
+        found = self.opened.models.get(model) if isinstance(model, str) else None
+        if found is None or type(sequence) is not int or not 1 <= sequence < requests.MOST_CALLS:
+            return
+        # The number was used before: then the request was refused for that.
+        with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
+            found.line.submit(sequence, body, error, REFUSED)
+
+    async def answer(self, id: str, patience: float) -> Answer | Failure | None:
+        """See `Futures.answer`."""
+        return await self.futures.answer(id, patience)
+
+
+def _reading(kind: type[BodyT], begin: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
+    """Begin a call with its content as it was written down."""
+    return lambda content: begin(kind.model_validate_json(content))

@@ -1,0 +1,252 @@
+"""What clients have opened: sessions, their models, and samplers, each by its id.
+
+A client opens a session and keeps it alive by a heartbeat; its models are let go of when it ends, or falls silent. Samplers stand for
+weights that do not change: those of a name, those that a training client saved for this sampler alone, or a base model. All of it is in the
+journal before clients are told, and a new process knows it again (`restore`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.api.schemas import activity as wire
+from groupwise.core.errors import UsageError
+from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
+from groupwise.server.ledger.calls import Everything
+from groupwise.server.tinker.futures import Futures, Line
+from groupwise.server.tinker.journal import Journal
+from groupwise.server.tinker.paths import path_of
+
+EPHEMERAL = "_sampler-"
+"""Begins the names of weights that were saved for one sampler; names that clients give begin with a letter or digit."""
+SESSION_SILENCE = 600.0
+"""Seconds without a heartbeat after which the models of a session may be let go of; clients send one every ten seconds."""
+SESSIONS_KEPT = 10_000
+
+
+class NotThere(UsageError):
+    """There is no session, model or sampler of this name."""
+
+    code = "not_there"
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """A client."""
+
+    id: str
+    seen: float
+    models: set[str] = field(default_factory=set[str])
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """One that a client trains."""
+
+    id: str
+    line: Line
+    spec: ModelSpec | None = None
+    """None until it has been made."""
+    ephemeral: list[Stored] = field(default_factory=list[Stored])
+    updates: int = 0
+    """Since its state was kept last."""
+    sums: dict[str, float] = field(default_factory=dict[str, float])
+    """Of the forward passes with gradient since the update before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Weights that a client samples with."""
+
+    id: str
+    base: str
+    weights: Stored | None
+    """None: the base itself."""
+    path: str | None
+
+
+class Opened:
+    """All that clients have opened on this server."""
+
+    def __init__(
+        self, engine: VerbEngine, futures: Futures, journal: Journal, clock: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._futures = futures
+        self._journal = journal
+        self._clock = clock
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._session_keys: OrderedDict[str, str] = OrderedDict()
+        self._samplers: dict[str, Sampler] = {}
+        self.models: dict[str, Model] = {}
+        """Those that are there, or about to be made, by their ids."""
+
+    def restore(self, found: Everything) -> None:
+        """Know what clients have opened before."""
+        for id, name in found.sessions:
+            self._sessions[id] = Session(id, self._clock())
+            if name is not None:
+                self._session_keys[name] = id
+        for row in found.models:
+            line = Line(row.id, self._futures, first=row.done + 1)
+            self.models[row.id] = Model(row.id, line, ModelSpec(**row.spec))
+            self._sessions[row.session].models.add(row.id)
+        for row in found.samplers:
+            self.know_sampler(row.id, row.base, _stored(row.weights))
+
+    # --- sessions --------------------------------------------------------------------------------
+
+    async def create_session(self, idempotency_key: str | None) -> str:
+        """A new session; the same one for the same key, which a client sends again when the connection was lost."""
+        await self.end_silent_sessions()
+        if idempotency_key is not None and idempotency_key in self._session_keys:
+            return self._session_keys[idempotency_key]
+        session = Session(f"s-{secrets.token_hex(8)}", self._clock())
+        await self._journal.add_session(session.id, idempotency_key)
+        if idempotency_key is not None and idempotency_key in self._session_keys:
+            return self._session_keys[idempotency_key]  # the same request came meanwhile
+        self._sessions[session.id] = session
+        if idempotency_key is not None:
+            self._session_keys[idempotency_key] = session.id
+        while len(self._session_keys) > SESSIONS_KEPT:
+            self._session_keys.popitem(last=False)
+        return session.id
+
+    def heartbeat(self, session: str) -> None:
+        """The client is there."""
+        self.session(session)
+
+    async def finish(self, session: str) -> None:
+        """The client is done; its models are let go of. Repeating it is harmless."""
+        found = self._sessions.pop(session, None)
+        for model in sorted(found.models) if found is not None else ():
+            await self._drop(model)
+        for id in [id for id in self._samplers if id.startswith(f"{session}:")]:
+            del self._samplers[id]
+        if found is not None:
+            await self._journal.end_session(session)
+
+    async def end_silent_sessions(self) -> None:
+        """Let go of the models of clients that have gone without a word."""
+        silent = self._clock() - SESSION_SILENCE
+        for session in [each.id for each in self._sessions.values() if each.seen < silent]:
+            await self.finish(session)
+
+    def with_models(self) -> dict[str, str]:
+        """The sessions that have models, each with what there is to tell of it."""
+        now = self._clock()
+
+        def models_of(session: Session) -> str:
+            made = [id for id in sorted(session.models) if self.models[id].spec is not None]
+            return ", ".join(made) or f"{session.id}, whose model is being made"
+
+        return {
+            each.id: f"{models_of(each)}: heard of {now - each.seen:.0f} seconds ago, let go of in "
+            f"{max(each.seen + SESSION_SILENCE - now, 0):.0f} unless it is heard of again"
+            for each in self._sessions.values()
+            if each.models
+        }
+
+    def told(self) -> list[wire.Session]:
+        """All sessions, for people; the steps of their models are known elsewhere."""
+        now = self._clock()
+        samplers = Counter(session_of(id) for id in self._samplers)
+        return [
+            wire.Session(
+                id=each.id,
+                silent_seconds=max(now - each.seen, 0.0),
+                let_go_seconds=max(each.seen + SESSION_SILENCE - now, 0.0),
+                models=[_told_model(self.models[id]) for id in sorted(each.models)],
+                samplers=samplers[each.id],
+            )
+            for each in self._sessions.values()
+        ]
+
+    def session(self, id: str) -> Session:
+        """One that has just shown that it is there. NotThere where it is none."""
+        if id not in self._sessions:
+            raise NotThere(
+                f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
+                "a run that was started with `replace`. Make a new ServiceClient; what was saved can be loaded by its path."
+            )
+        self._sessions[id].seen = self._clock()
+        return self._sessions[id]
+
+    @property
+    def sessions(self) -> int:
+        """How many there are."""
+        return len(self._sessions)
+
+    # --- models ----------------------------------------------------------------------------------
+
+    def new_model(self, session: str, number: int) -> Model:
+        """One that is about to be made; the same one for the same number."""
+        owner = self.session(session)
+        id = f"{session}:train:{number}"
+        if id not in self.models:
+            self.models[id] = Model(id, Line(id, self._futures))
+            owner.models.add(id)
+        return self.models[id]
+
+    def model(self, id: str) -> Model:
+        """Of a session that is there. NotThere where it is none."""
+        self.session(session_of(id))
+        if id not in self.models:
+            raise NotThere(f"There is no model {id!r} in its session.")
+        return self.models[id]
+
+    async def _drop(self, id: str) -> None:
+        model = self.models.pop(id)
+        await model.line.close()
+        for stored in model.ephemeral:
+            await self._engine.drop_sampler(stored)
+        await self._engine.drop(id)
+
+    # --- samplers --------------------------------------------------------------------------------
+
+    def add_sampler(self, sampler: Sampler) -> None:
+        """A new one; the same again is harmless. UsageError where its id has other weights."""
+        if self._samplers.setdefault(sampler.id, sampler) != sampler:
+            raise UsageError(f"The sampler {sampler.id} exists already, with other weights.")
+
+    def know_sampler(self, id: str, base: str, weights: Stored | None) -> None:
+        """One that the journal has; where it is known already, the call that made it is done for the second time."""
+        if id in self._samplers:
+            return
+        path = None if weights is None else path_of(weights)
+        self._samplers[id] = Sampler(id, base, weights, path)
+        if weights is not None and weights.name.startswith(EPHEMERAL):
+            owner = self.models.get(weights.model)
+            if owner is not None and session_of(id) == session_of(owner.id):
+                owner.ephemeral.append(weights)
+
+    def sampler(self, id: str) -> Sampler:
+        """NotThere where it is none."""
+        if id not in self._samplers:
+            raise NotThere(
+                f"There is no sampler {id!r}: its session has ended, or the server was restarted. Make a new sampling client."
+            )
+        return self._samplers[id]
+
+
+def _told_model(model: Model) -> wire.SessionModel:
+    spec = model.spec
+    return wire.SessionModel(
+        id=model.id,
+        base=None if spec is None else spec.base,
+        rank=None if spec is None else spec.rank,
+        waiting=model.line.pending,
+    )
+
+
+def session_of(model: str) -> str:
+    """The session that a model, or a sampler, begins its id with."""
+    return model.partition(":")[0]
+
+
+def _stored(values: Mapping[str, Any] | None) -> Stored | None:
+    return None if values is None else Stored(**values)

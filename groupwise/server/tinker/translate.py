@@ -1,0 +1,332 @@
+"""Between the client's data and ours: datums to rows, losses to loss specs, what was computed and sampled to answers.
+
+A datum is a sequence of N input tokens and N targets: target i is the token after input i. As a row, the first input is the prompt and
+the targets are the completion, so that every target has a log-probability, which is what the client gets back. All of its losses are sums
+with a credit for each token: `weights` for cross_entropy, `advantages` for the others. They are the loss `given`.
+
+What cannot be expressed is refused by name (`UsageError`): targets that are not the next tokens of the input (soft targets with several per
+position among them), images and audio, other losses, their unknown inputs and settings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from groupwise.api.http.strict_json import LARGE
+from groupwise.core.errors import UsageError
+from groupwise.core.types import LossSpec, Row
+from groupwise.server.engine.adapter_port import Computed, VerbSampled
+from groupwise.server.tinker.messages import messages
+
+POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
+MOST_FIELDS = 200_000
+"""Of the messages in a body together: as many as some thousand datums have."""
+CLIP_SETTINGS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLoss:
+    """A loss by the client's name: what it is here, and what its datums hold."""
+
+    surrogate: str
+    inputs: tuple[str, ...]
+    settings: Mapping[str, str]
+    """The client's names of knobs, and ours."""
+
+
+LOSSES: dict[str, ClientLoss] = {
+    "cross_entropy": ClientLoss("log_probability", ("target_tokens", "weights"), {}),
+    "importance_sampling": ClientLoss("ratio", POLICY_INPUTS, {}),
+    "ppo": ClientLoss("clipped_ratio", POLICY_INPUTS, CLIP_SETTINGS),
+    "cispo": ClientLoss("clipped_weight", POLICY_INPUTS, CLIP_SETTINGS),
+}
+"""Every loss that is served. The clip is 0.8 and 1.2 unless `loss_fn_config` says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward pass, with or without gradient."""
+
+    rows: tuple[Row, ...]
+    loss: LossSpec
+    forward_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """A body of `forward_backward`, as it is put into a model's line."""
+
+    model: str
+    sequence: int
+    content: bytes
+    """The same for every body that asks the same."""
+    asked: Forward | UsageError
+    """Or what is wrong with it: it has used its sequence number all the same."""
+
+
+def read(body: bytes) -> ForwardRequest:
+    """See `ForwardRequest`. UsageError where the body is no such message, so that it has no number."""
+    message = parsed(body)
+    try:
+        asked = forward_of(message)
+    except UsageError as error:
+        asked = error
+    content = message.SerializeToString(deterministic=True)
+    return ForwardRequest(message.model_id, message.seq_id, content, asked)
+
+
+async def read_aside(body: bytes) -> ForwardRequest:
+    """See `read`: in a thread where that takes long."""
+    return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
+
+
+def parsed(body: bytes) -> Any:
+    """The message `ForwardBackwardRequest`; UsageError where the body is none, or has more than MOST_FIELDS."""
+    from google.protobuf.message import DecodeError
+
+    found = messages().ForwardBackwardRequest()
+    try:
+        _check_number(body, found.DESCRIPTOR)
+        found.ParseFromString(body)
+    except (DecodeError, IndexError) as error:
+        raise UsageError(
+            f"The body of forward_backward is no protobuf message ForwardBackwardRequest: {error}."
+        ) from error
+    return found
+
+
+def _check_number(body: bytes, descriptor: Any) -> None:
+    """UsageError for more than MOST_FIELDS, before any of them is made; IndexError where the body ends too early."""
+    left = [(0, len(body), descriptor)]
+    number = 0
+    while left:
+        at, end, kind = left.pop()
+        while at < end:
+            number += 1
+            if number > MOST_FIELDS:
+                raise UsageError(
+                    f"The body of forward_backward has more than {MOST_FIELDS:,} fields; send fewer datums at once."
+                )
+            tag, at = _varint(body, at)
+            match tag & 7:
+                case 0:
+                    _, at = _varint(body, at)
+                case 1:
+                    at += 8
+                case 5:
+                    at += 4
+                case 2:
+                    size, at = _varint(body, at)
+                    field = kind.fields_by_number.get(tag >> 3)
+                    if field is not None and field.message_type is not None:
+                        left.append((at, min(at + size, end), field.message_type))
+                    at += size
+                case _:  # the begin or end of a group
+                    pass
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise IndexError("a number has no end")
+
+
+def forward_of(message: Any) -> Forward:
+    """Rows and loss of a request. UsageError names the datum and the field that cannot be."""
+    loss = loss_of(message.loss_fn, _settings(message))
+    if not message.data:
+        raise UsageError("forward_backward has no data; it needs at least one datum.")
+    kind = LOSSES[message.loss_fn]
+    rows = tuple(_row(datum, kind, index) for index, datum in enumerate(message.data))
+    return Forward(rows, loss, message.forward_only)
+
+
+def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:
+    """Our loss for the client's. UsageError for one that is not served, or a setting that it does not have."""
+    if name not in LOSSES:
+        raise UsageError(
+            f"The loss {name!r} is not supported by this server. There are: {', '.join(LOSSES)}. Any other can be computed by the "
+            "client itself with forward_backward_custom."
+        )
+    kind = LOSSES[name]
+    for given in settings:
+        if given not in kind.settings:
+            known = ", ".join(kind.settings) or "none"
+            raise UsageError(
+                f"The loss {name!r} has no setting {given!r} in loss_fn_config here. There are: {known}."
+            )
+    _check_clip(name, settings)
+    knobs = {kind.settings[given]: value for given, value in settings.items()}
+    return LossSpec("given", {"surrogate": kind.surrogate, **knobs})
+
+
+def outputs(computed: Computed) -> bytes:
+    """The message `ForwardBackwardOutput`: the log-probabilities of each datum, and the metrics."""
+    classes = messages()
+    message = classes.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    record = message.loss_fn_outputs.add()
+    record.type_tag = "ArrayRecord"
+    record.num_datums = len(computed.logprobs)
+    tensor = record.fields["logprobs"]
+    tensor.dtype = classes.DTYPE_FLOAT32
+    tensor.data = b"".join(_float32(row) for row in computed.logprobs)
+    offsets = [0]
+    for row in computed.logprobs:
+        offsets.append(offsets[-1] + 4 * len(row))
+    tensor.offsets = struct.pack(f"<{len(offsets)}q", *offsets)
+    for name, value in metrics(computed.sums).items():
+        message.metrics[name] = value
+    return cast(bytes, message.SerializeToString())
+
+
+def metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """As the client names them: how values of several requests combine stands after the colon."""
+    loss = math.fsum(value for name, value in sums.items() if name.startswith("loss/"))
+    others = {f"{name}:sum": value for name, value in sums.items() if not name.startswith("loss/")}
+    return {"loss:sum": loss, **others}
+
+
+def sampled(drawn: VerbSampled, prompt_length: int, last: int | None) -> bytes:
+    """The message `SampleResponse`; of the prompt's log-probabilities the `last` alone, where that is given."""
+    classes = messages()
+    message = classes.SampleResponse()
+    for completion in drawn.completions:
+        sequence = message.sequences.add()
+        stopped = completion.finish_reason == "stop"
+        sequence.stop_reason = classes.STOP_REASON_STOP if stopped else classes.STOP_REASON_LENGTH
+        sequence.tokens = struct.pack(f"<{len(completion.token_ids)}i", *completion.token_ids)
+        sequence.logprobs = _float32(completion.logprobs)
+    if drawn.prompt_logprobs is not None:
+        known = [math.nan, *drawn.prompt_logprobs]
+        unasked = 0 if last is None else prompt_length - last
+        message.prompt_logprobs = _float32([math.nan] * unasked + known[unasked:])
+    return cast(bytes, message.SerializeToString())
+
+
+def text_tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
+    """The tokens of a protobuf model input. UsageError where something else than text is in it."""
+    tokens: list[int] = []
+    for chunk in chunks:
+        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
+        if kind != "encoded_text":
+            raise UsageError(f"{where} holds a chunk {kind!r}; this server takes text alone.")
+        tokens.extend(_unpacked(chunk.encoded_text.tokens, "i", where))
+    for place, token in enumerate(tokens):
+        if token < 0:
+            raise UsageError(f"{where} has the token {token} at {place}; a token is 0 or more.")
+    return tuple(tokens)
+
+
+def _row(datum: Any, kind: ClientLoss, index: int) -> Row:
+    where = f"data[{index}]"
+    inputs = text_tokens(datum.model_input, f"{where}.model_input")
+    for name in datum.loss_fn_inputs:
+        if name not in kind.inputs:
+            raise UsageError(
+                f"{where}.loss_fn_inputs has {name!r}, which this loss does not take. It takes: {', '.join(kind.inputs)}."
+            )
+    values = {name: _tensor(datum.loss_fn_inputs, name, len(inputs), where) for name in kind.inputs}
+    targets = tuple(int(value) for value in values["target_tokens"])
+    _check_targets(inputs, targets, where)
+    credits = tuple(values[kind.inputs[-1]])
+    sampling = values.get("logprobs") or [0.0] * len(targets)
+    return Row(
+        prompt_ids=inputs[:1],
+        completion_ids=targets,
+        mask=tuple(int(credit != 0) for credit in credits),
+        sampling_logprobs=tuple(sampling),
+        advantage=0.0,
+        scale=1.0,
+        credits=credits,
+    )
+
+
+def _check_targets(inputs: Sequence[int], targets: Sequence[int], where: str) -> None:
+    if not inputs:
+        raise UsageError(f"{where}.model_input is empty; it needs at least one token.")
+    for place, (target, following) in enumerate(zip(targets, inputs[1:], strict=False)):
+        if target != following:
+            raise UsageError(
+                f"{where}.loss_fn_inputs['target_tokens'][{place}] is {target}, but the input goes on with {following}. This server "
+                "computes the log-probability of the tokens that follow: give tokens[:-1] as the input and tokens[1:] as the targets, "
+                "and the weight or advantage 0 where a token should not teach."
+            )
+    if targets[-1] < 0:
+        raise UsageError(
+            f"{where}.loss_fn_inputs['target_tokens'][{len(targets) - 1}] is {targets[-1]}; a token is 0 or more."
+        )
+
+
+def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> list[float]:
+    """The numbers of an input that must be dense, finite and as long as the model input."""
+    place = f"{where}.loss_fn_inputs[{name!r}]"
+    if name not in tensors:
+        raise UsageError(f"{place} is missing; this loss needs it.")
+    tensor = tensors[name]
+    shape = list(tensor.shape)
+    if tensor.WhichOneof("encoding") == "sparse_csr" or len(shape) > 1:
+        raise UsageError(
+            f"{place} has the shape {shape}; this server takes one number for each token, so {[length]}."
+        )
+    classes = messages()
+    formats = {
+        classes.DTYPE_FLOAT32: "f",
+        classes.DTYPE_INT64: "q",
+        classes.DTYPE_INT32: "i",
+    }
+    if tensor.dtype not in formats or (name == "target_tokens" and formats[tensor.dtype] == "f"):
+        wanted = "int64" if name == "target_tokens" else "float32"
+        raise UsageError(f"{place} has a dtype that does not fit; it must be {wanted}.")
+    values = _unpacked(tensor.dense, formats[tensor.dtype], place)
+    if len(values) != length:
+        raise UsageError(
+            f"{place} has {len(values)} numbers, but the model input has {length} tokens; they must be as many."
+        )
+    for at, value in enumerate(values):
+        if not math.isfinite(value):
+            raise UsageError(f"{place}[{at}] is {value}; it must be a finite number.")
+    return values
+
+
+def _settings(message: Any) -> dict[str, float]:
+    """`loss_fn_config_v2` where it is set, else the older field."""
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    found: dict[str, float] = {}
+    for name, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof(value.DESCRIPTOR.oneofs[0].name) != "number":
+            raise UsageError(f"loss_fn_config[{name!r}] is a text; the losses here take numbers.")
+        found[name] = value.number
+    return found
+
+
+def _check_clip(name: str, settings: Mapping[str, float]) -> None:
+    low = settings.get("clip_low_threshold", 0.8)
+    high = settings.get("clip_high_threshold", 1.2)
+    if not (0 <= low <= 1 <= high < math.inf):
+        raise UsageError(
+            f"The loss {name!r} is to clip the ratio to [{low:g}, {high:g}]. Both are bounds of the ratio itself: clip_low_threshold "
+            "lies between 0 and 1, clip_high_threshold at 1 or above, for example 0.8 and 1.2."
+        )
+
+
+def _unpacked(data: bytes, kind: str, where: str) -> list[Any]:
+    size = struct.calcsize(f"<{kind}")
+    if len(data) % size:
+        raise UsageError(f"{where} has {len(data)} bytes, which is no multiple of {size}.")
+    return list(struct.unpack(f"<{len(data) // size}{kind}", data))
+
+
+def _float32(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)

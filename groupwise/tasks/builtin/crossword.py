@@ -1,0 +1,299 @@
+"""Crossword clues: the prompt gives a clue and how many letters the words of the answer have, `(3,4)`.
+
+    task:
+      source: my_clues.jsonl    # or a hub id; without it, 185 clues of general knowledge that come with the package
+
+Rows have the columns `clue`, `answer` and perhaps `enumeration`; `task.columns` names them where a source calls them otherwise. An
+enumeration that stands at the end of the clue is taken from there, one that stands nowhere is counted. Rows that cannot be used are
+left out and counted by the reason, or refused with `task.strict`.
+
+The reward is `pure_accuracy`, 1 for the answer alone between its tags. No answer occurs in two splits, whatever its clues, and neither
+does any clue.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from groupwise.core.errors import TaskError
+from groupwise.core.reward_call.call import RewardCallable
+from groupwise.core.reward_call.tags import THINK
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.core.settings.schema import Strict, setting
+from groupwise.core.settings.tree import copied
+from groupwise.tasks.data.chat import Account, Rows
+from groupwise.tasks.data.messages import Unusable
+from groupwise.tasks.data.order import Stream
+from groupwise.tasks.data.source_rows import usable
+from groupwise.tasks.data.sources import read_source
+from groupwise.tasks.rewards.crossword import PureAccuracy, letters
+from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
+
+INCLUDED = Path(__file__).parent / "clues" / "general_knowledge.jsonl"
+"""Clues written for this project."""
+COLUMNS = ("clue", "answer", "enumeration")
+INSTRUCTION = (
+    "Solve the crossword clue. The numbers in brackets say how many letters each word of the answer has. Think between <think> and "
+    "</think>, then write nothing but the answer between <answer> and </answer>."
+)
+
+_AT_THE_END = re.compile(r"\(((?:[\s,'’-]*[0-9]{1,2})(?:[\s,'’-]+[0-9]{1,2})*[\s,'’-]*)\)\s*$")
+"""An enumeration in brackets behind a clue; no word has a hundred letters, so `(1984)` is none."""
+
+
+class TaskConfig(Strict):
+    """The `task:` section of a config for this task."""
+
+    source: str | None = setting(
+        None,
+        "Hub id, file or folder with clues and answers; null: those that come with the package.",
+    )
+    source_config: str | None = setting(None, "Configuration of a dataset on the hub.")
+    source_split: str = setting("train", "Split of the source, sliced or not: train[:1000].")
+    source_revision: str | None = setting(None, "Commit, tag or branch of a dataset on the hub.")
+    columns: dict[str, str] = setting(
+        {}, "Names of columns: clue, answer or enumeration, then the source's name for it."
+    )
+    choices: int | None = setting(
+        None,
+        "Answers shown in the prompt, in small letters, about equally long, one of them right: for models that know few words. null: none.",
+        ge=2,
+        le=20,
+    )
+    strict: bool = setting(
+        False, "Refuse a row that cannot be used, instead of leaving it out and counting it."
+    )
+    train_size: int | None = setting(
+        None, "Training clues; null: all that the other splits leave.", ge=1
+    )
+    validation_size: int = setting(16, "Held-out clues of a supervised run.", ge=1)
+    eval_size: int = setting(32, "Held-out clues of evaluations.", ge=1)
+    seed: int = setting(0, "Of the splits; the run has a seed of its own.", ge=0)
+
+
+def get_config_schema() -> type[BaseModel]:
+    """The config's `task:` section."""
+    return TaskConfig
+
+
+def get_rl_dataset(config: Any) -> Rows:
+    """The training rows, with the columns `clue`, `answer` and `enumeration`."""
+    return _split(_own(config), "train")
+
+
+def get_eval_dataset(config: Any) -> Rows:
+    """The held-out rows. They come first from the seed, so they do not depend on the other sizes."""
+    return _split(_own(config), "eval")
+
+
+def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
+    """The training rows with a completion that says how many letters the answer has, and gives it."""
+    return _taught(get_rl_dataset(config))
+
+
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
+    """The validation rows, likewise."""
+    return _taught(_split(_own(config), "validation"))
+
+
+def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
+    """`pure_accuracy`, which knows the number of letters from the column `enumeration`.
+
+    Where answers are shown to choose from, nothing is paid for mentioning the right one.
+    """
+    unpaid = {} if _own(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
+    return rewards_named([{"name": "pure_accuracy", **unpaid}], config)
+
+
+def compute_metrics(
+    prompts: Sequence[Any],
+    completions: Sequence[CompletionText],
+    dataset_rows: Sequence[Mapping[str, Any]],
+    config: Any,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Shares of answers that are right, as the reward sees it, that have the right number of letters, and that are there at all."""
+    written = [letters(THINK.last_answer(completion_text(each)) or "") for each in completions]
+    golds = [letters(row["answer"]) for row in dataset_rows]
+    pairs = list(zip(written, golds, strict=True))
+    exact = PureAccuracy(word_bonus=0.0, occurrence=0.0)
+    enumerations = [row["enumeration"] for row in dataset_rows]
+    values = exact(
+        completions, answer=[row["answer"] for row in dataset_rows], enumeration=enumerations
+    )
+    correct = [value == 1 for value in values]
+    return {
+        "metrics": {
+            "accuracy": fmean(correct),
+            "length_accuracy": fmean(len(answer) == len(gold) for answer, gold in pairs),
+            "answered": fmean(answer != "" for answer in written),
+        },
+        "correct": correct,
+    }
+
+
+# --- splits --------------------------------------------------------------------------------------
+
+
+def _own(config: Any) -> TaskConfig:
+    return TaskConfig.model_validate(copied(config.get("task") or {}))
+
+
+def _split(own: TaskConfig, wanted: str) -> Rows:
+    """The rows of one split. Rows with the same answer stay together, and a clue that an earlier split has is left out."""
+    rows, left_out = _rows(own)
+    by_answer: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_answer.setdefault(letters(row["answer"]), []).append(row)
+    groups = iter(Stream("crossword", own.seed).sample(list(by_answer.values()), len(by_answer)))
+    sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
+    met: set[str] = set()
+    for split, size in sizes.items():
+        taken: list[dict[str, Any]] = []
+        while (size is None or len(taken) < size) and (group := next(groups, None)):
+            fresh = [row for row in group if _folded(row["clue"]) not in met]
+            left_out["another split has the clue, with another answer"] += len(group) - len(fresh)
+            taken.extend(fresh)
+        if len(taken) < (size or 1):
+            raise TaskError(_too_few(own, len(rows)))
+        if split == wanted:
+            return Rows(_with_choices(taken[:size], own), Account(dict(+left_out)))
+        met.update(_folded(row["clue"]) for row in taken[:size])
+    raise AssertionError(wanted)
+
+
+def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str, Any]]:
+    """The rows; if `task.choices` is set, each prompt also lists answers of the same split, one of which is right.
+
+    The wrong ones are about as long as the right one, so that counting letters finds nothing.
+    """
+    if own.choices is None:
+        return rows
+    answers = list(dict.fromkeys(row["answer"].lower() for row in rows))
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        stream = Stream("crossword choices", own.seed, row["clue"])
+        answer = row["answer"].lower()
+        others = stream.sample([other for other in answers if other != answer], len(answers) - 1)
+        others.sort(key=lambda other: abs(len(letters(other)) - len(letters(answer))))
+        choices = stream.among(answer, others[: own.choices - 1], own.choices)
+        told, asked = row["prompt"]
+        content = f"{asked['content']}\nOne of: {', '.join(choices)}"
+        found.append({**row, "prompt": [told, {**asked, "content": content}], "choices": choices})
+    return found
+
+
+def _too_few(own: TaskConfig, there: int) -> str:
+    asked = "what is left" if own.train_size is None else f"train_size {own.train_size}"
+    return (
+        f"{_name(own)} has {there} usable clues, too few for eval_size {own.eval_size}, validation_size {own.validation_size} and "
+        f"{asked} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
+    )
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """The usable rows of the source, each clue and answer once, and how many others there are, by reason."""
+    for ours in own.columns:
+        if ours not in COLUMNS:
+            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
+    found = read_source(
+        own.source or str(INCLUDED),
+        own.source_config,
+        own.source_split,
+        own.columns,
+        revision=own.source_revision,
+    )
+    return usable(
+        found,
+        _row,
+        lambda row: (_folded(row["clue"]), letters(row["answer"])),
+        source=_name(own),
+        strict=own.strict,
+        remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
+    )
+
+
+def _row(given: Mapping[str, Any]) -> dict[str, Any]:
+    clue, answer = _text(given, "clue"), _text(given, "answer")
+    if unscorable := _unscorable({"answer": answer}):
+        raise Unusable("the answer is not made of letters A–Z") from unscorable
+    behind = _AT_THE_END.search(clue)
+    clue = clue[: behind.start()].rstrip() if behind else clue
+    if not clue:
+        raise Unusable("the clue is empty")
+    told = _told(given.get("enumeration"))
+    enumeration = told or (behind.group(1).strip() if behind else _counted(answer))
+    if unscorable := _unscorable({"answer": answer, "enumeration": enumeration}):
+        raise Unusable("the enumeration does not fit the answer") from unscorable
+    return {
+        "prompt": [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": f"{clue} ({enumeration})"},
+        ],
+        "clue": clue,
+        "answer": answer,
+        "enumeration": enumeration,
+    }
+
+
+def _unscorable(row: Mapping[str, Any]) -> ValueError | None:
+    """Why the reward cannot score a row; None where it can."""
+    try:
+        PureAccuracy().check_row(row)
+    except ValueError as reason:
+        return reason
+    return None
+
+
+def _text(given: Mapping[str, Any], column: str) -> str:
+    value = given.get(column)
+    if not isinstance(value, str) or not value.strip():
+        raise Unusable(f"the {column} is {'no text' if value else 'empty or missing'}")
+    return value.strip()
+
+
+def _told(value: Any) -> str:
+    """A column's enumeration as it is shown: text, a number or a list of numbers; empty where it says nothing."""
+    if isinstance(value, list | tuple):
+        return ",".join(_told(each) for each in cast("Sequence[Any]", value))
+    if isinstance(value, float):  # what tables make of a column with gaps
+        return str(int(value)) if value.is_integer() else ""
+    return "" if value is None else str(value).strip().strip("()[]").strip()
+
+
+def _counted(answer: str) -> str:
+    """`3,4` for two words, `4-4` for a word with a hyphen."""
+    words = re.split(r"([\s-]+)", answer)
+    parts = [
+        ("-" if "-" in word else ",") if index % 2 else str(len(letters(word)))
+        for index, word in enumerate(words)
+    ]
+    return "".join(parts)
+
+
+def _taught(rows: Rows) -> Rows:
+    return Rows([{**row, "completion": _completion(row)} for row in rows], rows.account)
+
+
+def _completion(row: Mapping[str, Any]) -> str:
+    answer = row["answer"].lower() if "choices" in row else row["answer"].upper()
+    thought = f"{len(letters(answer))} letters: {answer}."
+    return f"<think>\n{thought}\n</think>\n<answer>{answer}</answer>"
+
+
+def _name(own: TaskConfig) -> str:
+    return f"The source {own.source!r}" if own.source else "The included source"

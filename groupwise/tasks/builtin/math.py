@@ -1,0 +1,535 @@
+r"""Mathematics with one right answer: generated arithmetic, or problems from a file or the hub.
+
+A completion is to think between `<think>` and `</think>` and to answer between `<answer>` and `</answer>`. Two parts make the reward, 1.1
+at most:
+
+    math_answer    1      the answer is right: the last answer tag, or else the last \boxed{}, against the gold answer by value
+    soft_format    0.1    both pairs of tags are there, in order and with content (`task.format_weight`)
+
+With `task.strict` the first is `pure_accuracy_math`: the completion must begin with the tags, and the answer must be
+the gold one as it is written.
+
+Generated problems have five levels:
+
+    1    a sum or difference of numbers up to 50                   23 + 18
+    2    … of two digits, or a product up to 12 × 12               81 - 37, 7 × 8
+    3    three numbers, of which two are multiplied                14 + 6 × 9
+    4    brackets, and divisions without a rest                    (12 + 9) × 4 - 7, (32 + 24) ÷ 8
+    5    a sum, difference or product of two fractions             2/3 + 3/4
+
+No problem occurs twice, in whatever order of its summands or factors: neither in one split nor in two. Those of a source are told
+apart by their text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from math import lcm
+from statistics import fmean
+from typing import Any
+
+from pydantic import BaseModel, model_validator
+
+from groupwise.core.errors import TaskError
+from groupwise.core.reward_call.tags import THINK
+from groupwise.core.reward_call.text import CompletionText
+from groupwise.core.settings.schema import Strict, setting
+from groupwise.core.settings.view import View
+from groupwise.tasks.data.chat import Account, Rows
+from groupwise.tasks.data.messages import Unusable
+from groupwise.tasks.data.order import Stream
+from groupwise.tasks.data.source_rows import question_key, usable
+from groupwise.tasks.data.sources import read_source
+from groupwise.tasks.rewards.formats import SoftFormat
+from groupwise.tasks.rewards.gold import at_mark, marked_answer
+from groupwise.tasks.rewards.mathematics import MathAnswer, PureAccuracyMath, in_words
+
+LEVELS = 5
+GENERATED = 2000
+"""Training problems, where the config does not say how many are generated."""
+PATIENCE = 1000
+"""Generated problems in a row that were there already, after which no more are looked for."""
+LONGEST_WORDS = 40
+"""Characters of an answer in words that stands by itself; a longer text is a solution, in which the answer has to be marked."""
+LONGEST_ANSWER = 200
+"""The same for numbers and expressions, which have no words."""
+
+INSTRUCTION = "Solve the problem. Think between <think> and </think>, then answer between <answer> and </answer>."
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "question": ("question", "problem", "prompt"),
+    "answer": ("answer", "solution"),
+    "solution": ("solution", "answer"),
+}
+"""What the columns of a source may be called, where `columns` does not say; the first that is there counts. A solution may hold the
+answer, and an answer the solution."""
+
+
+class TaskConfig(Strict):
+    """The `task:` section of a config for this task."""
+
+    min_level: int = setting(1, "Lowest level of generated problems.", ge=1, le=LEVELS)
+    max_level: int = setting(3, "Highest; the levels take turns by chance.", ge=1, le=LEVELS)
+    source: str | None = setting(
+        None, "File, folder or hub id with problems of your own; null generates them."
+    )
+    source_config: str | None = setting(None, "Name of a hub set's configuration, such as main.")
+    source_split: str = setting("train", "Split of the source to train on.")
+    eval_split: str | None = setting(
+        None,
+        "Split of the source for evaluations; null takes eval_size of its problems out of the training.",
+    )
+    columns: dict[str, str] = setting(
+        {},
+        "What question, answer and solution are called in the source, as in {question: ask, answer: result}.",
+    )
+    strict_rows: bool = setting(
+        False,
+        "Refuse a row of the source that cannot be used, instead of leaving it out and counting it.",
+    )
+    strict: bool = setting(
+        False,
+        "Pay only completions that begin with the tags, for an answer that is the gold one as it is written.",
+    )
+    format_weight: float = setting(0.1, "Weight of the layout, beside 1 for a right answer.")
+    train_size: int | None = setting(
+        None, "Training examples; null: 2000 generated ones, or all of the source.", ge=1
+    )
+    validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
+    eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
+    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskConfig:
+        if self.min_level > self.max_level:
+            raise ValueError("min_level is greater than max_level")
+        if unknown := set(self.columns) - set(COLUMNS):
+            raise ValueError(
+                f"columns names {' and '.join(sorted(unknown))}; what can be named is {' and '.join(COLUMNS)}"
+            )
+        idle = _OF_SOURCES if self.source is None else _OF_GENERATION
+        for name in idle:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                where = "without" if self.source is None else "with"
+                raise ValueError(f"{name} has no effect {where} source; leave it out")
+        return self
+
+
+_OF_SOURCES = ("source_config", "source_split", "eval_split", "columns", "strict_rows")
+_OF_GENERATION = ("min_level", "max_level")
+
+
+def get_config_schema() -> type[BaseModel]:
+    """The config's `task:` section."""
+    return TaskConfig
+
+
+def get_rl_dataset(config: Any) -> Rows:
+    """The training rows, with the columns `answer` and `gold_completion`, and `level` where they are generated."""
+    return _splits(_own(config)).train
+
+
+def get_eval_dataset(config: Any) -> Rows:
+    """The test rows."""
+    return _splits(_own(config)).test
+
+
+def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
+    """The training rows with worked solutions."""
+    return _taught(get_rl_dataset(config))
+
+
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
+    """The validation rows, likewise."""
+    return _taught(_splits(_own(config)).validation)
+
+
+def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
+    """Being right, and the layout."""
+    own = _own(config)
+    layout = SoftFormat(reasoning_tag=THINK.reasoning, answer_tag=THINK.answer, right=1.0)
+    return [(_accuracy(own), 1.0), (layout, own.format_weight)]
+
+
+def compute_metrics(
+    prompts: Sequence[Any],
+    completions: Sequence[CompletionText],
+    dataset_rows: Sequence[dict[str, Any]],
+    config: Any,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Shares of right answers, in all and for each level, and of completions in the layout."""
+    (accuracy, _), (layout, _) = get_reward_funcs(config, tokenizer)
+    right = accuracy(completions, answer=[row["answer"] for row in dataset_rows])
+    by_level: dict[str, list[float]] = {}
+    for value, row in zip(right, dataset_rows, strict=True):
+        if "level" in row:
+            by_level.setdefault(f"accuracy_level_{row['level']}", []).append(value)
+    return {
+        "metrics": {
+            "accuracy": fmean(right),
+            "format_accuracy": fmean(layout(completions)),
+            **{name: fmean(values) for name, values in sorted(by_level.items())},
+        },
+        "correct": right,
+    }
+
+
+def _own(config: Any) -> TaskConfig:
+    section: Mapping[str, Any] = config.get("task") or {}
+    return TaskConfig.model_validate(View(section).to_dict())
+
+
+def _accuracy(own: TaskConfig) -> MathAnswer | PureAccuracyMath:
+    return PureAccuracyMath("answer") if own.strict else MathAnswer("answer")
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question with its answer, and how one gets there."""
+
+    question: str
+    answer: str
+    worked: str
+    key: str
+    """Equal for problems that are the same."""
+    level: int | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """As it is trained and evaluated."""
+        gold = f"<think>\n{self.worked}\n</think>\n<answer>{self.answer}</answer>"
+        return {
+            "prompt": [
+                {"role": "system", "content": INSTRUCTION},
+                {"role": "user", "content": self.question},
+            ],
+            "answer": self.answer,
+            "gold_completion": gold,
+            **({} if self.level is None else {"level": self.level}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """All rows, of which no two are the same problem; each part says what was left out of its source."""
+
+    test: Rows
+    validation: Rows
+    train: Rows
+
+
+def _splits(own: TaskConfig) -> Splits:
+    if own.source is None:
+        held_out = own.eval_size + own.validation_size
+        problems = generate(own, held_out + (own.train_size or GENERATED))
+        return _divided(problems, own, Counter())
+    found, left_out = _read(own, own.source, own.source_split)
+    shuffled = Stream("math", own.seed).sample(found, len(found))
+    if own.eval_split is None:
+        return _divided(shuffled, own, left_out)
+    tested, left_out_there = _read(own, own.source, own.eval_split)
+    test = tested[: own.eval_size]
+    asked = {problem.key for problem in test}
+    rest = [problem for problem in shuffled if problem.key not in asked]
+    left_out["the test split has the question"] += len(shuffled) - len(rest)
+    splits = _divided([*test, *rest], own, left_out, len(test))
+    return replace(splits, test=Rows(splits.test, Account(dict(left_out_there))))
+
+
+def _divided(
+    problems: Sequence[Problem], own: TaskConfig, left_out: Counter[str], test: int | None = None
+) -> Splits:
+    """First those of the test, so that they do not depend on how many are trained. Raises TaskError where none are left for that."""
+    first = own.eval_size if test is None else test
+    second = first + own.validation_size
+    if len(problems) <= second:
+        raise TaskError(
+            f"{own.source} has {len(problems)} different problems that can be used, of which task.eval_size and "
+            f"task.validation_size take {second}, so that none is left to train on. Lower them."
+        )
+    rows, account = [problem.row for problem in problems], Account(dict(+left_out))
+    end = None if own.train_size is None else second + own.train_size
+    parts = rows[:first], rows[first:second], rows[second:end]
+    return Splits(*(Rows(part, account) for part in parts))
+
+
+def _taught(rows: Rows) -> Rows:
+    return Rows([{**row, "completion": row["gold_completion"]} for row in rows], rows.account)
+
+
+# --- problems of a source ------------------------------------------------------------------------
+
+
+def _read(own: TaskConfig, source: str, split: str) -> tuple[list[Problem], Counter[str]]:
+    return problems_of(
+        read_source(source, own.source_config, split, own.columns or None), own, source
+    )
+
+
+def problems_of(
+    rows: Sequence[Mapping[str, Any]], own: TaskConfig, source: str
+) -> tuple[list[Problem], Counter[str]]:
+    """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
+    question, answer, solution = (_column(rows, kind, source) for kind in COLUMNS)
+    return usable(
+        rows,
+        lambda row: problem_of(own, *(row.get(name) for name in (question, answer, solution))),
+        lambda problem: problem.key,
+        source=source,
+        strict=own.strict_rows,
+        remedy=(
+            f"Questions are read from `{question}` and answers from `{answer}`: after ####, in \\boxed{{}}, in answer tags, or a text of "
+            f"one line with at most {LONGEST_WORDS} characters, {LONGEST_ANSWER} for numbers and expressions without words. task.columns "
+            "names other columns."
+        ),
+    )
+
+
+def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
+    """The column that holds questions or answers."""
+    there = dict.fromkeys(name for row in rows for name in row)
+    found = [name for name in COLUMNS[kind] if name in there]
+    if not found:
+        raise TaskError(
+            f"{source} has no column for the {kind}: looked for {', '.join(COLUMNS[kind])}. It has: {', '.join(there)}. Name it in "
+            f"task.columns, as in {{{kind}: …}}."
+        )
+    return found[0]
+
+
+def _text(cell: Any) -> str:
+    held = isinstance(cell, str | int | float) and cell == cell  # NaN, in tables, is a gap
+    return str(cell).strip() if held else ""
+
+
+def problem_of(own: TaskConfig, *cells: Any) -> Problem:
+    """What the cells of a row make: its question, its answer and its solution. Raises Unusable."""
+    question, answer, solution = map(_text, cells)
+    if not question:
+        raise Unusable("there is no question")
+    if not answer:
+        raise Unusable("there is no answer")
+    final = final_answer(answer)
+    if final is None:
+        raise Unusable("no answer is marked, and the text is too long for one")
+    try:
+        _accuracy(own).check_row({"answer": final})
+    except ValueError as reason:
+        raise Unusable("the reward cannot read the answer") from reason
+    key = question_key(question)
+    return Problem(question, final, _worked(solution, final), key)
+
+
+def final_answer(solution: str) -> str | None:
+    """The answer that a text gives: where it is marked, or the text, if it is a short one; None for other texts."""
+    marked = marked_answer(solution, THINK.answer, boxes=True)
+    if marked is not None:
+        return marked or None
+    answer = solution.strip()
+    longest = LONGEST_WORDS if in_words(answer) else LONGEST_ANSWER
+    return answer if answer and "\n" not in answer and len(answer) <= longest else None
+
+
+def _worked(solution: str, final: str) -> str:
+    """A solution as somebody may think it, without tags and without what a calculator was asked."""
+    divided = at_mark(solution)
+    told = solution if divided is None else divided[0]
+    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
+    return text if text not in ("", final) else f"The answer is {final}."
+
+
+# --- generated problems --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`left sign right`."""
+
+    sign: str
+    left: Term
+    right: Term
+
+
+Term = Fraction | Operation
+
+_BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
+
+
+def generate(own: TaskConfig, count: int) -> list[Problem]:
+    """So many different problems of the levels that the config says. Raises TaskError where there seem to be fewer."""
+    return list(_distinct(own.min_level, own.max_level, own.seed, count))
+
+
+def _generated(min_level: int, max_level: int, seed: int) -> Iterator[Problem]:
+    """Problems without end; the same may come again."""
+    stream = Stream("math", seed)
+    while True:
+        level = min_level + stream.below(max_level - min_level + 1)
+        term = _OF_LEVEL[level](stream)
+        steps = list(_steps(term))
+        question = f"What is {_written(term)}?"
+        yield Problem(question, str(_value(term)), "\n".join(steps), _key(term), level)
+
+
+@lru_cache(maxsize=1)  # each hook takes its part of the same ones
+def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
+    """The first so many different ones. Raises TaskError where there seem to be fewer."""
+    problems = _generated(min_level, max_level, seed)
+    found: dict[str, Problem] = {}
+    vain = 0
+    while len(found) < count:
+        problem = next(problems)
+        vain = vain + 1 if problem.key in found else 0
+        found.setdefault(problem.key, problem)
+        if vain == PATIENCE:
+            raise TaskError(
+                f"The levels that task.min_level and task.max_level name seem to have no more than {len(found)} different problems, "
+                f"and {count} are asked for. Raise task.max_level, or ask for fewer."
+            )
+    return tuple(found.values())
+
+
+def _sum(stream: Stream, least: int, most: int) -> Operation:
+    """A sum or difference that is not below 0."""
+    one, other = _number(stream, least, most), _number(stream, least, most)
+    if stream.below(2):
+        return Operation("+", one, other)
+    return Operation("-", max(one, other), min(one, other))
+
+
+def _product(stream: Stream, most: int) -> Operation:
+    return Operation("×", _number(stream, 2, most), _number(stream, 2, most))
+
+
+def _level_1(stream: Stream) -> Operation:
+    return _sum(stream, 1, 50)
+
+
+def _level_2(stream: Stream) -> Operation:
+    return _product(stream, 12) if stream.below(3) == 0 else _sum(stream, 10, 99)
+
+
+def _level_3(stream: Stream) -> Operation:
+    product = _product(stream, 12)
+    other = _number(stream, 1, 50)
+    if stream.below(2):
+        return Operation("+", other, product)
+    larger, smaller = (product, other) if _value(product) >= other else (other, product)
+    return Operation("-", larger, smaller)
+
+
+def _level_4(stream: Stream) -> Operation:
+    if stream.below(2):
+        product = Operation("×", _sum(stream, 10, 40), _number(stream, 2, 9))
+        other = _number(stream, 1, 40)
+        return Operation("-" if _value(product) >= other else "+", product, other)
+    divisor, quotient = _number(stream, 2, 12), _number(stream, 2, 20)
+    first = _number(stream, 1, int(divisor * quotient) - 1)
+    return Operation("÷", Operation("+", first, divisor * quotient - first), divisor)
+
+
+def _level_5(stream: Stream) -> Operation:
+    one, other = _fraction(stream), _fraction(stream)
+    sign = "+-×"[stream.below(3)]
+    return (
+        Operation(sign, max(one, other), min(one, other))
+        if sign == "-"
+        else Operation(sign, one, other)
+    )
+
+
+_OF_LEVEL: dict[int, Callable[[Stream], Operation]] = {
+    1: _level_1,
+    2: _level_2,
+    3: _level_3,
+    4: _level_4,
+    5: _level_5,
+}
+
+
+def _number(stream: Stream, least: int, most: int) -> Fraction:
+    return Fraction(least + stream.below(most - least + 1))
+
+
+def _fraction(stream: Stream) -> Fraction:
+    """Between 0 and 1, with a denominator up to 12."""
+    under = 2 + stream.below(11)
+    return Fraction(1 + stream.below(under - 1), under)
+
+
+def _value(term: Term) -> Fraction:
+    if isinstance(term, Fraction):
+        return term
+    left, right = _value(term.left), _value(term.right)
+    match term.sign:
+        case "+":
+            return left + right
+        case "-":
+            return left - right
+        case "×":
+            return left * right
+        case _:
+            return left / right
+
+
+def _written(term: Term) -> str:
+    """With brackets where they are needed."""
+    if isinstance(term, Fraction):
+        return str(term)
+    left, right = _written(term.left), _written(term.right)
+    if isinstance(term.left, Operation) and _BINDS[term.left.sign] < _BINDS[term.sign]:
+        left = f"({left})"
+    if isinstance(term.right, Operation) and _BINDS[term.right.sign] <= _BINDS[term.sign]:
+        right = f"({right})"
+    return f"{left} {term.sign} {right}"
+
+
+def _key(term: Term) -> str:
+    """The same for the other order of summands or factors."""
+    if isinstance(term, Fraction):
+        return str(term)
+    both = [_key(term.left), _key(term.right)]
+    if term.sign in "+×":
+        both.sort()
+    return f"({both[0]}{term.sign}{both[1]})"
+
+
+def _steps(term: Term) -> Iterator[str]:
+    """One line for each operation, in the order in which they are done."""
+    if isinstance(term, Fraction):
+        return
+    yield from _steps(term.left)
+    yield from _steps(term.right)
+    left, right = _value(term.left), _value(term.right)
+    stages = [f"{left} {term.sign} {right}", *_between(term.sign, left, right), str(_value(term))]
+    yield " = ".join(dict.fromkeys(stages))
+
+
+def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
+    """What is written between a hard operation and its result."""
+    if left.denominator > 1 or right.denominator > 1:
+        yield _over_one_denominator(sign, left, right)
+    elif sign in "+-" and left >= 10 and right > 10 and right % 10:
+        tens, ones = right - right % 10, right % 10
+        first = left + tens if sign == "+" else left - tens
+        yield f"{left} {sign} {tens} {sign} {ones}"
+        yield f"{first} {sign} {ones}"
+    elif sign == "×" and left > 12 and left % 10:
+        tens, ones = left - left % 10, left % 10
+        yield f"{tens} × {right} + {ones} × {right}"
+        yield f"{tens * right} + {ones * right}"
+
+
+def _over_one_denominator(sign: str, left: Fraction, right: Fraction) -> str:
+    if sign == "×":
+        return f"{left.numerator * right.numerator}/{left.denominator * right.denominator}"
+    under = lcm(left.denominator, right.denominator)
+    return f"{int(left * under)}/{under} {sign} {int(right * under)}/{under}"

@@ -1,0 +1,280 @@
+"""Problems of the package reasoning-gym: made here, in a process of their own, and graded wherever rewards are computed.
+
+`python -m groupwise.tasks.builtin.reasoning_gym_problems` reads a request from standard input and answers it on standard output, both JSON:
+
+    {"seed": 0, "sizes": {"test": 2}, "datasets": [{"name": "chain_sum", "level": null, "parameters": {}, "weight": 1.0}]}
+    {"rows": {"test": [{"source": 0, "question": "State …", "answer": "19", "entry": "{'question': …}"}, …]}}
+    {"problem": "why there are none"}
+
+A process of its own, because some generators walk through sets of text, whose order changes with each process unless its hash seed is
+fixed, some draw from Python's global generator or print, and a slow one can be ended.
+
+An entry travels as a Python literal: graders need its tuples and its keys that are numbers, which JSON would change. It is never made
+anew from a seed: that would bind a reward to the process that computes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from groupwise.core.plugins import nearest
+from groupwise.tasks.builtin.reasoning_gym_answers import is_harmless
+from groupwise.tasks.data.order import Stream
+
+SPLITS = ("test", "validation", "train")
+"""In this order they are made, so that the earlier ones do not depend on the sizes of the later."""
+BLOCK = 100
+"""Problems of one dataset object. An index counts as a seed, so a split takes its seeds in a row, a block at a time."""
+SEEDS_PER_SPLIT = 10**9
+"""Seeds may reach 2**32, and each split has so many to itself."""
+RIGHT = 1.0 - 1e-6
+"""From this score on an answer counts as right."""
+WRITTEN_ANSWERS = {
+    "graph_color": "possible_answer",
+    "propositional_logic": "example_answer",
+    "rubiks_cube": "example_correct_answer",
+}
+"""Datasets whose entries have no answer, and where in their metadata a right one stands."""
+
+Spec = Mapping[str, Any]
+"""A dataset: `name`, `level` or None, `parameters`."""
+
+
+def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
+    """The package's dataset object. Raises ValueError for a name, level or parameter that there is not."""
+    factory = _package()
+    name, level = str(spec["name"]), spec["level"]
+    if name not in factory.DATASETS or name == "composite":
+        raise ValueError(_no_dataset(name, factory.DATASETS))
+    kind = factory.DATASETS[name][1]
+    _refuse_unknown(name, spec["parameters"], [field.name for field in dataclasses.fields(kind)])
+    given = {**spec["parameters"], "seed": seed, "size": size}
+    try:
+        config = kind(**given) if level is None else _of_level(factory, name, level, given)
+        return factory.DATASETS[name][0](config=config)
+    except (AssertionError, TypeError, ValueError) as refused:
+        raise ValueError(
+            f"the dataset `{name}`: {str(refused) or type(refused).__name__}"
+        ) from refused
+
+
+def entry_as_text(entry: Mapping[str, Any]) -> str:
+    """An entry as a Python literal. Raises ValueError for one that holds anything but plain values."""
+    text = repr(_plain(entry))
+    try:
+        ast.literal_eval(text)
+    except (SyntaxError, ValueError) as refused:
+        raise ValueError(
+            f"an entry holds something that is no plain value: {text:.200}"
+        ) from refused
+    return text
+
+
+def entry_of_text(text: str) -> dict[str, Any]:
+    """The entry that `entry_as_text` wrote. Raises ValueError for anything else."""
+    try:
+        entry = ast.literal_eval(text)
+    except (SyntaxError, TypeError, ValueError) as broken:
+        raise ValueError(f"the column `entry` holds no entry: {text!r:.80}") from broken
+    if not isinstance(entry, dict) or not {"question", "answer", "metadata"} <= entry.keys():
+        raise ValueError(f"the column `entry` holds no question, answer and metadata: {text!r:.80}")
+    return cast("dict[str, Any]", entry)
+
+
+def main() -> None:
+    """Answer the request on standard input. What generators print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    try:
+        answer = {"rows": _rows(request)}
+    except ValueError as problem:
+        answer = {"problem": str(problem)}
+    with answers:
+        json.dump(answer, answers)
+
+
+# --- making problems -----------------------------------------------------------------------------
+
+
+def _rows(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each split, in a random order where they come from several datasets."""
+    seen: set[str] = set()
+    seed, datasets, sizes = request["seed"], request["datasets"], request["sizes"]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for split in (split for split in SPLITS if split in sizes):
+        counts = shares([spec["weight"] for spec in datasets], sizes[split])
+        found = [
+            row
+            for source, (spec, count) in enumerate(zip(datasets, counts, strict=True))
+            for row in _fresh(spec, source, _first_seed(seed, source, split), count, seen)
+        ]
+        mixed = len(datasets) > 1
+        order = Stream("reasoning_gym", seed, split)
+        rows[split] = order.sample(found, len(found)) if mixed else found
+    return rows
+
+
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """How many of `total` each weight gets: rounded down, what is left to the largest remainders."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
+    for place in by_remainder[: total - sum(counts)]:
+        counts[place] += 1
+    return counts
+
+
+def _first_seed(seed: int, source: int, split: str) -> int:
+    start = Stream("reasoning_gym", seed, source).below(SEEDS_PER_SPLIT // 2)
+    return start + SPLITS.index(split) * SEEDS_PER_SPLIT
+
+
+def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> list[dict[str, Any]]:
+    """So many problems whose question is not in `seen`, which they enter."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < count:
+        before, failure = len(rows), None
+        for entry in _block(spec, first):
+            if isinstance(entry, Exception):
+                failure = entry
+            elif entry["question"] not in seen:
+                seen.add(entry["question"])
+                rows.append(_row(spec, source, entry))
+                if len(rows) == count:
+                    break
+        if len(rows) == before:
+            raise ValueError(_exhausted(spec, count, before, failure))
+        first += BLOCK
+    return rows
+
+
+def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
+    """The entries of a block, and in the place of each that could not be made, or whose own answer is wrong, the reason."""
+    dataset = dataset_of(spec, start, BLOCK)
+    for index in range(BLOCK):
+        _seed_global_generators(start + index)
+        try:
+            entry = dataset[index]
+            if entry["answer"] is not None and not _takes_its_own(spec, entry, dataset):
+                raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
+            yield {**entry, "gold": _gold(str(spec["name"]), entry, dataset.score_answer)}
+        except Exception as error:  # noqa: BLE001 — generators fail in many ways for some of their seeds
+            yield error
+
+
+def _takes_its_own(spec: Spec, entry: Mapping[str, Any], dataset: Any) -> bool:
+    """Whether the entry's answer is right, and none of those that no grader sees, such as an integral that is left to be done."""
+    shown = is_harmless(str(entry["answer"]), str(spec["name"]))
+    return shown and dataset.score_answer(entry["answer"], entry) >= RIGHT
+
+
+def _seed_global_generators(seed: int) -> None:
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
+    gold = entry.pop("gold")
+    return {
+        "source": source,
+        "question": entry["question"],
+        "answer": gold,
+        "entry": entry_as_text(entry),
+    }
+
+
+def _gold(name: str, entry: Mapping[str, Any], grade: Callable[..., float]) -> str | None:
+    """A right answer as text, from the metadata where it stands there; None where there is none."""
+    if entry["answer"] is not None:
+        return str(entry["answer"])
+    written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
+    answer = written if written is None or isinstance(written, str) else json.dumps(written)
+    return answer if answer is not None and grade(answer, entry) >= RIGHT else None
+
+
+def _plain(value: Any) -> Any:
+    """The value without the types of numpy, which print as calls."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        entries = [_plain(each) for each in cast("Sequence[Any]", value)]
+        return entries if isinstance(value, list) else tuple(entries)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
+
+
+# --- the package ---------------------------------------------------------------------------------
+
+
+def _package() -> Any:
+    """Its module of datasets and curricula by name. Raises ValueError where it is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a package that it needs is compiled with complaints
+        try:
+            from reasoning_gym import factory  # pyright: ignore[reportMissingTypeStubs]
+        except ImportError as missing:
+            raise ValueError(
+                "the package reasoning-gym is needed and cannot be imported "
+                f"({missing}): pip install 'groupwise[train]'"
+            ) from missing
+    return cast("Any", factory)
+
+
+def _of_level(factory: Any, name: str, level: int, given: Mapping[str, Any]) -> Any:
+    """The configuration that the dataset's curriculum has for a level; parameters given replace what it says."""
+    if name not in factory.CURRICULA:
+        raise ValueError("it has no levels; give parameters instead")
+    curriculum = factory.create_curriculum(name)
+    highest = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if level > highest:
+        raise ValueError(f"its highest level is {highest}, and {level} was asked for")
+    curriculum.set_global_level(level)
+    return dataclasses.replace(curriculum.generate_configuration(), **given)
+
+
+def _refuse_unknown(name: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    free = [each for each in known if each not in ("seed", "size")]
+    for parameter in given:
+        if parameter not in free:
+            near = nearest(parameter, free)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "."
+            raise ValueError(
+                f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(free)}."
+            )
+
+
+def _no_dataset(name: str, there: Mapping[str, Any]) -> str:
+    if name == "composite":
+        return "`composite` is a mixture of other datasets; list these under task.datasets, each with its weight."
+    near = nearest(name, there)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    known = ", ".join(sorted(set(there) - {"composite"}))
+    return f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {known}."
+
+
+def _exhausted(spec: Spec, wanted: int, there: int, failure: Exception | None) -> str:
+    if failure is not None:
+        return (
+            f"the dataset `{spec['name']}` made none of {BLOCK} problems in a row; the last one failed: "
+            f"{type(failure).__name__}: {failure}"
+        )
+    return (
+        f"the dataset `{spec['name']}` has too few different problems: after {there} of {wanted}, {BLOCK} in a row were there "
+        "already. Make the splits smaller, or the problems larger by level or parameters."
+    )
+
+
+if __name__ == "__main__":
+    main()

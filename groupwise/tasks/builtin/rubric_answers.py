@@ -1,0 +1,305 @@
+"""Questions with a rubric and a reference answer: what a good answer mentions, and one that does.
+
+    task:
+      source: anisha2102/RaR-Science    # a hub id or a file; without it, 87 questions of general knowledge that come with the package
+
+Columns go by the names that such sets give them (`COLUMNS`), or as `task.columns` says. A rubric may be text, a list of criteria, or a
+list of criteria with weights. The reward is `rubric_overlap`, 15 at most, unless `rewards.reward_funcs` names others; with `judge` a model
+reads rubric and answer.
+
+The rubric stays out of the prompt. `task.rubric_in_prompt` puts it there, with a warning: `rubric_overlap` then counts no word of the
+prompt, because a policy would learn to repeat it, and pays for the likeness of the other words to those of the reference.
+
+One source gives all three splits. No question occurs twice, neither in a split nor in two of them. Rows that cannot be used are left
+out and counted by the reason, or refused with `task.strict`.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from groupwise.core.errors import TaskError
+from groupwise.core.reward_call.call import RewardCallable
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.core.settings.schema import Strict, setting
+from groupwise.core.settings.tree import copied
+from groupwise.tasks.data.chat import Account, Rows
+from groupwise.tasks.data.messages import Unusable
+from groupwise.tasks.data.order import Stream
+from groupwise.tasks.data.source_rows import question_key, usable
+from groupwise.tasks.data.sources import read_source
+from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
+
+INCLUDED = Path(__file__).parent / "questions" / "plain_facts.jsonl"
+"""Questions written for this project."""
+COLUMNS = {
+    "question": ("prompt", "question", "instruction", "query", "student_input"),
+    "rubric": ("rubric", "rubrics", "grading_rubric", "rubric_text"),
+    "reference": (
+        "reference", "reference_answer", "reference_response", "response", "answer", "gold", "solution",
+    ),
+    "score": ("score",),
+}  # fmt: skip
+"""For each of our columns the names that it goes by; the first that is there is taken."""
+OPTIONAL = ("score",)
+CRITERION = ("description", "criterion", "content", "requirement", "text", "title")
+"""Where the text of a criterion stands, in rubrics that are lists of records; the first that is there is taken."""
+OVERLAP = "rubric_overlap"
+INSTRUCTION = "Answer the question in one or two sentences."
+WARNING = (
+    "task.rubric_in_prompt: the model reads the rubric that its answer is rewarded by. rubric_overlap therefore counts no word of the "
+    "prompt, and pays for the likeness of the other words to the reference; take a judge to reward by a rubric that the model reads."
+)
+
+
+class TaskConfig(Strict):
+    """The `task:` section of a config for this task."""
+
+    source: str | None = setting(
+        None,
+        "Hub id, file or folder with questions, rubrics and references; null: those that come with the package.",
+    )
+    source_config: str | None = setting(None, "Configuration of a dataset on the hub.")
+    source_split: str = setting("train", "Split of the source, sliced or not: train[:1000].")
+    source_revision: str | None = setting(None, "Commit, tag or branch of a dataset on the hub.")
+    columns: dict[str, str] = setting(
+        {}, "Names of columns: question, rubric, reference or score, then the source's name for it."
+    )
+    system_prompt: str | None = setting(
+        INSTRUCTION, "Stands before each question; null: nothing does."
+    )
+    strict: bool = setting(
+        False, "Refuse a row that cannot be used, instead of leaving it out and counting it."
+    )
+    rubric_in_prompt: bool = setting(
+        False, "Show the rubric to the model, which may then learn to repeat it."
+    )
+    train_size: int | None = setting(
+        None, "Training questions; null: all that the other splits leave.", ge=1
+    )
+    validation_size: int = setting(8, "Held-out questions of a supervised run.", ge=1)
+    eval_size: int = setting(24, "Held-out questions of evaluations.", ge=1)
+    seed: int = setting(0, "Of the splits; the run has a seed of its own.", ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The rows of a source, divided; each says what was left out of the source."""
+
+    test: Rows
+    validation: Rows
+    train: Rows
+
+
+def get_config_schema() -> type[BaseModel]:
+    """The config's `task:` section."""
+    return TaskConfig
+
+
+def get_rl_dataset(config: Any) -> Rows:
+    """The training rows, with the columns `question`, `rubric`, `reference` and, where the source has it, `score`."""
+    own = _own(config)
+    if own.rubric_in_prompt:
+        warnings.warn(WARNING, UserWarning, stacklevel=2)
+    return _splits(own).train
+
+
+def get_eval_dataset(config: Any) -> Rows:
+    """The test rows."""
+    return _splits(_own(config)).test
+
+
+def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
+    """The training rows with the reference as completion."""
+    return _taught(_splits(_own(config)).train)
+
+
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
+    """The validation rows, likewise."""
+    return _taught(_splits(_own(config)).validation)
+
+
+def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
+    """`rubric_overlap`."""
+    return rewards_named([OVERLAP], config)
+
+
+def compute_metrics(
+    prompts: Sequence[Any],
+    completions: Sequence[CompletionText],
+    dataset_rows: Sequence[dict[str, Any]],
+    config: Any,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Mean of `rubric_overlap`, whatever the rewards are, and mean length in words."""
+    [(overlap, _)] = rewards_named([OVERLAP], config)
+    scores = overlap(
+        prompts=prompts,
+        completions=completions,
+        rubric=[row["rubric"] for row in dataset_rows],
+        reference=[row["reference"] for row in dataset_rows],
+    )
+    words = [len(completion_text(completion).split()) for completion in completions]
+    return {
+        "metrics": {OVERLAP: fmean(scores), "words": fmean(words)},
+        "scores": list(scores),
+    }
+
+
+def rubric_text(value: Any) -> str:
+    """A rubric as text, a line for each criterion. Raises ValueError for what is none."""
+    if isinstance(value, str):
+        parsed = _parsed(value)
+        return value.strip() if parsed is None else rubric_text(parsed)
+    if isinstance(value, Mapping):
+        return _criterion(cast("Mapping[str, Any]", value))
+    if isinstance(value, list | tuple):
+        return "\n".join(rubric_text(each) for each in cast("Sequence[Any]", value))
+    raise ValueError(f"{type(value).__name__} is no rubric")
+
+
+def _parsed(text: str) -> list[Any] | None:
+    """A rubric that tables keep as JSON."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return cast("list[Any]", found) if isinstance(found, list) else None
+
+
+def _criterion(record: Mapping[str, Any]) -> str:
+    for name in CRITERION:
+        if isinstance(record.get(name), str):
+            return str(record[name]).strip()
+    raise ValueError(f"a criterion has none of {', '.join(CRITERION)}, but {', '.join(record)}")
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _own(config: Any) -> TaskConfig:
+    return TaskConfig.model_validate(copied(config.get("task") or {}))
+
+
+def _splits(own: TaskConfig) -> Splits:
+    """Test and validation come first, so that they do not depend on the number of training rows."""
+    rows, left_out = _rows(own)
+    held_out, wanted = own.eval_size + own.validation_size, own.train_size
+    if len(rows) < held_out + (wanted or 1):
+        asked = "what is left" if wanted is None else f"train_size {wanted}"
+        raise TaskError(
+            f"{_name(own)} has {len(rows)} usable questions, too few for eval_size {own.eval_size}, validation_size "
+            f"{own.validation_size} and {asked} to train on. Make the splits smaller, or name a larger source."
+        )
+    mixed = Stream("rubric_answers", own.seed).sample(rows, len(rows))
+    parts = mixed[: own.eval_size], mixed[own.eval_size : held_out], mixed[held_out:][:wanted]
+    return Splits(*(Rows(part, Account(dict(left_out))) for part in parts))
+
+
+def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
+    found = read_source(
+        own.source or str(INCLUDED),
+        own.source_config,
+        own.source_split,
+        revision=own.source_revision,
+    )
+    return rows_of(found, own)
+
+
+def rows_of(
+    found: Sequence[Mapping[str, Any]], own: TaskConfig
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """The usable rows of a source, each question once, and how many others there are, by reason."""
+    names = _names(own, dict.fromkeys(name for row in found for name in row))
+    return usable(
+        found,
+        lambda row: row_of(own, {ours: row.get(theirs) for ours, theirs in names.items()}),
+        lambda row: question_key(row["question"]),
+        source=_name(own),
+        strict=own.strict,
+        remedy="task.columns says which of them are question, rubric and reference.",
+    )
+
+
+def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
+    """The source's name for each of our columns."""
+    for ours, theirs in own.columns.items():
+        if ours not in COLUMNS:
+            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
+        if theirs not in there:
+            raise TaskError(f"task.columns: {_name(own)} has no column {theirs!r}. {_has(there)}")
+    found = {
+        ours: next((name for name in known if name in there), None)
+        for ours, known in COLUMNS.items()
+    } | own.columns
+    for ours, theirs in found.items():
+        if theirs is None and ours not in OPTIONAL:
+            raise TaskError(
+                f"{_name(own)} has no column for the {ours}: looked for {', '.join(COLUMNS[ours])}. {_has(there)} Name it: "
+                f"task.columns.{ours}=NAME"
+            )
+    return {ours: theirs for ours, theirs in found.items() if theirs is not None}
+
+
+def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the cells of a row make: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
+    question = _said(given["question"], "question", "user")
+    reference = _said(given["reference"], "reference", "assistant")
+    if given["rubric"] is None:
+        raise Unusable("the rubric is missing")
+    try:
+        rubric = rubric_text(given["rubric"])
+    except ValueError as wrong:
+        raise Unusable(f"the rubric cannot be read: {wrong}") from wrong
+    for name, text in {"question": question, "rubric": rubric, "reference": reference}.items():
+        if not text:
+            raise Unusable(f"the {name} is empty")
+    asked = f"{question}\n\nA good answer mentions:\n{rubric}" if own.rubric_in_prompt else question
+    told = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
+    score = {"score": given["score"]} if "score" in given else {}
+    return {
+        "prompt": [*told, {"role": "user", "content": asked}],
+        "question": question,
+        "rubric": rubric,
+        "reference": reference,
+        **score,
+    }
+
+
+def _said(value: Any, name: str, role: str) -> str:
+    """Text, or what the last message of a role says."""
+    if value is None:
+        raise Unusable(f"the {name} is missing")
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list | tuple):
+        messages = cast(
+            "list[dict[str, Any]]", [m for m in cast("list[Any]", value) if isinstance(m, dict)]
+        )
+        said = [message.get("content") for message in messages if message.get("role") == role]
+        if said and isinstance(said[-1], str):
+            return said[-1].strip()
+    raise Unusable(f"the {name} is neither text nor messages of which one has the role {role}")
+
+
+def _taught(rows: Rows) -> Rows:
+    return Rows([{**row, "completion": row["reference"]} for row in rows], rows.account)
+
+
+def _name(own: TaskConfig) -> str:
+    return f"The source {own.source!r}" if own.source else "The included source"
+
+
+def _has(there: Mapping[str, Any]) -> str:
+    return f"It has: {', '.join(there)}."

@@ -1,0 +1,448 @@
+"""Rush Hour: slide cars out of the way until car A stands at the right edge, in as few moves as possible.
+
+Boards are generated. A layout is a set of cars and walls, each car with its axis and its line. From one way of placing the cars the
+solver finds every other that can be reached, and how many moves each is away from the nearest solved one, all at once: moves can be
+taken back, so the search begins at every solved board. A slide of any length is one move. Boards whose number of moves is the wanted one
+are drawn from what was found, a few of each layout.
+
+`answer` holds every solution of the fewest moves; boards with more than `MOST_SOLUTIONS` are not used, so that no best answer is ever
+called wrong. Each has been played on its own board. No two examples share a board, and no two splits share a layout.
+
+The reward is `rush_solution_shaped`, or `rush_solution_exact` with `task.reward: exact`; the other one is recorded beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import BaseModel, model_validator
+
+from groupwise.core.errors import TaskError
+from groupwise.core.reward_call.call import RewardCallable
+from groupwise.core.reward_call.text import CompletionText
+from groupwise.core.settings.schema import Strict, setting
+from groupwise.tasks.data.order import Stream
+from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
+from groupwise.tasks.rewards.rush_hour import (
+    EMPTY,
+    LEAVING,
+    WALL,
+    Board,
+    Move,
+    Moves,
+    board_of,
+    merged,
+    moves_in,
+    play,
+    read_moves,
+    solvable,
+)
+
+MOST_SOLUTIONS = 24
+"""Best solutions that a board may have: all of them stand in its row."""
+MOST_STATES = 500
+"""Ways of placing the cars of a layout; one with more is given up, because dense boards are the harder ones anyway."""
+BOARDS_OF_A_LAYOUT = 4
+FREE_CELLS = range(4, 11)
+"""How many cells stay free on a board; fewer leave no move, more make easy boards with many states."""
+PATIENCE = 5000
+"""Layouts in a row without a board of the wanted number of moves before the search ends."""
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+INSTRUCTION = (
+    "Solve a Rush Hour board. Letters are cars, o is a free cell, x is a wall. A car slides along its own line: one that lies "
+    "left to right with < and >, one that stands upright with ^ and v. It cannot pass walls or other cars. Bring car A to the "
+    "right edge in as few moves as possible. A move is car, direction and number of cells. Answer with nothing but the moves "
+    "between answer tags, for example <answer>A>1,Dv2,B<1</answer>."
+)
+"""The example ends with another car than A, so it solves no board."""
+
+State = int
+"""Where every car stands on its line: three bits for each, those of A the lowest."""
+Graph = dict[State, list[State]]
+
+
+class TaskConfig(Strict):
+    """The `task:` section of a config for this task."""
+
+    size: int = setting(5, "Rows and columns of a board.", ge=4, le=8)
+    min_moves: int = setting(2, "Fewest moves that solve a board, at least.", ge=1)
+    max_moves: int = setting(5, "Fewest moves that solve a board, at most.", ge=1)
+    max_walls: int = setting(1, "Walls on a board, at most; none stands in A's row.", ge=0, le=8)
+    show_optimum: bool = setting(False, "Say in the prompt how many moves are enough.")
+    show_moves: bool = setting(
+        False,
+        "List in the prompt the moves that are possible at first, for models that cannot see them.",
+    )
+    reward: Literal["shaped", "exact"] = setting(
+        "shaped", "rush_solution_shaped, which also pays for progress, or rush_solution_exact."
+    )
+    train_size: int = setting(2000, "Training examples.", ge=1)
+    validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
+    eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
+    seed: int = setting(0, "Of the boards; the run has a seed of its own.", ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> TaskConfig:
+        if self.min_moves > self.max_moves:
+            raise ValueError("min_moves is greater than max_moves")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Car:
+    """A car without its place: its line is a row where it is horizontal, else a column."""
+
+    horizontal: bool
+    line: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Cars, A the first of them, and walls. Cells are bits, the first cell of the first row the lowest."""
+
+    size: int
+    cars: tuple[Car, ...]
+    walls: int
+    masks: tuple[tuple[int, ...], ...]
+    """The cells of each car for each place on its line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What the solver knows of a layout."""
+
+    graph: Graph
+    """From each state to those that are one move away."""
+    distance: dict[State, int]
+    """Fewest moves to a solved state; states from which none can be reached are not there."""
+    ways: dict[State, int]
+    """How many solutions have so few moves."""
+
+
+def get_config_schema() -> type[BaseModel]:
+    """The config's `task:` section."""
+    return TaskConfig
+
+
+def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
+    """The training examples: `board`, `size`, `moves` (the fewest) and `answer` (every solution of so few)."""
+    return _split(_own(config), "train")
+
+
+def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
+    """The held-out examples. They come first from the seed, so they do not depend on the other sizes."""
+    return _split(_own(config), "eval")
+
+
+def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """The training examples with a best solution as completion."""
+    return [_taught(row) for row in get_rl_dataset(config)]
+
+
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """The validation examples, likewise."""
+    return [_taught(row) for row in _split(_own(config), "validation")]
+
+
+def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
+    """The reward that the config asks for; the other one has no weight and is recorded only."""
+    trained = _own(config).reward
+    named = [
+        {"name": f"rush_solution_{kind}", "weight": float(kind == trained)}
+        for kind in ("shaped", "exact")
+    ]
+    return rewards_named(named, config)
+
+
+def compute_metrics(
+    prompts: Sequence[Any],
+    completions: Sequence[CompletionText],
+    dataset_rows: Sequence[Mapping[str, Any]],
+    config: Any,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Shares of boards solved, of best solutions, and of lists of moves; superfluous moves of the solutions, where there are any."""
+    written = [moves_in(completion) for completion in completions]
+    pairs = list(zip(written, dataset_rows, strict=True))
+    plays = [play(board_of(row["board"], row["size"]), moves or ()) for moves, row in pairs]
+    exact = [
+        moves is not None and merged(moves) in map(read_moves, row["answer"])
+        for moves, row in pairs
+    ]
+    excess = [
+        played.length(moves or ()) - row["moves"]
+        for played, (moves, row) in zip(plays, pairs, strict=True)
+        if played.solved
+    ]
+    return {
+        "metrics": {
+            "solved": fmean(played.solved for played in plays),
+            "exact": fmean(exact),
+            "readable": fmean(moves is not None for moves in written),
+            **({"excess_moves": fmean(excess)} if excess else {}),
+        },
+        "correct": exact,
+    }
+
+
+# --- examples ------------------------------------------------------------------------------------
+
+
+def _own(config: Any) -> TaskConfig:
+    section: Mapping[str, Any] = config.get("task") or {}
+    return TaskConfig.model_validate(dict(section))
+
+
+def _split(own: TaskConfig, wanted: str) -> list[dict[str, Any]]:
+    """The rows of one split. What a layout has left over goes to no other."""
+    sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
+    layouts = _boards_of_layouts(own)
+    for split, size in sizes.items():
+        found = islice((each for layout in layouts for each in layout), size)
+        if split == wanted:
+            return [_row(own, *each) for each in found]
+        for _ in found:
+            pass
+    raise AssertionError(wanted)
+
+
+def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
+    moves = len(solutions[0])
+    lines = [f"Board ({own.size} rows of {own.size} cells):", *map(" ".join, board.rows)]
+    if own.show_optimum:
+        lines.append(f"{moves} move{'s are' if moves > 1 else ' is'} enough.")
+    if own.show_moves:
+        lines.append(f"Possible first moves: {', '.join(map(str, possible_moves(board)))}")
+    return {
+        "prompt": [
+            {"role": "system", "content": INSTRUCTION},
+            {"role": "user", "content": "\n".join(lines)},
+        ],
+        "board": board.cells,
+        "size": board.size,
+        "moves": moves,
+        "answer": [",".join(map(str, solution)) for solution in solutions],
+    }
+
+
+def possible_moves(board: Board) -> list[Move]:
+    """Every slide that is legal on a board, car by car, the shorter ones first."""
+    cars = sorted(set(board.cells) - {EMPTY, WALL})
+    every = (
+        Move(car, direction, cells)
+        for car in cars
+        for direction in "<>^v"
+        for cells in range(1, board.size)
+    )
+    return [move for move in every if play(board, (move,)).legal]
+
+
+def _taught(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "completion": f"<answer>{row['answer'][0]}</answer>"}
+
+
+# --- boards --------------------------------------------------------------------------------------
+
+
+def _boards_of_layouts(own: TaskConfig) -> Iterator[list[tuple[Board, tuple[Moves, ...]]]]:
+    """Boards with their solutions, those of a layout together, for ever. Raises TaskError once none is found any more."""
+    stream = Stream("rush_hour", own.seed, own.size, own.max_walls, own.min_moves, own.max_moves)
+    seen: set[tuple[int, tuple[Car, ...]]] = set()
+    found, in_vain = 0, 0
+    while in_vain < PATIENCE:
+        layout, start = draw_layout(stream, own.size, own.max_walls)
+        key = layout.walls, tuple(sorted(layout.cars, key=_by_line))
+        boards = [] if key in seen else _boards(own, stream, layout, start)
+        seen.add(key)
+        found, in_vain = found + len(boards), 0 if boards else in_vain + 1
+        if boards:
+            yield boards
+    raise TaskError(
+        f"task: only {found} boards of {own.size}×{own.size} cells that need {own.min_moves} to {own.max_moves} moves were "
+        f"found; then {PATIENCE} layouts in a row had none. Lower min_moves, raise max_moves, or make train_size, "
+        "validation_size and eval_size smaller."
+    )
+
+
+def _by_line(car: Car) -> tuple[bool, int]:
+    """Sorted by this the cars of one line keep the order in which they stand, as `draw_layout` gives it."""
+    return car.horizontal, car.line
+
+
+def _boards(
+    own: TaskConfig, stream: Stream, layout: Layout, start: State
+) -> list[tuple[Board, tuple[Moves, ...]]]:
+    """A few boards of a layout that need as many moves as is wanted; easy and hard ones are equally likely."""
+    solved = solve(layout, start)
+    if solved is None:
+        return []
+    by_moves: dict[int, list[State]] = {}
+    for state, moves in solved.distance.items():
+        if own.min_moves <= moves <= own.max_moves and solved.ways[state] <= MOST_SOLUTIONS:
+            by_moves.setdefault(moves, []).append(state)
+    chosen: list[State] = []
+    while by_moves and len(chosen) < BOARDS_OF_A_LAYOUT:
+        moves = sorted(by_moves)[stream.below(len(by_moves))]
+        states = by_moves[moves]
+        chosen.append(states.pop(stream.below(len(states))))
+        if not states:
+            del by_moves[moves]
+    return [_with_solutions(layout, solved, state) for state in chosen]
+
+
+def _with_solutions(
+    layout: Layout, solved: Solved, state: State
+) -> tuple[Board, tuple[Moves, ...]]:
+    """The board as it is drawn, with its best solutions, each of them played on it."""
+    names = _names(layout, state)
+    board = board_of(_drawn(layout, state, names), layout.size)
+    solutions = tuple(
+        tuple(_move(layout, names, *step) for step in path) for path in _paths(solved, state)
+    )
+    return solvable(board, solutions), solutions
+
+
+def _names(layout: Layout, state: State) -> list[str]:
+    """The letters of the cars: A, then in the order in which they are met row by row."""
+    firsts = [layout.masks[car][_place(state, car)] for car in range(len(layout.cars))]
+    met = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
+    letters = {0: LEAVING} | dict(zip(met, LETTERS[1:], strict=False))
+    return [letters[car] for car in range(len(firsts))]
+
+
+def _drawn(layout: Layout, state: State, names: Sequence[str]) -> str:
+    cells = [WALL if layout.walls >> cell & 1 else EMPTY for cell in range(layout.size**2)]
+    for car, name in enumerate(names):
+        mask = layout.masks[car][_place(state, car)]
+        cells = [name if mask >> cell & 1 else sign for cell, sign in enumerate(cells)]
+    return "".join(cells)
+
+
+def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, State]:
+    """Cars and walls at random, and where the cars stand: A in its row, the others wherever there is room.
+
+    No other horizontal car and no wall is in A's row, for most such boards could not be solved.
+    """
+    row = stream.below(size)
+    cars, places = [Car(True, row, 2)], [stream.below(size - 1)]
+    taken = _mask(size, cars[0], places[0])
+    walls = 0
+    for _ in range(stream.below(max_walls + 1)):
+        cell = stream.below(size * size)
+        if cell // size != row:
+            walls |= 1 << cell
+    taken |= walls
+    free = FREE_CELLS[stream.below(len(FREE_CELLS))]
+    for _ in range(4 * size * size):
+        if size * size - taken.bit_count() <= free or len(cars) == len(LETTERS):
+            break
+        length = 3 if size > 4 and stream.below(3) == 0 else 2
+        car = Car(stream.below(2) == 0, stream.below(size), length)
+        place = stream.below(size - length + 1)
+        mask = _mask(size, car, place)
+        if not mask & taken and not (car.horizontal and car.line == row):
+            taken |= mask
+            cars.append(car)
+            places.append(place)
+    return _layout(size, cars, places, walls)
+
+
+def _layout(
+    size: int, cars: Sequence[Car], places: Sequence[int], walls: int
+) -> tuple[Layout, State]:
+    """Layout and state, the cars behind A in the order of their places."""
+    order = [0, *sorted(range(1, len(cars)), key=lambda car: places[car])]
+    masks = tuple(
+        tuple(_mask(size, cars[car], place) for place in range(size - cars[car].length + 1))
+        for car in order
+    )
+    state = sum(places[car] << 3 * index for index, car in enumerate(order))
+    return Layout(size, tuple(cars[car] for car in order), walls, masks), state
+
+
+def _mask(size: int, car: Car, place: int) -> int:
+    """The cells of a car at a place on its line."""
+    along = range(place, place + car.length)
+    if car.horizontal:
+        return sum(1 << car.line * size + column for column in along)
+    return sum(1 << row * size + car.line for row in along)
+
+
+def _place(state: State, car: int) -> int:
+    return state >> 3 * car & 7
+
+
+# --- solver --------------------------------------------------------------------------------------
+
+
+def solve(layout: Layout, start: State) -> Solved | None:
+    """All states that can be reached from `start`, with their distances; None where there are too many of them."""
+    graph = _reachable(layout, start)
+    if graph is None:
+        return None
+    at_the_edge = layout.size - layout.cars[0].length
+    distance = {state: 0 for state in graph if _place(state, 0) == at_the_edge}
+    ways = dict.fromkeys(distance, 1)
+    reached = list(distance)
+    for state in reached:  # grows as it is read: nearest states first
+        further = distance[state] + 1
+        for before in graph[state]:
+            if before not in distance:
+                distance[before], ways[before] = further, 0
+                reached.append(before)
+            if distance[before] == further:
+                ways[before] += ways[state]
+    return Solved(graph, distance, ways)
+
+
+def _reachable(layout: Layout, start: State) -> Graph | None:
+    """From each state that can be reached to those one move away; None where there are more than `MOST_STATES`."""
+    cars = [(3 * car, masks, len(masks)) for car, masks in enumerate(layout.masks)]
+    cells = layout.walls
+    for car, masks in enumerate(layout.masks):
+        cells |= masks[_place(start, car)]
+    graph: Graph = {start: []}
+    reached = [(start, cells)]
+    for state, taken in reached:  # grows as it is read
+        near = graph[state]
+        for shift, masks, room in cars:
+            place = state >> shift & 7
+            others = taken ^ masks[place]
+            for step in (-1, 1):
+                to = place + step
+                while 0 <= to < room and not masks[to] & others:
+                    after = state + (to - place << shift)
+                    near.append(after)
+                    if after not in graph:
+                        graph[after] = []
+                        reached.append((after, others | masks[to]))
+                    to += step
+        if len(reached) > MOST_STATES:
+            return None
+    return graph
+
+
+def _paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
+    """Every shortest way to a solved state, as steps from state to state."""
+    nearer = solved.distance[state] - 1
+    if nearer < 0:
+        yield []
+        return
+    for after in solved.graph[state]:
+        if solved.distance[after] == nearer:
+            for rest in _paths(solved, after):
+                yield [(state, after), *rest]
+
+
+def _move(layout: Layout, names: Sequence[str], before: State, after: State) -> Move:
+    """The move that leads from one state to the next."""
+    car = next(i for i in range(len(names)) if _place(before, i) != _place(after, i))
+    cells = _place(after, car) - _place(before, car)
+    backward, forward = "<>" if layout.cars[car].horizontal else "^v"
+    return Move(names[car], forward if cells > 0 else backward, abs(cells))

@@ -1,0 +1,335 @@
+"""Wordle as a game: up to six guesses, each marked by the environment, until the secret is found.
+
+Needs `rollout.type: environment`. Every turn is written as in the task `wordle`: think, close `</think>`, `<guess>word</guess>`. A
+turn without a guess, or with what is no real word, is used up like any other and gets no marks. Six parts make the reward, 1.7 at
+most; their weights are in `task.weights`:
+
+    won             1      the secret was found
+    format          0.2    share of the turns in which there is a guess
+    dictionary      0.2    … a real word
+    repeated       -0.5    … one that was guessed before, be it a real word or not
+    constraints     0.1    mean over the turns: share of the marked turns before it whose marks allow the guess
+    all_satisfied   0.2    share of the turns whose guess all marks before it allow
+
+Everybody is asked the same, so that rows differ in their secret alone. No secret of the training rows is one of the held-out ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from pydantic import BaseModel
+
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.core.settings.schema import Strict, setting
+from groupwise.core.settings.view import View
+from groupwise.core.types import Message
+from groupwise.tasks.builtin.wordle import PARTS, Verdict, judged
+from groupwise.tasks.builtin.wordle_rules import (
+    GUESSES,
+    Knowledge,
+    Split,
+    answer,
+    left,
+    marks_of,
+    offered,
+    reasoning,
+    rules,
+    spelt,
+    words_of,
+)
+from groupwise.tasks.data.order import Stream
+from groupwise.tasks.environment import Step
+
+
+class Weights(Strict):
+    """What each part counts."""
+
+    won: float = setting(1.0, "The secret was found.")
+    format: float = setting(0.2, "Share of the turns with a guess.")
+    dictionary: float = setting(0.2, "Share of the turns with a real word.")
+    repeated: float = setting(-0.5, "Share of the turns with a guess that was made before.")
+    constraints: float = setting(0.1, "Share of the marked turns that allow a guess, on average.")
+    all_satisfied: float = setting(0.2, "Share of the turns whose guess all marks before it allow.")
+
+
+class TaskConfig(Strict):
+    """The `task:` section of a config for this task."""
+
+    weights: Weights = setting(Weights(), "Weights of the reward's parts.")
+    train_size: int | None = setting(
+        None, "Training games; null: one for each secret of the training.", ge=1
+    )
+    guesses: int = setting(GUESSES, "Guesses of a game.", ge=1, le=GUESSES)
+    choices: int | None = setting(
+        None,
+        "Words shown in the prompt of which the secret is one, for models that know too few words; null shows none.",
+        ge=2,
+        le=50,
+    )
+    secrets: str | None = setting(
+        None, "File with the words that may be the secret, one in each line; null: 877 common ones."
+    )
+    dictionary: str | None = setting(
+        None, "File with the words that are real, likewise; the secrets are so in any case."
+    )
+    seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
+
+
+def get_config_schema() -> type[BaseModel]:
+    """The config's `task:` section."""
+    return TaskConfig
+
+
+def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
+    """A row for each secret, with the columns `secret` and `gold_completion`, which wins at once."""
+    return _rows(_own(config), "train")
+
+
+def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
+    """The same for the secrets of the test."""
+    return _rows(_own(config), "test")
+
+
+def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """The training rows with games that a solver won."""
+    return _taught(_own(config), "train")
+
+
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """Such games of the secrets of the validation."""
+    return _taught(_own(config), "validation")
+
+
+def get_environment(config: Any) -> Callable[[], Game]:
+    """What makes the games."""
+    own = _own(config)
+    real = words_of(own.secrets, own.dictionary).dictionary
+    return partial(Game, real, own.guesses)
+
+
+def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
+    """The parts with their weights."""
+    own = _own(config)
+    real = words_of(own.secrets, own.dictionary).dictionary
+    weights = own.weights.model_dump()
+    measures: dict[str, Callable[[Played], float]] = {"won": lambda played: float(played.won)}
+    measures |= {name: _on_average(of) for name, of in PARTS.items()}
+    return [(Part(name, of, real, own.guesses), weights[name]) for name, of in measures.items()]
+
+
+def compute_metrics(
+    prompts: Sequence[Any],
+    completions: Sequence[CompletionText],
+    dataset_rows: Sequence[dict[str, Any]],
+    config: Any,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """Share of the games won, guesses needed (a lost game counts one more than there are), and shares of all turns."""
+    own = _own(config)
+    real = words_of(own.secrets, own.dictionary).dictionary
+    games = [
+        played(completion, row["secret"], real, own.guesses)
+        for completion, row in zip(completions, dataset_rows, strict=True)
+    ]
+    turns = [verdict for game in games for verdict in game.verdicts] or [Verdict()]
+    return {
+        "metrics": {
+            "win_rate": fmean(game.won for game in games),
+            "mean_guesses": fmean(game.needed for game in games),
+            "format_accuracy": fmean(turn.guess is not None for turn in turns),
+            "dict_accuracy": fmean(turn.real for turn in turns),
+            "constraint_accuracy": fmean(turn.all_satisfied for turn in turns),
+            "total_samples": len(games),
+        },
+        "guesses": [[verdict.guess for verdict in game.verdicts] for game in games],
+    }
+
+
+compute_metrics.reads_messages = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+# --- the game ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Game:
+    """The environment of one rollout, and the one place that knows how a game goes on."""
+
+    real: frozenset[str]
+    limit: int = GUESSES
+    """Guesses that may be made."""
+    secret: str = ""
+    guesses: list[str] = field(default_factory=list[str])
+    """Real words, in order."""
+    unmarked: list[str] = field(default_factory=list[str])
+    """Guesses that were no real words."""
+    marks: list[str] = field(default_factory=list[str])
+    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+    """One for each turn."""
+
+    def reset(self, secret: str) -> None:
+        """Begin; the first prompt is the row's."""
+        self.secret = secret
+
+    def step(self, completion: str) -> Step:
+        """Mark a guess."""
+        verdict = judged(completion, self.guesses, self.marks, self.real, self.unmarked)
+        self.verdicts.append(verdict)
+        return Step(self._said(verdict), done=self.over)
+
+    @property
+    def won(self) -> bool:
+        """Whether the secret was found."""
+        return bool(self.verdicts) and self.verdicts[-1].guess == self.secret
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more can be guessed."""
+        return self.won or len(self.verdicts) == self.limit
+
+    def _said(self, verdict: Verdict) -> str:
+        """What is told of the turn that was just judged."""
+        remaining = left(self.limit - len(self.verdicts))
+        if verdict.guess is None:
+            return f"There is no guess of five letters after </think>. Write <guess>word</guess>.\n{remaining}"
+        if not verdict.real:
+            self.unmarked.append(verdict.guess)
+            return f"{verdict.guess} is not in the word list.\n{remaining}"
+        self.guesses.append(verdict.guess)
+        self.marks.append(marks_of(verdict.guess, self.secret))
+        return f"{spelt(verdict.guess, self.marks[-1])}\n{remaining}"
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A game that has ended, or was cut off."""
+
+    won: bool
+    verdicts: tuple[Verdict, ...]
+    limit: int = GUESSES
+
+    @property
+    def needed(self) -> int:
+        """Turns until it was won; one more than there may be where it was not."""
+        return len(self.verdicts) if self.won else self.limit + 1
+
+
+def played(
+    completion: CompletionText, secret: str, real: frozenset[str], limit: int = GUESSES
+) -> Played:
+    """What came of a game whose turns are the assistant's messages; what was said after its end does not count."""
+    game = Game(real, limit)
+    game.reset(secret)
+    for text in _turns(completion):
+        if not game.over:
+            game.step(text)
+    return Played(game.won, tuple(game.verdicts), limit)
+
+
+def _turns(completion: CompletionText) -> list[str]:
+    if isinstance(completion, str):
+        return [completion]
+    own = [message for message in completion if message.get("role", "assistant") == "assistant"]
+    return [completion_text([message]) for message in own]
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The reward function of one part."""
+
+    name: str
+    of: Callable[[Played], float]
+    real: frozenset[str]
+    limit: int
+
+    def __call__(
+        self, completions: Sequence[CompletionText], secret: Sequence[str], **_: Any
+    ) -> list[float]:
+        """One value for each game."""
+        pairs = zip(completions, secret, strict=True)
+        return [
+            self.of(played(completion, own, self.real, self.limit)) for completion, own in pairs
+        ]
+
+
+def _on_average(of: Callable[[Verdict], float]) -> Callable[[Played], float]:
+    return lambda game: fmean(map(of, game.verdicts)) if game.verdicts else 0.0
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _own(config: Any) -> TaskConfig:
+    section: Mapping[str, Any] = config.get("task") or {}
+    return TaskConfig.model_validate(View(section).to_dict())
+
+
+def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
+    nothing = Knowledge.of([], [])
+    size = own.train_size if split == "train" else None
+    words = words_of(own.secrets, own.dictionary).of(split, own.seed)
+    stream = Stream("wordle choices", split, own.seed)
+    rows: list[dict[str, Any]] = []
+    for secret in words[:size]:
+        choices = stream.among(secret, words, own.choices) if own.choices else []
+        asked = "\n".join([*offered(choices), left(own.guesses)])
+        rows.append(
+            {
+                "prompt": [
+                    {"role": "system", "content": rules(own.guesses)},
+                    {"role": "user", "content": asked},
+                ],
+                "secret": secret,
+                **({"choices": choices} if choices else {}),
+                "gold_completion": answer(reasoning(nothing, secret), secret),
+            }
+        )
+    return rows
+
+
+def _taught(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
+    """The rows of a split with a game each in which every guess is a word of that split which all marks allow."""
+    words = words_of(own.secrets, own.dictionary)
+    pool, stream = words.of(split, own.seed), Stream("wordle games", split, own.seed)
+    return [
+        {
+            **row,
+            "completion": _won_game(
+                row["secret"],
+                row.get("choices", pool),
+                partial(Game, words.dictionary, own.guesses),
+                stream,
+            ),
+        }
+        for row in _rows(own, split)
+    ]
+
+
+def _won_game(
+    secret: str, pool: Sequence[str], begin: Callable[[], Game], stream: Stream
+) -> list[Message]:
+    """A game that is won; one that is lost, as a few are, is played again with other guesses."""
+    while True:
+        game = begin()
+        game.reset(secret)
+        said = list(_solved(game, stream.sample(pool, len(pool))))
+        if game.won:
+            return said[:-1]  # the marks of the last guess come after the end
+
+
+def _solved(game: Game, pool: Sequence[str]) -> Iterator[Message]:
+    """The messages of a game: always the first word of the pool that the marks allow."""
+    while not game.over:
+        known = Knowledge.of(game.guesses, game.marks)
+        guess = next(word for word in pool if known.allows(word))
+        written = answer(reasoning(known, guess), guess)
+        yield {"role": "assistant", "content": written}
+        yield {"role": "user", "content": str(game.step(written).observation)}

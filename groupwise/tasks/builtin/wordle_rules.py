@@ -1,0 +1,219 @@
+"""The rules of Wordle, which the tasks `wordle` and `wordle_game` share: words, marks, what is known, what a completion guesses.
+
+A guess is marked letter by letter: G stands in the right place, Y occurs elsewhere in the secret, X occurs no further time. Greens
+take their letters of the secret first, then yellows from left to right, so that a letter is marked at most as often as it occurs.
+
+    secret  l a b e l
+    guess   a l l e y   ->   Y Y Y G X
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from groupwise.core.errors import TaskError
+from groupwise.tasks.data.order import Stream
+
+LENGTH = 5
+"""Letters of a word."""
+GUESSES = 6
+"""Of a game."""
+WON = "G" * LENGTH
+
+_LISTS = Path(__file__).with_name("wordlists")
+_CLOSING = re.compile(r"</think>", re.IGNORECASE)
+_GUESS = re.compile(rf"<guess>\s*\[?([a-z]{{{LENGTH}}})\]?\s*</guess>", re.IGNORECASE)
+
+_RULES = """\
+You play Wordle: find the secret word of five letters in {guesses}.
+Each letter of a guess is marked. G: right letter, right place. Y: the letter is in the word, in another place. X: the letter is not \
+in the word, or not one more time.
+Think between <think> and </think>, then give one guess: <guess>word</guess>"""
+_NUMBERS = (
+    "one guess",
+    "two guesses",
+    "three guesses",
+    "four guesses",
+    "five guesses",
+    "six guesses",
+)
+
+
+def rules(guesses: int = GUESSES) -> str:
+    """What the policy is told first."""
+    return _RULES.format(guesses=_NUMBERS[guesses - 1])
+
+
+def guess_in(text: str) -> str | None:
+    """The guess of a completion: the first well-formed one after the first closing think tag, in small letters; None: there is none."""
+    closing = _CLOSING.search(text)
+    found = _GUESS.search(text, closing.end()) if closing else None
+    return found[1].lower() if found else None
+
+
+def marks_of(guess: str, secret: str) -> str:
+    """The marks of a guess, such as `YYYGX`."""
+    left = [letter for letter, own in zip(secret, guess, strict=True) if letter != own]
+    marks: list[str] = []
+    for letter, own in zip(secret, guess, strict=True):
+        if letter == own:
+            marks.append("G")
+        elif own in left:
+            left.remove(own)
+            marks.append("Y")
+        else:
+            marks.append("X")
+    return "".join(marks)
+
+
+def spelt(guess: str, marks: str) -> str:
+    """A marked guess as the policy sees it: `alley: a Y, l Y, l Y, e G, y X`."""
+    letters = ", ".join(f"{letter} {mark}" for letter, mark in zip(guess, marks, strict=True))
+    return f"{guess}: {letters}"
+
+
+def offered(choices: Sequence[str]) -> list[str]:
+    """A line that tells which words the secret is one of, where the policy is shown some."""
+    return [f"The secret is one of: {', '.join(choices)}."] if choices else []
+
+
+def left(guesses: int) -> str:
+    """How many guesses are left, in words."""
+    return "1 guess left." if guesses == 1 else f"{guesses} guesses left."
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What marked guesses say about the secret."""
+
+    fixed: Mapping[int, str]
+    """The letter of a place, from 0: greens."""
+    banned: frozenset[tuple[int, str]]
+    """Letters that do not stand in a place: yellows, and greys."""
+    least: Mapping[str, int]
+    """How often a letter occurs at the least: as often as one guess had it green or yellow."""
+    most: Mapping[str, int]
+    """How often it occurs at the most, where a guess had it grey as well."""
+
+    @classmethod
+    def of(cls, guesses: Iterable[str], marks: Iterable[str]) -> Knowledge:
+        """From guesses and their marks, in order."""
+        fixed: dict[int, str] = {}
+        banned: set[tuple[int, str]] = set()
+        least: dict[str, int] = {}
+        most: dict[str, int] = {}
+        for guess, marked in zip(guesses, marks, strict=True):
+            pairs = list(zip(guess, marked, strict=True))
+            fixed |= {place: letter for place, (letter, mark) in enumerate(pairs) if mark == "G"}
+            banned |= {(at, letter) for at, (letter, mark) in enumerate(pairs) if mark != "G"}
+            for letter in guess:
+                there = sum(own == letter and mark != "X" for own, mark in pairs)
+                least[letter] = max(there, least.get(letter, 0))
+                if (letter, "X") in pairs:
+                    most[letter] = min(there, most.get(letter, LENGTH))
+        return cls(fixed, frozenset(banned), least, most)
+
+    def allows(self, word: str) -> bool:
+        """Whether the secret can be this word."""
+        for place, letter in self.fixed.items():
+            if word[place] != letter:
+                return False
+        for place, letter in self.banned:
+            if word[place] == letter:
+                return False
+        for letter, times in self.least.items():
+            if times and word.count(letter) < times:
+                return False
+        return all(word.count(letter) <= times for letter, times in self.most.items())
+
+    @property
+    def pattern(self) -> str:
+        """The known letters in their places, as in `_ a _ _ y`."""
+        return " ".join(self.fixed.get(place, "_") for place in range(LENGTH))
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """Letters that occur in places which are not known, each as often as it does so for sure."""
+        known = list(self.fixed.values())
+        counts = {letter: times - known.count(letter) for letter, times in self.least.items()}
+        return sorted(letter for letter, times in counts.items() for _ in range(times))
+
+
+def turns_met(word: str, guesses: Sequence[str], marks: Sequence[str]) -> int:
+    """How many of the turns, each taken by itself, allow the word; it is all of them where all together allow it."""
+    turns = zip(guesses, marks, strict=True)
+    return sum(Knowledge.of([guess], [marked]).allows(word) for guess, marked in turns)
+
+
+def reasoning(knowledge: Knowledge, guess: str) -> str:
+    """What a teacher writes before a guess that the knowledge allows: little, as small models lose themselves in long lists."""
+    also = f" It also has {', '.join(knowledge.elsewhere)}." if knowledge.elsewhere else ""
+    return f"Known: {knowledge.pattern}.{also} A word that fits is {guess}."
+
+
+def answer(thought: str, guess: str) -> str:
+    """A well-formed completion."""
+    return f"<think>\n{thought}\n</think>\n<guess>{guess}</guess>"
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+Split = Literal["train", "validation", "test"]
+
+FEWEST_SECRETS = 60
+"""A tenth of them is what validation and test have each, and a row needs several different words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of a game."""
+
+    secrets: tuple[str, ...]
+    dictionary: frozenset[str]
+    """Words that count as real, the secrets among them."""
+
+    def of(self, split: Split, seed: int) -> list[str]:
+        """The secrets of a split, in an order from the seed: a tenth each for test and validation, the rest for training."""
+        shuffled = Stream("wordle secrets", seed).sample(self.secrets, len(self.secrets))
+        tenth = len(shuffled) // 10
+        ends = {"test": (0, tenth), "validation": (tenth, 2 * tenth), "train": (2 * tenth, None)}
+        return shuffled[slice(*ends[split])]
+
+
+@cache
+def words_of(secrets: str | None, dictionary: str | None) -> Words:
+    """Those of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""
+    chosen = _read(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
+    if len(chosen) < FEWEST_SECRETS:
+        raise TaskError(
+            f"task.secrets: {secrets} has {len(chosen)} words. Training, validation and test have none in common, which takes "
+            f"{FEWEST_SECRETS} or more."
+        )
+    real = _read(Path(dictionary).expanduser() if dictionary else _LISTS / "dictionary.txt")
+    return Words(chosen, frozenset(real) | frozenset(chosen))
+
+
+def _read(file: Path) -> tuple[str, ...]:
+    """The words of a file, one in each line, in their order and each once; empty lines and those with # are left out."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(
+            f"The word list {file} cannot be read: {error}. Give a text file with one word in each line."
+        ) from error
+    words: dict[str, None] = {}
+    for number, line in enumerate(lines, start=1):
+        word = line.partition("#")[0].strip().lower()
+        if word and not re.fullmatch(rf"[a-z]{{{LENGTH}}}", word):
+            raise TaskError(
+                f"{file}:{number}: {word!r:.40} is no word of {LENGTH} letters from a to z. Leave it out."
+            )
+        if word:
+            words[word] = None
+    return tuple(words)

@@ -1,0 +1,294 @@
+"""Prompts from what the columns of a dataset hold, and an account of the rows that hold none.
+
+A prompt is text, or messages in any form that `messages` reads. Text stays text, unless the config makes it what a user says. What the
+assistant says at the end of a chat is gone on with, or left out where it is an answer. Blocks of tags may be taken out of what some roles
+say, a system prompt is put before those that have none, and further columns may follow as lines.
+
+A row without a usable prompt is left out and counted by the reason, or refused where the config says `data.strict`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Message, NumberedRow, Prompt, number_of
+from groupwise.tasks.data.messages import Unusable, messages_of, named_messages, prompt_of
+from groupwise.tasks.data.order import Share
+
+Row = dict[str, Any]
+
+PromptFormat = Literal["text", "chat"]
+Prefill = Literal["continue", "drop"]
+LESSONS = ("messages", "conversations", "prompt", "completion", "text", "input_ids")
+"""Columns of which a teacher's rows are made."""
+MOST_PLACES = 3
+"""Rows that a message names for each reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptWay:
+    """How prompts are made from rows."""
+
+    format: PromptFormat = "text"
+    """What a prompt that is given as text becomes: the user's message, or the text as it stands."""
+    system_prompt: str | None = None
+    lines: tuple[str, ...] = ()
+    """Columns that follow the user's text as lines, `name: value`."""
+    prefill: Prefill = "continue"
+    """What becomes of what the assistant says at the end of a chat."""
+    strip_tags: tuple[str, ...] = ()
+    strip_roles: tuple[str, ...] = ("assistant",)
+    """Whose blocks of these tags are taken out."""
+    drop_duplicates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What became of the rows that are not as they were given; counts by reason."""
+
+    left_out: Mapping[str, int] = field(default_factory=dict[str, int])
+    changed: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def under(self, name: str) -> Account:
+        """The same, saying whose rows they are."""
+        return Account(
+            {f"{name}: {reason}": count for reason, count in self.left_out.items()},
+            {f"{name}: {reason}": count for reason, count in self.changed.items()},
+        )
+
+    def __add__(self, other: Account) -> Account:
+        return Account(
+            dict(Counter(self.left_out) + Counter(other.left_out)),
+            dict(Counter(self.changed) + Counter(other.changed)),
+        )
+
+
+class Rows(list[Row]):
+    """Rows that can be used, with an account of the others."""
+
+    def __init__(self, rows: Iterable[Row], account: Account, shares: Sequence[Share] = ()) -> None:
+        super().__init__(rows)
+        self.account = account
+        self.shares = tuple(shares)
+        """Of an epoch, where it is not each row once."""
+
+
+def with_prompts(
+    rows: Sequence[Row],
+    way: PromptWay,
+    where: str,
+    *,
+    strict: bool,
+    unscorable: Callable[[Row], str | None] = lambda row: None,
+) -> Rows:
+    """The rows with their column `prompt` as text or chat messages. Raises TaskError if no row is left, or with
+    `strict` if any row cannot be used.
+
+    `unscorable` says why a row, without its prompt, is of no use to those who score it.
+    """
+
+    def made(row: Row, changes: list[str]) -> Row:
+        prompt = _prompt(row.get("prompt"), row, way, changes)
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        if reason := unscorable(columns):
+            raise Unusable(reason)
+        return {**row, "prompt": prompt}
+
+    return _made(rows, made, ("prompt",), way, where, strict=strict)
+
+
+def prepared(rows: Sequence[Row], step: Callable[[Row], Row], where: str, *, strict: bool) -> Rows:
+    """The rows as a step makes them, which raises Unusable for those to be left out. Raises TaskError as `with_prompts` does."""
+
+    def made(row: Row, changes: list[str]) -> Row:
+        return step(row)
+
+    return _made(rows, made, (), PromptWay(), where, strict=strict)
+
+
+def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: bool) -> Rows:
+    """The rows of a teacher with their chats made whole: `messages`, or `prompt` with `completion`; others stay as they are."""
+
+    def made(row: Row, changes: list[str]) -> Row:
+        row = named_messages(row)
+        if row.get("messages") is not None:
+            return {**row, "messages": _taught(row["messages"], way, changes)}
+        if lessons and all(row.get(name) is None for name in lessons):
+            raise Unusable(f"there is no {' and no '.join(lessons)}")
+        if "completion" not in lessons or all(row.get(n) is None for n in ("prompt", "completion")):
+            return row
+        if row.get("completion") in (None, "", []):
+            raise Unusable("the completion is empty")
+        return {**row, "prompt": _prompt(row.get("prompt"), row, way, changes)}
+
+    lessons = [name for name in LESSONS if any(row.get(name) is not None for row in rows)]
+    if way.system_prompt and not {"messages", "prompt"} & set(lessons):
+        raise TaskError(
+            f"{where}: data.system_prompt has no effect, because no row has a chat (`messages`, or `prompt` with `completion`). It has: "
+            f"{', '.join(rows[0]) if rows else 'no rows'}. Leave the key out."
+        )
+    return _made(rows, made, LESSONS, way, where, strict=strict)
+
+
+def _made(
+    rows: Sequence[Row],
+    make: Callable[[Row, list[str]], Row],
+    identity: Sequence[str],
+    way: PromptWay,
+    where: str,
+    *,
+    strict: bool,
+) -> Rows:
+    """Each row as `make` makes it. Rows are the same where their columns `identity` are."""
+    kept: list[Row] = []
+    unusable: dict[str, list[int]] = {}
+    changed: Counter[str] = Counter()
+    seen: set[str] = set()
+    for place, row in enumerate(rows):
+        index = number_of(row, place)
+        changes: list[str] = []
+        try:
+            made = NumberedRow(make(row, changes), index)
+            if way.drop_duplicates:
+                _refuse_repetition(key_of(made, identity), seen)
+        except Unusable as reason:
+            unusable.setdefault(str(reason), []).append(index)
+        else:
+            kept.append(made)
+            changed.update(set(changes))
+    if unusable and (strict or not kept):
+        raise TaskError(_unusable(unusable, len(rows), where, strict=strict and bool(kept)))
+    left_out = {reason: len(places) for reason, places in unusable.items()}
+    return Rows(kept, Account(left_out, dict(changed)))
+
+
+def key_of(row: Row, columns: Sequence[str]) -> str:
+    """Equal for rows that hold the same in these columns; in all, where they hold nothing in these."""
+    told = {name: row[name] for name in columns if row.get(name) is not None}
+    return json.dumps(told or row, sort_keys=True, default=str)
+
+
+def _refuse_repetition(key: str, seen: set[str]) -> None:
+    if key in seen:
+        raise Unusable("the same as an earlier row (data.drop_duplicates)")
+    seen.add(key)
+
+
+def _unusable(
+    unusable: Mapping[str, Sequence[int]], total: int, where: str, *, strict: bool
+) -> str:
+    count = sum(map(len, unusable.values()))
+    what = "cannot be used, and data.strict is true" if strict else "can be used"
+    begin = f"{count} of {total} rows {what}" if strict else f"none of {total} rows {what}"
+    lines = [
+        f"  {len(places)} × {reason} ({_places(places)})" for reason, places in unusable.items()
+    ]
+    remedy = (
+        "Mend them, or set data.strict to false to leave them out."
+        if strict
+        else "Check data.prompt_column and data.columns: they name the columns that are read."
+    )
+    return "\n".join([f"{where}: {begin}:", *lines, remedy])
+
+
+def _places(places: Sequence[int]) -> str:
+    shown = ", ".join(map(str, places[:MOST_PLACES]))
+    more = " …" if len(places) > MOST_PLACES else ""
+    return f"row{'s' if len(places) > 1 else ''} {shown}{more}"
+
+
+# --- one prompt ----------------------------------------------------------------------------------
+
+
+def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
+    if value is None:
+        raise Unusable("there is no prompt")
+    prompt = prompt_of(value)
+    if isinstance(prompt, str):
+        if way.format == "text":
+            if way.system_prompt:
+                raise TaskError(
+                    "data.system_prompt has no effect on prompts that are text. Set data.prompt_format to chat, which makes them what a "
+                    "user says, or leave data.system_prompt out."
+                )
+            return _with_lines(prompt, row, way.lines)
+        prompt = [{"role": "user", "content": prompt}]
+    elif isinstance(value, str):
+        changes.append("messages were read from text")
+    asked = _asked(_stripped(prompt, way, changes), way, changes)
+    last = max(place for place, message in enumerate(asked) if message["role"] == "user")
+    asked[last] = {**asked[last], "content": _with_lines(asked[last]["content"], row, way.lines)}
+    return _with_system(asked, way.system_prompt, changes)
+
+
+def _taught(value: Any, way: PromptWay, changes: list[str]) -> list[Message]:
+    messages = messages_of(value)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise Unusable("no message is the assistant's")
+    return _with_system(messages, way.system_prompt, changes)
+
+
+def _stripped(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+    """Without blocks of the tags in what the roles say that the config names."""
+    made: list[Message] = []
+    for message in messages:
+        said = message.get("content", "")
+        text = without_blocks(said, way.strip_tags) if message["role"] in way.strip_roles else said
+        if text != said:
+            changes.append(
+                f"blocks were taken out of what the {message['role']} says (data.strip_tags)"
+            )
+        made.append(message if text == said else {**message, "content": text})
+    return made
+
+
+def without_blocks(text: str, tags: Sequence[str]) -> str:
+    """The text without `<tag>…</tag>`, whatever the case; trimmed where something was taken out."""
+    left = text
+    for tag in tags:
+        name = re.escape(tag)
+        left = re.sub(rf"<{name}>.*?</{name}>", "", left, flags=re.IGNORECASE | re.DOTALL)
+    return text if left == text else left.strip()
+
+
+def _asked(messages: list[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+    """Up to what is answered, or to the words of the assistant that the answer begins with."""
+    if not any(message["role"] == "user" for message in messages):
+        raise Unusable("no message is the user's")
+    asked = list(messages)
+    while asked[-1]["role"] == "assistant" and (
+        way.prefill == "drop" or not asked[-1].get("content", "").strip()
+    ):
+        asked.pop()
+    if len(asked) < len(messages):
+        changes.append("turns of the assistant at the end were left out")
+    if asked[-1]["role"] == "assistant":
+        changes.append(
+            "the completion goes on with what the assistant says at the end (data.prefill)"
+        )
+    elif asked[-1]["role"] not in ("user", "tool"):
+        raise Unusable("the messages do not end with the user")
+    elif not asked[-1]["content"].strip():
+        raise Unusable("the prompt is empty")
+    return asked
+
+
+def _with_lines(text: str, row: Row, columns: Sequence[str]) -> str:
+    lines = [f"{name}: {row[name]}" for name in columns if row.get(name) not in (None, "")]
+    return "\n".join([text, *lines])
+
+
+def _with_system(
+    messages: list[Message], system_prompt: str | None, changes: list[str]
+) -> list[Message]:
+    own = [m for m in messages if m["role"] in ("system", "developer")]
+    if not system_prompt or any(m["content"].strip() for m in own):
+        return messages
+    changes.append("the system prompt was prepended (data.system_prompt)")
+    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m not in own)]

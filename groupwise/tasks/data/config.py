@@ -1,0 +1,318 @@
+"""The `data` section: which data are trained on, what of them is used, and in which order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ValidationError
+
+from groupwise.core.plugins import nearest
+from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
+from groupwise.core.settings.wording import as_given, describe
+from groupwise.tasks.data.chat import Prefill, PromptFormat
+from groupwise.tasks.data.curriculum import CurriculumConfig
+from groupwise.tasks.data.easy_pool import EasyPoolConfig
+from groupwise.tasks.data.mixture import Join
+from groupwise.tasks.data.replay import ReplayConfig
+
+
+class MixtureEntry(Strict):
+    """One set of `data.dataset_mixture`: a source of rows, or a whole task."""
+
+    source: str | None = setting(None, "Hub id, file or folder.", min_length=1)
+    task: str | None = setting(
+        None, "Instead of a source: a task, with its own data and rewards.", min_length=1
+    )
+    config: str | dict[str, Any] | None = setting(
+        None, "Of a source on the hub: its configuration. Of a task: its section `task`."
+    )
+    split: str | None = setting(None, "Of a source; null: data.dataset_split.")
+    test_split: str | None = setting(None, "Of a source: the split that is held out.")
+    revision: str | None = setting(None, "Of a source on the hub: a commit, tag or branch.")
+    columns: dict[str, str] = setting({}, "Of a source: our names for its columns.")
+    label: str | None = setting(
+        None,
+        "The task label of its rows, by which the router gives them rewards; null: of a task its name, of a source none.",
+        min_length=1,
+    )
+    weight: float = setting(
+        1.0,
+        "How often each row comes in an epoch: 0.5 half of them, each epoch the next half; 2 each twice.",
+        gt=0,
+    )
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages, and in the column `dataset_name`."""
+        return self.source or self.task or ""
+
+    def problems(self) -> Iterator[str]:
+        """What of its keys does not go together."""
+        if (self.source is None) == (self.task is None):
+            yield "give either `source` or `task`"
+        elif self.task is not None:
+            for key in ("split", "test_split", "revision", "columns"):
+                if getattr(self, key):
+                    yield f"`{key}` has no effect on a task, which brings its own rows; leave it out"
+            if isinstance(self.config, str):
+                yield "`config` of a task is its section `task`, with keys of its own"
+        elif isinstance(self.config, dict):
+            yield "`config` of a source is a name, not a section"
+
+
+def mixture_entry(given: Mapping[str, Any]) -> MixtureEntry:
+    """An entry of `data.dataset_mixture`. Raises ValidationError."""
+    return MixtureEntry.model_validate_json(json.dumps(given))
+
+
+def _readable(entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+    if not entries:
+        raise ValueError("the list is empty; give at least one set, or null.")
+    refuse(
+        f"set {number}: {problem}."
+        for number, entry in enumerate(entries)
+        for problem in _problems(entry)
+    )
+    return entries
+
+
+def _problems(given: dict[str, Any]) -> Iterator[str]:
+    try:
+        entry = mixture_entry(given)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            yield _worded(str(detail["loc"][0]), given)
+    else:
+        yield from entry.problems()
+
+
+def _worded(key: str, given: Mapping[str, Any]) -> str:
+    known = MixtureEntry.model_fields
+    if key in known:
+        allowed = describe(known[key]) or "text, or a section with keys of its own"
+        return f"{key} is {as_given(given[key])}; it must be {allowed}"
+    elsewhere = {"id": "source", "path": "source", "name": "config", "fraction": "weight"}
+    near = [elsewhere[key]] if key in elsewhere else nearest(key, known)
+    hint = f"did you mean {' or '.join(near)}" if near else "every set has `source` or `task`"
+    return f"{key!r} is not a key; {hint}"
+
+
+MixtureEntries = Annotated[tuple[dict[str, Any], ...], AfterValidator(_readable)]
+
+
+class DatasetConfig(Strict):
+    """Which data a run is about, where no task brings them; every command has these keys."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "mixture": "here it is data.dataset_mixture",
+        "dataset_mixer": "here it is data.dataset_mixture",
+        "dataset_train_split": "here it is data.dataset_split",
+    }
+
+    dataset_name: str | None = setting(
+        None,
+        "The data, where no task brings them: a hub id, a file (.jsonl, .json, .parquet, .csv, .tsv, .txt) or a folder of these.",
+        min_length=1,
+    )
+    dataset_config: str | None = setting(None, "Configuration of a dataset on the hub.")
+    dataset_split: str = setting(
+        "train", "The split that is trained on; a part of it as in train[:90%].", min_length=1
+    )
+    dataset_test_split: str | None = setting(
+        None,
+        "The split that is held out, of dataset_name; sets of a mixture have test_split.",
+        on_resume="free",
+    )
+    dataset_revision: str | None = setting(
+        None, "Commit, tag or branch of a dataset on the hub; a commit never changes."
+    )
+    dataset_mixture: MixtureEntries | None = setting(
+        None,
+        "Instead of dataset_name: a list of sets, each with `source` (or `task`), config, split, test_split, revision, columns, "
+        "label and weight.",
+    )
+    mixture_columns: Join = setting(
+        "same",
+        "Columns that some sources of a mixture lack: same refuses them, common leaves them out, all fills them with null.",
+    )
+    test_split_size: float | None = setting(
+        None,
+        "Share of the rows that is held out, by prompt and before anything else; null: none, or dataset_test_split.",
+        gt=0,
+        lt=1,
+    )
+    seed: int = setting(
+        0, "Of what is held out and of the mixture; the run has a seed of its own.", ge=0
+    )
+    columns: dict[str, str] = setting(
+        {},
+        "Our names for columns, beside their own: `answer: solution` takes the answer from `solution`, `answer: meta.gold` from "
+        "within `meta`.",
+    )
+    prompt_column: str | None = setting(
+        None, "The column that holds the prompt; null: prompt.", min_length=1
+    )
+    answer_column: str | None = setting(
+        None,
+        "The column that holds the answer: for rl and eval it is also called `answer`, for sft `completion`.",
+        min_length=1,
+    )
+    preprocessing_pipeline: str | None = setting(
+        None,
+        "What each row goes through before its prompt is made: generic (text, its answer also as `reference`), deepseek (a chat), "
+        "`module:function` or `file.py:function` (row → row or None, which leaves it out), or the name of an installed one.",
+        min_length=1,
+    )
+    prompt_format: PromptFormat | None = setting(
+        None,
+        "What a prompt that is text becomes: the text as it stands, or the user's message of a chat; null: chat where there is a "
+        "system_prompt, else text.",
+    )
+    system_prompt: str | None = setting(
+        None, "Put before chats that have no system prompt.", min_length=1
+    )
+    prompt_lines: tuple[str, ...] = setting(
+        (), "Columns that follow the user's text, each as a line `name: value`."
+    )
+    prefill: Prefill = setting(
+        "continue",
+        "What the assistant says at the end of a prompt: the completion goes on with it, or (drop) it is left out as an earlier answer.",
+    )
+    strip_tags: tuple[str, ...] = setting(
+        (), "Blocks of these tags, such as think, are taken out of earlier turns in prompts."
+    )
+    strip_roles: tuple[Literal["user", "assistant"], ...] = setting(
+        ("assistant",), "Out of whose turns strip_tags takes them: assistant, user."
+    )
+    drop_duplicates: bool = setting(
+        False, "Leave out rows that repeat an earlier one: its prompt, for sft with its completion."
+    )
+    strict: bool = setting(
+        False, "Refuse to start where a row cannot be used, instead of leaving it out and counting."
+    )
+
+    @property
+    def names_data(self) -> bool:
+        """Whether the config says which data are meant."""
+        return self.dataset_name is not None or self.dataset_mixture is not None
+
+    @property
+    def mixture(self) -> tuple[MixtureEntry, ...]:
+        """All sets; one where there is no mixture."""
+        if self.dataset_mixture is not None:
+            return tuple(map(mixture_entry, self.dataset_mixture))
+        return (
+            MixtureEntry(
+                source=self.dataset_name,
+                config=self.dataset_config,
+                test_split=self.dataset_test_split,
+                revision=self.dataset_revision,
+            ),
+        )
+
+    def renamed(self, answer: str) -> dict[str, str]:
+        """All columns that are renamed, the prompt's and the answer's among them; the latter is called `answer`."""
+        named = {"prompt": self.prompt_column, answer: self.answer_column}
+        return {**self.columns, **{ours: theirs for ours, theirs in named.items() if theirs}}
+
+    def in_vain_beside_a_task(self) -> list[str]:
+        """The keys that are set, and say which data are meant, or how rows become prompts."""
+        return [
+            key
+            for key, field in DatasetConfig.model_fields.items()
+            if key != "strict" and getattr(self, key) != field.default
+        ]
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Two ways to say the same, and keys without effect."""
+        if self.dataset_name is not None and self.dataset_mixture is not None:
+            yield Conflict(
+                "dataset_name and dataset_mixture both say which data are meant; leave one out.",
+                ("dataset_name", "dataset_mixture"),
+            )
+        elif not self.names_data:
+            if idle := self.in_vain_beside_a_task():
+                yield Conflict(
+                    f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect without dataset_name or dataset_mixture, "
+                    "which say where the rows come from.",
+                    (*idle, "dataset_name", "dataset_mixture"),
+                )
+            return
+        yield from self._of_one_source_only()
+        yield from self._said_twice()
+
+    def _of_one_source_only(self) -> Iterator[Conflict]:
+        if self.dataset_mixture is None:
+            if self.mixture_columns != "same":
+                yield Conflict(
+                    "mixture_columns has no effect without dataset_mixture; leave it out.",
+                    ("mixture_columns", "dataset_mixture"),
+                )
+            return
+        for key, own in (
+            ("dataset_config", "config"),
+            ("dataset_revision", "revision"),
+            ("dataset_test_split", "test_split"),
+        ):
+            if getattr(self, key) is not None:
+                yield Conflict(
+                    f"{key} has no effect on dataset_mixture; give `{own}` to each set.",
+                    (key, "dataset_mixture"),
+                )
+        sources = [entry for entry in self.mixture if entry.source]
+        if not sources and self.test_split_size is not None:
+            yield Conflict(
+                "test_split_size has no effect on tasks, which bring their own held-out rows; leave it out.",
+                ("test_split_size", "dataset_mixture"),
+            )
+
+    def _said_twice(self) -> Iterator[Conflict]:
+        splits = [entry.test_split for entry in self.mixture if entry.test_split]
+        if splits and self.test_split_size is not None:
+            yield Conflict(
+                f"the split {splits[0]} is held out, and test_split_size takes a share of what is trained on; leave one out.",
+                ("dataset_test_split", "dataset_mixture", "test_split_size"),
+            )
+        for key, name in (("prompt_column", "prompt"), ("answer_column", "answer")):
+            if getattr(self, key) is not None and name in self.columns:
+                yield Conflict(
+                    f"{key} and columns.{name} both say which column is meant; leave one out.",
+                    (key, "columns"),
+                )
+        if self.strip_roles != ("assistant",) and not self.strip_tags:
+            yield Conflict(
+                "strip_roles has no effect without strip_tags; leave it out.",
+                ("strip_roles", "strip_tags"),
+            )
+
+
+class DataConfig(DatasetConfig):
+    """The rows come from the task's `get_rl_dataset`, or from where `dataset_name` or `dataset_mixture` says."""
+
+    max_prompt_length: int | None = setting(
+        None,
+        "Longest prompt in tokens; examples with longer ones are left out and counted. "
+        "null: only the model's own limit.",
+        ge=1,
+    )
+    shuffle: bool = setting(
+        True, "Draw the examples of each epoch in an order of its own, from the seed."
+    )
+    easy_pool: EasyPoolConfig | None = setting(
+        None,
+        "A second source of easy examples, mixed in with a falling probability; {} takes all defaults.",
+    )
+    replay: ReplayConfig | None = setting(
+        None, "Prompts that were solved are drawn again; {} takes all defaults."
+    )
+    curriculum: CurriculumConfig | None = setting(
+        None, "Draw examples near a success rate; {} takes all defaults."
+    )
+
+    @property
+    def success_parts(self) -> dict[str, str | None]:
+        """The reward parts that say what is solved, by the keys that name them; None where a key leaves it to the names of the parts."""
+        sections = {"replay": self.replay, "curriculum": self.curriculum}
+        return {f"data.{key}.success_part": s.success_part for key, s in sections.items() if s}

@@ -1,0 +1,73 @@
+"""The signal `held_out`: the training reward rises while a metric of the held-out prompts falls.
+
+What a reward pays for and what was meant part at some point of an optimisation (Gao et al. 2022, arXiv 2210.10760); prompts that
+are not trained, and a metric that is not the reward, see it first. The last evaluation is compared with the best one before it,
+over the same prompts:
+
+    tolerance    z(1 − 0.025 / pairs) · standard error of the mean difference of a prompt
+
+where `pairs` is the number of pairs that the evaluations so far make, because the best of many is best by luck, too (Bonferroni). The
+training rewards of the steps between the two rise where the last third of them has a higher mean than the first, by more than 1.96
+standard errors. Fewer than nine steps say nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, variance
+
+from groupwise.tasks.data.drift import MANY
+from groupwise.tasks.data.reward_hacking_detectors import Finding
+
+LEVEL = 0.025
+"""One-sided: half of what a 95 % interval leaves out."""
+RISE = 1.96
+"""Standard errors by which the training reward must have risen."""
+LEAST = 3
+"""Steps of a third."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fall:
+    """The last evaluation beside the best one before."""
+
+    metric: str
+    best: Sequence[float]
+    """One value for each prompt that both have; likewise the last."""
+    last: Sequence[float]
+    evaluations: int
+    """So far, both among them."""
+
+
+def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
+    """How far the two part; `rewards` are those of the steps between the evaluations. None where that cannot be said."""
+    differences = [last - best for best, last in zip(fall.best, fall.last, strict=True)]
+    third = len(rewards) // 3
+    if len(differences) < 2 or third < LEAST:
+        return None
+    first, last = rewards[:third], rewards[-third:]
+    rise = _errors(fmean(last) - fmean(first), variance(first) / third + variance(last) / third)
+    lost = _errors(-fmean(differences), variance(differences) / len(differences))
+    values = {
+        f"best {fall.metric}": fmean(fall.best),
+        f"last {fall.metric}": fmean(fall.last),
+        "reward then": fmean(first),
+        "reward now": fmean(last),
+    }
+    text = "the training reward rises and the held-out prompts do worse: what is learnt may not be what is meant"
+    return Finding(min(lost / tolerance(fall.evaluations), rise / RISE), text, values)
+
+
+def tolerance(evaluations: int) -> float:
+    """Standard errors that the mean of the prompts may fall by."""
+    pairs = evaluations * (evaluations - 1) // 2
+    return NormalDist().inv_cdf(1 - LEVEL / pairs)
+
+
+def _errors(difference: float, squared_error: float) -> float:
+    if not difference:
+        return 0.0
+    error = math.sqrt(squared_error)
+    return difference / error if error else math.copysign(MANY, difference)

@@ -1,0 +1,178 @@
+"""From whatever rows a task returns to a list of `Example`s, checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from itertools import islice
+from typing import Any, cast
+
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import printable
+from groupwise.core.types import Example, NumberedRow, Prompt, like, number_of
+from groupwise.tasks.data.content import canonical, untold
+from groupwise.tasks.data.messages import Unusable, prompt_of
+from groupwise.tasks.data.sources import row_numbers
+
+logger = logging.getLogger(__name__)
+
+_EXPECTED = (
+    "Expected a Hugging Face Dataset, a list of dicts or an iterable of dicts, with {} in each"
+)
+_PROMPT = "a `prompt`"
+
+
+def examples_from_rows(
+    rows: object, *, where: str, limit: int | None = None, limited_by: str = "a limit"
+) -> list[Example]:
+    """The examples that `rows` hold. Raises TaskError that starts with `where` (who returned them).
+
+    A stream without a length is read up to `limit` rows, and refused where there is none, because it may have no end;
+    `limited_by` names the config key that would give one. What has a length is taken whole, so that the order of
+    draws does not depend on how long the run is to be.
+    """
+    found = read_rows(rows, where=where, limit=limit, limited_by=limited_by, holding=_PROMPT)
+    return [_example(index, columns, where) for index, columns in enumerate(found)]
+
+
+def read_rows(
+    rows: object, *, where: str, limit: int | None, limited_by: str, holding: str
+) -> list[dict[str, Any]]:
+    """The columns of every row, whatever form of dataset they come in; see `examples_from_rows`.
+
+    `holding` says in messages what each row must have.
+    """
+    expected = _EXPECTED.format(holding)
+    _refuse_endless(rows, where, limit, limited_by)
+    stream = _iterated(rows, where, limit, expected)
+    if (numbers := row_numbers(rows)) is not None:
+        stream = map(NumberedRow, stream, numbers)
+    found = [_columns(index, row, where, expected) for index, row in enumerate(stream)]
+    if not found:
+        raise TaskError(f"{where} returned an empty dataset. {expected}.")
+    return found
+
+
+def fingerprint(examples: Iterable[Example]) -> str:
+    """SHA-256 (hex) of all prompts and columns: equal exactly where the data are the same, in the same order.
+
+    A column with objects whose content cannot be told is warned of, once: they are told by their class alone, so that a change
+    inside them is not noticed. It is no error, because whoever gave them can train with them.
+    """
+    digest = hashlib.sha256()
+    for example in examples:
+        prompt = canonical(example.prompt)
+        columns = {name: canonical(value) for name, value in sorted(example.columns.items())}
+        told = [prompt, {"dict": list(columns.items())}]
+        digest.update(json.dumps(told).encode() + b"\n")
+        for column, value in [("prompt", prompt), *columns.items()]:
+            for what in untold(value):
+                _warn_of_untold(column, what)
+    return digest.hexdigest()
+
+
+@cache
+def _warn_of_untold(column: str, what: str) -> None:
+    logger.warning(
+        "column `%s` holds %s, whose content cannot be told: if it is another one when a run is resumed, nobody notices. Keep "
+        "plain values in the dataset, or make the class a dataclass of such.",
+        column,
+        what,
+    )
+
+
+def _refuse_endless(rows: object, where: str, limit: int | None, limited_by: str) -> None:
+    stream = isinstance(rows, Iterable) and not hasattr(cast("object", rows), "__len__")
+    if stream and limit is None:
+        kind = _kind(cast("object", rows)).__name__
+        raise TaskError(
+            f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "
+            f"Set {limited_by}, or return a list."
+        )
+
+
+def _iterated(rows: object, where: str, limit: int | None, expected: str) -> Iterator[Any]:
+    if isinstance(rows, Mapping):
+        names = ", ".join(repr(name) for name in cast("Mapping[Any, Any]", rows))
+        raise TaskError(
+            f"{where} returned a dict of {names}, not one dataset. Return one of these."
+        )
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise TaskError(f"{where} returned {type(rows).__name__}. {expected}.")
+    stream = cast("Iterable[Any]", rows)
+    return iter(stream) if hasattr(stream, "__len__") else islice(stream, limit)
+
+
+def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        hint = " Of a pandas table, return `table.to_dict('records')`." if index == 0 else ""
+        raise TaskError(f"{where}: row {index} is {type(row).__name__}. {expected}.{hint}")
+    given = cast("Mapping[Any, Any]", row)
+    columns = {str(name): value for name, value in given.items()}
+    for name, value in columns.items():
+        _refuse_broken_text(value, f"{where}: row {number_of(given, index)}, column `{name}`")
+    return like(given, columns)
+
+
+def _example(index: int, columns: dict[str, Any], where: str) -> Example:
+    here = f"{where}: row {number_of(columns, index)}"
+    if "prompt" not in columns:
+        there = ", ".join(columns) or "none"
+        raise TaskError(
+            f"{here} has no column `prompt`. It has: {there}. Rename the one that holds the "
+            "prompt, as text or as a list of chat messages."
+        )
+    return Example(index, checked_prompt(columns.pop("prompt"), here), columns)
+
+
+def _refuse_broken_text(value: Any, where: str) -> None:
+    """Raise TaskError for text with half a character, which no tokenizer takes and no file or database keeps."""
+    for text in _texts(value):
+        if not text.isascii() and (shown := printable(text)) != text:
+            raise TaskError(
+                f"{where}: the text {shown[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
+                'cutting text in UTF-16 or from a broken escape; mend it with text.encode("utf-16", '
+                '"surrogatepass").decode("utf-16", "replace").'
+            )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and dicts. Each of these is looked at once, for it may hold itself."""
+    waiting = [value]
+    # With the objects, because the id of one that is gone would be given to another.
+    met: dict[int, object] = {}
+    while waiting:
+        entry = waiting.pop()
+        if issubclass(type(entry), str):
+            yield entry
+        elif issubclass(type(entry), Mapping | list | tuple) and id(entry) not in met:
+            met[id(entry)] = entry
+            waiting.extend(reversed(_inside(entry)))
+
+
+def _inside(value: Any) -> list[Any]:
+    try:
+        if issubclass(type(value), Mapping):
+            return [each for pair in value.items() for each in pair]
+        return list(value)
+    except Exception:  # noqa: BLE001 — a class of the task's may raise anything; there is no text to be had
+        return []
+
+
+def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:
+    """Text or chat messages, as a column of this name holds them. Raises TaskError that starts with `where`."""
+    try:
+        return prompt_of(value)
+    except Unusable as reason:
+        at = "" if reason.message is None else f", message {reason.message}"
+        raise TaskError(
+            f"{where}{at}: `{name}` cannot be used: {reason}. It is of type {_kind(value).__name__}: {value!r:.80}. Expected text, or "
+            'a list of chat messages such as [{"role": "user", "content": "..."}].'
+        ) from reason
+
+
+def _kind(value: object) -> type[object]:
+    return type(value)

@@ -1,0 +1,193 @@
+"""The rows of the sources that a config names: read, made to prompts or lessons, labelled, and parted into training and held out.
+
+`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task is none
+of a source's, and left to whoever knows tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, like
+from groupwise.tasks.data.chat import (
+    Account,
+    PromptWay,
+    Row,
+    Rows,
+    key_of,
+    prepared,
+    with_prompts,
+    with_teacher,
+)
+from groupwise.tasks.data.config import DatasetConfig, MixtureEntry
+from groupwise.tasks.data.mixture import Part, joined, split
+from groupwise.tasks.data.pipelines import Pipeline, find_pipeline
+from groupwise.tasks.data.sources import no_column, read_source
+
+KNOWN_BY = ("prompt", "messages", "text", "input_ids")
+"""The columns by which rows are the same, of which none may be trained on and held out."""
+
+Found = tuple[list[Part], Account]
+Unscorable = Callable[[Row], str | None]
+"""Why the rewards cannot score a row, which has its label but no prompt; None where they can."""
+
+
+def scorable(row: Row) -> None:
+    """Where nobody scores rows, nobody minds one: an `Unscorable`."""
+
+
+def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
+    """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts that can be scored. Raises TaskError."""
+    parts, account = _read(data, partial(_split_for_training, data), teacher, unscorable)
+    if parts and data.test_split_size is not None:
+        parts, _ = _split(parts, data)
+    return joined(parts, data.mixture_columns), account
+
+
+def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
+    """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
+    if data.test_split_size is None:
+        parts, account = _read(data, lambda entry: entry.test_split, teacher, unscorable)
+        return joined(parts, data.mixture_columns), account
+    parts, _ = _read(data, partial(_split_for_training, data), teacher, unscorable)
+    parts = _split(parts, data)[1] if parts else []
+    return joined(parts, data.mixture_columns), Account()
+
+
+def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
+    """Whether some rows of a source are held out."""
+    return entry.test_split is not None or data.test_split_size is not None
+
+
+def place_of(data: DatasetConfig, number: int) -> str:
+    """What a set is called in messages, by its number in the mixture."""
+    name = data.mixture[number].name
+    return name if data.dataset_mixture is None else f"data.dataset_mixture, set {number} ({name})"
+
+
+def labelled(row: Row, entry: MixtureEntry, label: str | None) -> Row:
+    """The row, saying which set it is from and, where there is a label, whose rewards it has."""
+    named = {**row, DATASET_COLUMN: entry.name}
+    return like(row, named if label is None else {**named, TASK_COLUMN: label})
+
+
+def as_prompts(
+    data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
+) -> Rows:
+    """Rows from beside the named data, their prompts made ready in the same way."""
+    given = _through(_pipeline(data, teacher=False), rows, where, data)
+    made = with_prompts(given, _way(data), where, strict=data.strict, unscorable=unscorable)
+    return Rows(made, given.account + made.account)
+
+
+def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
+    name = data.preprocessing_pipeline
+    return None if name is None else find_pipeline(name, teacher=teacher)
+
+
+def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
+    """As the pipeline makes them, where there is one."""
+    return (
+        Rows(rows, Account()) if step is None else prepared(rows, step, where, strict=data.strict)
+    )
+
+
+def _split_for_training(data: DatasetConfig, entry: MixtureEntry) -> str:
+    return entry.split or data.dataset_split
+
+
+def _split(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list[Part]]:
+    assert data.test_split_size is not None
+    return split(parts, data.test_split_size, data.seed, partial(key_of, columns=KNOWN_BY))
+
+
+def _read(
+    data: DatasetConfig,
+    split_of: Callable[[MixtureEntry], str | None],
+    teacher: bool,
+    unscorable: Unscorable,
+) -> Found:
+    """The rows of the sources that have such a split."""
+    parts: list[Part] = []
+    account = Account()
+    step = _pipeline(data, teacher=teacher)  # before anything is read, which may take long
+    for number, entry in enumerate(data.mixture):
+        wanted = split_of(entry)
+        if entry.source is None or wanted is None:
+            continue
+        where = place_of(data, number)
+        given = _rows(data, entry, wanted, where, step, teacher=teacher)
+        if teacher:
+            rows = with_teacher(given, _way(data), where, strict=data.strict)
+        else:
+            why = partial(_why_not, unscorable, entry)
+            rows = with_prompts(given, _way(data), where, strict=data.strict, unscorable=why)
+        told = given.account + rows.account
+        account += told if data.dataset_mixture is None else told.under(where)
+        own = [labelled(row, entry, entry.label) for row in rows]
+        theirs = _our_names(data, entry, teacher=teacher).values()
+        parts.append(Part(where, own, entry.weight, frozenset(n.partition(".")[0] for n in theirs)))
+    return parts, account
+
+
+def _why_not(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | None:
+    return unscorable(labelled(row, entry, entry.label))
+
+
+def _rows(
+    data: DatasetConfig,
+    entry: MixtureEntry,
+    split: str,
+    where: str,
+    step: Pipeline | None,
+    *,
+    teacher: bool,
+) -> Rows:
+    """The rows as they are, or as the pipeline makes them, with the columns that prompts need."""
+    assert entry.source is not None
+    assert not isinstance(entry.config, dict)
+    rows = read_source(
+        entry.source,
+        entry.config,
+        split,
+        _our_names(data, entry, teacher=teacher),
+        revision=entry.revision,
+    )
+    if not teacher and not (step and step.may_make_prompts):
+        _need_prompts(rows, where)
+    made = _through(step, rows, where, data)
+    there = _columns(made)
+    for name in data.prompt_lines:
+        if name not in there:
+            raise TaskError(no_column(where, name, there, " in data.prompt_lines"))
+    return made
+
+
+def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> dict[str, str]:
+    return {**data.renamed("completion" if teacher else "answer"), **entry.columns}
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _need_prompts(rows: Sequence[Row], where: str) -> None:
+    if "prompt" not in (there := _columns(rows)):
+        raise TaskError(
+            f"{where} has no column 'prompt'. It has: {', '.join(there)}. Say in data.prompt_column which of them holds the prompt, or "
+            "in `columns` of the set."
+        )
+
+
+def _way(data: DatasetConfig) -> PromptWay:
+    return PromptWay(
+        format=data.prompt_format or ("chat" if data.system_prompt else "text"),
+        system_prompt=data.system_prompt,
+        lines=data.prompt_lines,
+        prefill=data.prefill,
+        strip_tags=data.strip_tags,
+        strip_roles=data.strip_roles,
+        drop_duplicates=data.drop_duplicates,
+    )

@@ -1,0 +1,221 @@
+"""Chat messages from whatever form rows keep them in: dicts, parallel lists, arrays, ShareGPT, parts of text, JSON text, and a mapping
+that has any of these under `messages` or `conversations`.
+
+What can be read in one way alone is read so; for anything else `Unusable` says what is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+from groupwise.api.http.strict_json import NotStrict, parse_inner
+from groupwise.api.schemas.template_columns import without_nulls
+from groupwise.core.types import Message, Prompt, like
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "ipython": "tool",
+}
+"""What ShareGPT, Gemini, OpenAI's older interface and Llama call these roles."""
+
+WHOLE = ("messages", "conversations")
+"""Names under which a mapping holds a whole conversation."""
+
+_WRITTEN = re.compile(
+    r"""\s*(?:\[\s*\{\s*["'](?:role|content|from)["']|\{\s*["'](?:role|messages|conversations)["'])"""
+)
+"""How messages begin that were written as text, as JSON or as Python shows them."""
+
+
+class Unusable(Exception):
+    """A row cannot be used; the text is the reason that it is counted by."""
+
+    message: int | None = None
+    """The place of the message that is wrong, from 0; None where no single one is."""
+
+
+def prompt_of(value: Any) -> Prompt:
+    """A prompt as a row gives it: text, or messages where it holds some, also as JSON text. Raises Unusable."""
+    if not isinstance(value, str):
+        return messages_of(value)
+    if not value.strip():
+        raise Unusable("the prompt is empty")
+    return messages_in(value) or value
+
+
+def messages_of(value: Any) -> list[Message]:
+    """Messages; text is what the user says. Raises Unusable."""
+    if isinstance(value, str):
+        return messages_in(value) or [{"role": "user", "content": value}]
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        value = _listed(cast("Mapping[str, Any]", value))
+    if isinstance(value, list) and value and all(map(_is_part, cast("list[Any]", value))):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list | tuple) or not value:
+        raise Unusable(
+            "there are no messages" if value in ([], ()) else "it is no text and no messages"
+        )
+    messages: list[Message] = []
+    for place, entry in enumerate(cast("Sequence[Any]", value)):
+        try:
+            messages.append(message_of(entry))
+        except Unusable as reason:
+            reason.message = place
+            raise
+    return messages
+
+
+def messages_in(text: str) -> list[Message] | None:
+    """The messages that a text is the JSON of, or what Python writes for them; None for any other text."""
+    if not looks_like_messages(text):
+        return None
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError, Unusable):
+            return messages_of(read(text.strip()))
+    return None
+
+
+def looks_like_messages(text: str) -> bool:
+    """Whether a text begins as messages do that were written as text."""
+    return _WRITTEN.match(text) is not None
+
+
+def _listed(value: Mapping[str, Any]) -> Any:
+    """The messages of a mapping: one message, lists of roles and contents of one length, or a conversation and nothing else."""
+    given = {name: entry for name, entry in value.items() if entry is not None}
+    if len(given) == 1 and next(iter(given)) in WHOLE:
+        whole = next(iter(given.values()))
+        return _listed(cast("Mapping[str, Any]", whole)) if isinstance(whole, Mapping) else whole
+    role, content = value.get("role"), value.get("content")
+    if not isinstance(role, list | tuple) or not isinstance(content, list | tuple):
+        return [value]
+    roles, contents = cast("Sequence[Any]", role), cast("Sequence[Any]", content)
+    if len(roles) != len(contents):
+        raise Unusable("there are not as many roles as contents")
+    return [{"role": one, "content": text} for one, text in zip(roles, contents, strict=True)]
+
+
+def _is_part(entry: Any) -> bool:
+    """Whether it is a part of what one message says, with a type and no role."""
+    return isinstance(entry, Mapping) and "type" in entry and not {"role", "from"} & entry.keys()
+
+
+def message_of(value: Any) -> Message:
+    """One message with its role, and its text unless it calls tools. Raises Unusable."""
+    if not isinstance(value, Mapping):
+        raise Unusable("a message is no mapping of role and content")
+    message = without_nulls(_with_our_names(cast("Mapping[str, Any]", value)))
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise Unusable("a message has no text under `role`")
+    message["role"] = OTHER_ROLES.get(role.lower(), role.lower())
+    if message["role"] not in ROLES:
+        known = ", ".join((*ROLES, *OTHER_ROLES))
+        raise Unusable(f"a message has the role {role!r:.30}; there are {known}")
+    calls = message.pop("tool_calls", None)
+    if isinstance(calls, str):
+        calls = _of_json(calls)
+    if not calls and (older := message.pop("function_call", None)):
+        calls = [{"type": "function", "function": older}]
+    if calls:
+        if not isinstance(calls, list):
+            raise Unusable("the tool calls of a message are no list")
+        message["tool_calls"] = [with_arguments(call) for call in cast("list[Any]", calls)]
+        if "content" not in message:
+            return message
+    elif message["role"] == "system":
+        message.setdefault("content", "")  # some templates have a default, which it takes away
+    return {**message, "content": _text(message.get("content"))}
+
+
+def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of ShareGPT, which has `from` and `value`, with `role` and `content`; any other as it is."""
+    message = {str(key): entry for key, entry in value.items()}
+    if message.get("role") is not None or not {"from", "value"} <= message.keys():
+        return message
+    ours = {"role": message.pop("from"), "content": message.pop("value")}
+    return {**message, **ours}
+
+
+def with_arguments(call: Any) -> Any:
+    """A tool call whose arguments are an object, as templates want them, also where they are given as JSON text."""
+    if not isinstance(call, Mapping):
+        raise Unusable("a tool call is no mapping of a function and its arguments")
+    given = dict(cast("Mapping[str, Any]", call))
+    if isinstance(given.get("function"), Mapping):
+        return {**given, "function": with_arguments(given["function"])}
+    arguments = given.get("arguments")
+    if isinstance(arguments, str) and isinstance(parsed := _of_json(arguments), dict):
+        given["arguments"] = parsed
+    return given
+
+
+def _of_json(text: str) -> Any:
+    """What a text is the JSON of; the text itself where it is none."""
+    with suppress(NotStrict):
+        return parse_inner(text)
+    return text
+
+
+def _text(content: Any) -> str:
+    """Text, or parts of which each is text."""
+    if isinstance(content, Mapping):
+        content = [content]
+    if isinstance(content, list | tuple):
+        parts = [_part(part) for part in cast("Sequence[Any]", content)]
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise Unusable("a message has no text under `content`")
+    return content
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    given = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
+    text = given.get("text")
+    if given.get("type", "text") != "text" or not isinstance(text, str):
+        raise Unusable("a message holds more than text")
+    return text
+
+
+def ends_begun(prompt: Sequence[Message]) -> bool:
+    """Whether a prompt ends with words of the assistant, which the completion goes on with."""
+    return bool(prompt) and prompt[-1].get("role") == "assistant"
+
+
+def named_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with its conversation under `messages`, also where it keeps it as ShareGPT does, under `conversations`."""
+    found = row.get("conversations")
+    if row.get("messages") is not None or found is None:
+        return row
+    if isinstance(found, str) and not looks_like_messages(found):
+        return row
+    return like(row, {**row, "messages": found})
+
+
+def joined(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
+    """A conversation, where the first words of the assistant may go on with those that the prompt ends with."""
+    begun = begun_words(prompt, said)
+    if begun is None:
+        return [*prompt, *said]
+    first, *later = said
+    return [*prompt[:-1], {**first, "content": begun + first.get("content", "")}, *later]
+
+
+def begun_words(prompt: Sequence[Message], said: Sequence[Message]) -> str | None:
+    """The words at the end of a prompt that what is said next goes on with; None where that is no answer, or a call ends it."""
+    if not ends_begun(prompt) or prompt[-1].get("tool_calls"):
+        return None
+    return prompt[-1].get("content", "") if said and said[0].get("role") == "assistant" else None

@@ -1,0 +1,131 @@
+"""Several sets of rows as one: how much of each is drawn, what is held out, and which columns they share.
+
+What is held out is taken off first and never comes back: rows with the same prompt are all on one side, whichever sets they are in. Of
+the rest a weight says how often a row comes in an epoch: 1 takes each once, 0.5 half of them, 2 each twice, 1.5 each once
+and half of them twice. Which half that is depends on the seed, and each epoch takes the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, Literal
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import like
+from groupwise.tasks.data.chat import Row
+from groupwise.tasks.data.order import Share, Stream
+
+Join = Literal["same", "common", "all"]
+"""Columns of a mixture: those that all sets have, and no others; those that all have, without the others; or all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One set of rows."""
+
+    name: str
+    """For messages, and for the random draw: unique in a mixture."""
+    rows: Sequence[Row]
+    weight: float = 1.0
+    renamed: frozenset[str] = frozenset()
+    """Columns that have another name of ours beside; other sets need not have them."""
+
+
+def split(
+    parts: Sequence[Part], share: float, seed: int, key: Callable[[Row], str]
+) -> tuple[list[Part], list[Part]]:
+    """For training, and held out: of each part a share of its different rows, by `key`. Raises TaskError where a side is empty."""
+    held_out: dict[str, bool] = {}
+    for part in parts:
+        keys = list(dict.fromkeys(map(key, part.rows)))
+        new = [each for each in keys if each not in held_out]
+        there = sum(held_out.get(each, False) for each in keys)
+        wanted = min(max(round(share * len(keys)) - there, 0), len(new))
+        chosen = set(Stream("held out", seed, part.name).sample(new, wanted))
+        held_out |= {each: each in chosen for each in new}
+    train = [_those(part, lambda row: not held_out[key(row)]) for part in parts]
+    test = [_those(part, lambda row: held_out[key(row)]) for part in parts]
+    for part, left in zip(parts, train, strict=True):
+        if not left.rows:
+            raise TaskError(
+                f"{part.name}: data.test_split_size = {share:g} leaves none of its {len(part.rows)} rows for training."
+            )
+    if not any(part.rows for part in test):
+        total = sum(len(part.rows) for part in parts)
+        raise TaskError(f"data.test_split_size = {share:g} of {total} rows is none. Raise it.")
+    return train, [part for part in test if part.rows]
+
+
+def _those(part: Part, belongs: Callable[[Row], bool]) -> Part:
+    return replace(part, rows=[row for row in part.rows if belongs(row)])
+
+
+def mixed(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share, ...]]:
+    """All rows, and what share of an epoch they have; several parts are shuffled together. Raises TaskError where a share is none."""
+    rows = [row for part in parts for row in part.rows]
+    order = range(len(rows))
+    if len(parts) > 1:
+        order = Stream("mixture", seed).sample(order, len(rows))
+    place_of = {row: place for place, row in enumerate(order)}
+    numbers = iter(range(len(rows)))
+    places = [[place_of[next(numbers)] for _ in part.rows] for part in parts]
+    shares = [
+        _share(part, tuple(own))
+        for part, own in zip(parts, places, strict=True)
+        if part.weight != 1.0
+    ]
+    return [rows[row] for row in order], tuple(shares)
+
+
+def _share(part: Part, places: tuple[int, ...]) -> Share:
+    if round(part.weight * len(part.rows)) < 1:
+        raise TaskError(
+            f"{part.name}: the weight {part.weight:g} of its {len(part.rows)} rows is none. Raise it, or leave the set out."
+        )
+    return Share(part.name, places, part.weight)
+
+
+def in_turn(parts: Sequence[Part]) -> list[Row]:
+    """One row of each part after the other, so that the first ones stand for all parts."""
+    rounds = zip_longest(*(part.rows for part in parts))
+    return [row for each in rounds for row in each if row is not None]
+
+
+def joined(parts: Sequence[Part], how: Join) -> list[Part]:
+    """The parts with the same columns in every row. Raises TaskError that names what differs, where they are to be the same."""
+    columns = [dict.fromkeys(name for row in part.rows for name in row) for part in parts]
+    every = dict.fromkeys(name for names in columns for name in names)
+    common = [name for name in every if all(name in names for names in columns)]
+    if how == "same" and set(every) - {*common, *(n for part in parts for n in part.renamed)}:
+        raise TaskError(_difference([part.name for part in parts], columns, every, common))
+    if how == "common" or (how == "same" and len(common) < len(every)):
+        return [_with(part, common) for part in parts]
+    return [_with(part, list(every)) for part in parts] if len(parts) > 1 else list(parts)
+
+
+def _with(part: Part, columns: Sequence[str]) -> Part:
+    rows = [like(row, {name: row.get(name) for name in columns}) for row in part.rows]
+    return replace(part, rows=rows)
+
+
+def _difference(
+    names: Sequence[str],
+    columns: Sequence[dict[str, Any]],
+    every: dict[str, Any],
+    common: Sequence[str],
+) -> str:
+    lines = [
+        f"  {name} lacks {', '.join(repr(each) for each in every if each not in there)}"
+        for name, there in zip(names, columns, strict=True)
+        if len(there) < len(every)
+    ]
+    return "\n".join(
+        [
+            f"The sets of data.dataset_mixture differ in their columns; all have {', '.join(map(repr, common)) or 'none'}.",
+            *lines,
+            "Give them the same names with `columns` of each set, or say in data.mixture_columns what becomes of the others: common "
+            "leaves them out, all fills them with null.",
+        ]
+    )

@@ -1,0 +1,44 @@
+"""Held-out rows that are trained on: what makes two rows the same, and which are on both sides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from groupwise.core.types import Example, Prompt
+
+SameAs = Callable[[Example], str]
+"""Gives the same text for rows that are the same."""
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """Equal for prompts that ask the same in the same words."""
+    return json.dumps(prompt, sort_keys=True, default=str)
+
+
+def same_prompt(example: Example) -> str:
+    """Rows are the same where their prompts are: the model sees nothing else."""
+    return prompt_key(example.prompt)
+
+
+def same_row(example: Example) -> str:
+    """Rows are the same where all of their columns are: an environment may make another task of each."""
+    return json.dumps([example.prompt, example.columns], sort_keys=True, default=str)
+
+
+def warning_of_overlap(shared: int, held_out: int, *, instead: str) -> str | None:
+    """What to say where so many held-out prompts are trained on; None where none is. `instead`: what to do."""
+    if not shared:
+        return None
+    return (
+        f"{shared} of {held_out} held-out prompts are also trained on, so that evaluations partly measure what was learnt by "
+        f"heart. Hold out other rows: {instead}."
+    )
+
+
+def trained_on(
+    train: Sequence[Example], held_out: Sequence[Example], same: SameAs
+) -> list[Example]:
+    """The held-out examples that are among those for training as well."""
+    trained = set(map(same, train))
+    return [example for example in held_out if same(example) in trained]

@@ -1,0 +1,99 @@
+"""What rows go through before prompts are made of them: `data.preprocessing_pipeline`.
+
+    generic                   a prompt that is text, and its `answer` also as `reference`; of a teacher's rows, as `completion`
+    deepseek                  a prompt that is a chat, as it stands, and its `answer` likewise
+    module:function           a function of your own, row → row or None; also path/to/file.py:function
+    a name                    one that an installed package announces as entry point of the group `groupwise.preprocessing`
+
+A row for which the function gives None is left out and counted. All columns that it gives reach the rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, cast
+
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import load, run_user_code
+from groupwise.tasks.data.chat import Row
+from groupwise.tasks.data.messages import Unusable
+
+ENTRY_POINTS = "groupwise.preprocessing"
+"""The entry-point group in which installed packages announce their pipelines."""
+KIND = "preprocessing pipeline"
+
+
+def generic(row: Row) -> Row:
+    """The prompt has to be text."""
+    if not isinstance(row["prompt"], str):
+        raise Unusable("the prompt is no text, which the pipeline generic takes (deepseek: chats)")
+    return row
+
+
+def deepseek(row: Row) -> Row:
+    """The prompt is a chat and stays one; text is what its user says."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return {**row, "prompt": [{"role": "user", "content": prompt}]}
+    return row
+
+
+BUILT_IN: Mapping[str, Callable[[Row], Row]] = {"generic": generic, "deepseek": deepseek}
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One that was found by its name."""
+
+    name: str
+    function: Callable[[Row], object]
+    file: str | None = None
+    """Where it stands, if it does not come with the package."""
+    answer: str = "reference"
+    """What a built-in one also calls the column `answer`, unless there is one of that name."""
+
+    @property
+    def may_make_prompts(self) -> bool:
+        """Whether rows without a prompt may have one behind it."""
+        return self.name not in BUILT_IN
+
+    def __call__(self, row: Row) -> Row:
+        """The row as it comes out. Raises Unusable for one to be left out, TaskError for what the function does wrongly."""
+        if self.name in BUILT_IN:
+            return self._built_in(row)
+        what = f"The {KIND} {self.name} failed on the row {row!r:.200}"
+        made = run_user_code(lambda: self.function(dict(row)), what=what)
+        if made is None:
+            raise Unusable(f"the pipeline {self.name} gives None")
+        if not isinstance(made, Mapping):
+            raise TaskError(
+                f"The {KIND} {self.name} gave {made!r:.60} for the row {row!r:.200}. Expected a row, a dict of columns; or None to leave "
+                "it out."
+            )
+        return dict(cast("Mapping[str, Any]", made))
+
+    def _built_in(self, row: Row) -> Row:
+        """A row without a prompt stays as it is: whoever needs one says so."""
+        if row.get("prompt") is None:
+            return row
+        made = BUILT_IN[self.name](row)
+        if "answer" not in made or made.get(self.answer) is not None:
+            return made
+        return {**made, self.answer: made["answer"]}
+
+
+def find_pipeline(name: str, *, teacher: bool = False) -> Pipeline:
+    """A pipeline by its name, for the rows of a teacher or for prompts. Raises TaskError, with the names that there are, for none."""
+    if name in BUILT_IN:
+        answer = "completion" if teacher else "reference"
+        return Pipeline(name, BUILT_IN[name], answer=answer)
+    known = dict.fromkeys(BUILT_IN, __name__)
+    plugin = load(name, kind=KIND, builtins=known, entry_points=ENTRY_POINTS)
+    if isinstance(plugin.object, ModuleType) or not callable(plugin.object):
+        raise TaskError(
+            f"The {KIND} {name} is no function. Name one, as in module:function: it takes a row and gives a row or None. Built-in: "
+            f"{', '.join(sorted(BUILT_IN))}."
+        )
+    return Pipeline(name, plugin.object, plugin.file)

@@ -1,0 +1,238 @@
+"""The replay buffer: prompts that have been solved before, kept to be drawn again.
+
+Each entry has the statistics of the groups that its prompt was given: their number n, the running mean μ of their mean rewards, and
+the variance (Welford 1962). What is drawn again is chosen by the upper confidence bound (UCB1; Auer, Cesa-Bianchi, Fischer 2002, §2)
+
+    score = μ + exploration · √(ln Σn / n)        entries with n = 0 first, the older of equals first
+
+or, with probability `mix_exploit_ratio`, by the best μ alone. Failures are credited like successes, so that an entry which was
+solved by luck sinks. A full buffer gives up the entry of the smallest μ, and only for a newcomer that is strictly better. What was
+given up or refused may come back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, ClassVar, Literal
+
+from groupwise.core.settings.schema import Conflict, Strict, setting
+from groupwise.core.types import Prompt
+from groupwise.tasks.data.order import Stream
+
+CAPACITY = 4000
+EXPLORATION = 1.0
+EXPLOIT_RATIO = 0.7
+
+
+class ReplayConfig(Strict):
+    """The section `data.replay`; `{}` takes all defaults."""
+
+    refused: ClassVar[Mapping[str, str]] = {"warmup": "here it is data.replay.warmup_entries"}
+
+    mode: Literal["prompts", "completions"] = setting(
+        "prompts",
+        "prompts: a prompt is answered anew. completions: the group that it was last solved by is trained again, with the "
+        "log-probabilities that it was sampled with.",
+    )
+    capacity: int = setting(CAPACITY, "Prompts that are kept at most.", ge=1)
+    exploration: float = setting(
+        EXPLORATION, "Weight of the rarely drawn in the upper confidence bound (C).", ge=0
+    )
+    mix_exploit_ratio: float = setting(
+        EXPLOIT_RATIO,
+        "Probability that the best mean is taken instead of the best upper confidence bound.",
+        ge=0,
+        le=1,
+    )
+    success_threshold: float | None = setting(
+        0.999,
+        "A group enters if a member reaches this; see success_part. null: none enters by itself, for callbacks that choose.",
+    )
+    success_part: str | None = setting(
+        None,
+        "Name of the reward part that success_threshold is about; null: the first whose name contains accuracy, else the total.",
+    )
+    max_share: float = setting(
+        0.5, "Share of a step's prompts that may be drawn again.", gt=0, le=1
+    )
+    warmup_entries: int = setting(500, "Prompts that must be kept before any is drawn again.", ge=1)
+    at_temperature_floor: bool = setting(
+        False, "Draw nothing again before sampler.temperature_schedule has reached its floor."
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A warm-up that never ends, and a part of no threshold."""
+        if self.warmup_entries > self.capacity:
+            yield Conflict(
+                f"warmup_entries is {self.warmup_entries}, but capacity is {self.capacity}, so that nothing would ever be drawn "
+                "again. Lower the one or raise the other.",
+                ("warmup_entries", "capacity"),
+            )
+        if self.success_part is not None and self.success_threshold is None:
+            yield Conflict(
+                f"success_part is {self.success_part}, which has no effect while success_threshold is null. Set a threshold, or "
+                "leave the part out.",
+                ("success_part", "success_threshold"),
+            )
+
+
+@dataclass(slots=True)
+class Entry:
+    """A prompt with what was seen of it."""
+
+    key: str
+    payload: Any
+    """What the prompt stands for, as plain JSON; the buffer only keeps it."""
+    count: int = 0
+    """Groups (or single rewards) that were credited: n."""
+    mean: float = 0.0
+    """Of their rewards: μ."""
+    squares: float = 0.0
+    """Σ (reward − μ)², by Welford's recurrence."""
+
+    @property
+    def variance(self) -> float:
+        """Of the population of rewards seen; 0 below two."""
+        return self.squares / self.count if self.count > 1 else 0.0
+
+    def credit(self, reward: float) -> None:
+        """One more reward."""
+        self.count += 1
+        delta = reward - self.mean
+        self.mean += delta / self.count
+        self.squares += delta * (reward - self.mean)
+
+
+def key_of(prompt: Prompt) -> str:
+    """Equal for prompts with the same roles and the same text up to white space: 32 hexadecimal digits."""
+    messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+    told = [[m.get("role", ""), " ".join(str(m.get("content") or "").split())] for m in messages]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+
+class ReplayBuffer:
+    """Prompts with reward statistics. All of it is deterministic; chance comes from the stream that `sample` is given."""
+
+    def __init__(
+        self,
+        capacity: int = CAPACITY,
+        exploration: float = EXPLORATION,
+        mix_exploit_ratio: float = EXPLOIT_RATIO,
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; it must be at least 1.")
+        if not 0 <= mix_exploit_ratio <= 1:
+            raise ValueError(f"mix_exploit_ratio is {mix_exploit_ratio}; it is a probability.")
+        self.capacity = capacity
+        self.exploration = exploration
+        self.mix_exploit_ratio = mix_exploit_ratio
+        self.evicted = 0
+        """Entries given up for better ones."""
+        self.refused = 0
+        """Newcomers that were not taken: not finite, or no better than what is there."""
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, prompt: object) -> bool:
+        return key_of(prompt) in self._entries  # pyright: ignore[reportArgumentType]
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        """In the order in which they came."""
+        return tuple(self._entries.values())
+
+    def add(self, prompt: Prompt, reward: float | None = None, payload: Any = None) -> bool:
+        """Keep a prompt; None for a reward that is not known yet. Returns whether it is a new entry.
+
+        A prompt that is there already is credited with the reward, and takes the new payload.
+        """
+        key = key_of(prompt)
+        if reward is not None and not math.isfinite(reward):
+            self.refused += 1
+            return False
+        there = self._entries.get(key)
+        if there is not None:
+            there.payload = payload if payload is not None else there.payload
+            if reward is not None:
+                there.credit(reward)
+            return False
+        if len(self) >= self.capacity and not self._made_room(reward):
+            self.refused += 1
+            return False
+        entry = self._entries[key] = Entry(key, payload)
+        if reward is not None:
+            entry.credit(reward)
+        return True
+
+    def add_group(self, prompt: Prompt, rewards: Iterable[float], payload: Any = None) -> bool:
+        """Keep the prompt of a scored group, with the mean of its rewards; see `add`."""
+        values = list(rewards)
+        return self.add(prompt, fmean(values) if values else math.nan, payload)
+
+    def update(self, prompt: Prompt, reward: float) -> bool:
+        """Credit a prompt with a reward, high or low, if it is kept and the reward is finite. Returns whether it was."""
+        entry = self._entries.get(key_of(prompt))
+        if entry is None or not math.isfinite(reward):
+            return False
+        entry.credit(reward)
+        return True
+
+    def sample(self, count: int, stream: Stream) -> list[Entry]:
+        """So many different entries, fewer where there are fewer, the best first."""
+        by_mean = sorted(self._entries.values(), key=lambda entry: -_known_mean(entry))
+        total = sum(entry.count for entry in by_mean)
+        in_order = list(self._entries.values())
+        by_bound = sorted(in_order, key=lambda entry: -self._bound(entry, total))
+        chosen: dict[str, Entry] = {}
+        orders = {True: iter(by_mean), False: iter(by_bound)}
+        while len(chosen) < min(count, len(in_order)):
+            exploits = stream.uniform() < self.mix_exploit_ratio
+            entry = next(entry for entry in orders[exploits] if entry.key not in chosen)
+            chosen[entry.key] = entry
+        return list(chosen.values())
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs, as plain JSON."""
+        return {
+            "entries": [
+                [entry.key, entry.payload, entry.count, entry.mean, entry.squares]
+                for entry in self._entries.values()
+            ],
+            "evicted": self.evicted,
+            "refused": self.refused,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._entries = {entry[0]: Entry(*entry) for entry in state["entries"]}
+        self.evicted, self.refused = state["evicted"], state["refused"]
+
+    def _bound(self, entry: Entry, total: int) -> float:
+        """The upper confidence bound; infinite for what has never been seen."""
+        if entry.count == 0:
+            return math.inf
+        return entry.mean + self.exploration * math.sqrt(math.log(total) / entry.count)
+
+    def _made_room(self, reward: float | None) -> bool:
+        """Give up the entry of the smallest mean, the oldest of equals, for one of this reward."""
+        seen = [entry for entry in self._entries.values() if entry.count]
+        if reward is None or not seen:
+            return False
+        worst = min(seen, key=lambda entry: entry.mean)
+        if reward <= worst.mean:
+            return False
+        del self._entries[worst.key]
+        self.evicted += 1
+        return True
+
+
+def _known_mean(entry: Entry) -> float:
+    """What was never seen is not known to be good."""
+    return entry.mean if entry.count else -math.inf

@@ -1,0 +1,195 @@
+"""Watches a run for signals of reward hacking: from the groups of each step to metrics, and to a warning where a signal begins or ends.
+
+A committed step tells its groups, those that nobody chose for their reward: fresh ones, rejected ones among them. Others (of the
+easy pool, drawn again) would show what was chosen, not what the policy does. A signal begins when its strength reaches 1 and ends
+when it falls below `ENDS`, so that one at its threshold does not come and go.
+
+Nothing here draws anything, raises anything or stops anything. What is known is part of the checkpoint, so that a resumed run warns
+where the uninterrupted one did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from groupwise.core.types import Group
+from groupwise.runs.records import WarningRecord
+from groupwise.tasks.data.drift import Gauge
+from groupwise.tasks.data.reward_hacking_detectors import (
+    SUSPICIONS,
+    Finding,
+    Sight,
+    SignalsConfig,
+    nobody_tells,
+)
+from groupwise.tasks.data.reward_hacking_statistics import least, symptoms
+
+Argument: TypeAlias = tuple[str, str]
+"""A reward's name, and that of one of its arguments."""
+
+logger = logging.getLogger(__name__)
+
+ENDS = 0.7
+"""Strength below which a signal ends."""
+SHOWN = (
+    "length_correlation",
+    "repetition",
+    "repeated_lines",
+    "distinct_completions",
+    "distinct_ngrams",
+    "same_answers",
+)
+"""Symptoms that become metrics under their names; the others are metrics already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the watch makes of a step."""
+
+    metrics: dict[str, float]
+    warnings: tuple[WarningRecord, ...]
+
+
+class Signals:
+    """The watch over one run."""
+
+    def __init__(self, config: SignalsConfig, rewards: Collection[Argument] = ()) -> None:
+        """`rewards` are the arguments that reward functions mean columns by."""
+        self.config = config
+        self._unfilled = dict.fromkeys(rewards)
+        """Those that have got nothing but None so far."""
+        self._gauges: dict[str, Gauge] = {}
+        self._rewards: tuple[float, float] | None = None
+        """The lowest and the highest so far."""
+        self._least: dict[str, float] = {}
+        """Of each part so far, weight × value."""
+        self._active: set[str] = set()
+
+    def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
+        """A step, an index from 0, is about to be committed with these groups; `entropy` is that of its tokens (nats)."""
+        fresh = [group for group in groups if group.origin == "fresh"]
+        rows = [group.example.columns for group in groups]
+        for argument in [
+            each for each in self._unfilled if any(r.get(each[1]) is not None for r in rows)
+        ]:
+            del self._unfilled[argument]
+        found = symptoms(fresh)
+        if entropy is not None:
+            found["entropy"] = entropy
+        started = self._started
+        for name, value in found.items():
+            gauge = self._gauges.setdefault(name, Gauge())
+            gauge.observe(value, self.config.start_steps, self.config.memory)
+        self._note_rewards(fresh)
+        known = bool(self._least)
+        self._note_parts(fresh)
+        if self._least and not known:
+            self._say_if_nobody_tells(fresh)
+        if self._started and not started:
+            self._warn_of_unknown_part()
+        warnings = self._changes(step + 1)
+        return Seen(self._metrics(found), warnings)
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs, as plain JSON."""
+        return {
+            "gauges": {name: [g.start, g.running] for name, g in self._gauges.items()},
+            "rewards": self._rewards and list(self._rewards),
+            "least": dict(self._least),
+            "active": sorted(self._active),
+            "unfilled": [list(each) for each in self._unfilled],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self._gauges = {
+            name: Gauge(list(start), now) for name, (start, now) in state["gauges"].items()
+        }
+        self._rewards = state["rewards"] and tuple(state["rewards"])
+        self._least = dict(state.get("least", {}))
+        self._active = set(state["active"])
+        known = [tuple(each) for each in state.get("unfilled", self._unfilled)]
+        self._unfilled = {each: None for each in self._unfilled if each in known}
+
+    @property
+    def _started(self) -> bool:
+        reward = self._gauges.get("reward")
+        return reward is not None and reward.ready
+
+    def _say_if_nobody_tells(self, groups: Sequence[Group]) -> None:
+        parts = dict.fromkeys(p.name for g in groups for r in g.scored for p in r.parts)
+        if text := nobody_tells(self.config, parts):
+            logger.info("%s", text)
+
+    def _warn_of_unknown_part(self) -> None:
+        """Once, in case that the name is wrong."""
+        chosen = self.config.accuracy_part
+        parts = [name.partition("/")[2] for name in self._gauges if name.startswith("gain/")]
+        if chosen is not None and chosen not in parts:
+            logger.warning(
+                "signals.accuracy_part is %s, but no reward part of the first %d steps is called so. There are: %s",
+                chosen,
+                self.config.start_steps,
+                ", ".join(parts) or "none",
+            )
+
+    def _note_rewards(self, groups: Sequence[Group]) -> None:
+        rewards = [r.reward for group in groups for r in group.scored if r.reward is not None]
+        if rewards:
+            known = [*rewards, *(self._rewards or ())]
+            self._rewards = min(known), max(known)
+
+    def _note_parts(self, groups: Sequence[Group]) -> None:
+        for name, value in least(groups).items():
+            self._least[name] = min(self._least.get(name, value), value)
+
+    def _changes(self, steps: int) -> tuple[WarningRecord, ...]:
+        lowest, highest = self._rewards or (0.0, 0.0)
+        sight = Sight(self.config, self._gauges, lowest, highest, self._least)
+        found = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
+        found["unfilled"] = Finding(float(bool(self._unfilled)), unfilled(self._unfilled))
+        changes = [
+            change(name, finding, steps, was=name in self._active)
+            for name, finding in found.items()
+            if finding is not None
+        ]
+        warnings = tuple(each for each in changes if each is not None)
+        self._active ^= {warning.name for warning in warnings}
+        return warnings
+
+    def _metrics(self, found: Mapping[str, float]) -> dict[str, float]:
+        shown = {name: found[name] for name in SHOWN if name in found}
+        shares = {
+            f"part_share/{name.partition('/')[2]}": value
+            for name, value in found.items()
+            if name.startswith("share/")
+        }
+        lengths = self._gauges.get("length")
+        growth = lengths.now / lengths.mean if lengths and lengths.ready and lengths.mean else None
+        metrics = {
+            **shown,
+            **(shares if len(shares) > 1 else {}),
+            **({} if growth is None else {"length_growth": growth}),
+            "active": float(len(self._active)),
+        }
+        return {f"signals/{name}": value for name, value in metrics.items()}
+
+
+def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningRecord | None:
+    """The warning that a signal begins or ends after so many steps; None where it stays as it was."""
+    begins, ends = not was and finding.strength >= 1, was and finding.strength < ENDS
+    if not (begins or ends):
+        return None
+    numbers = ", ".join(f"{what} {value:.3g}" for what, value in finding.values.items())
+    text = finding.text if begins else "no longer so"
+    told = f"{text} ({numbers})" if numbers else text
+    return WarningRecord(steps, name, "begins" if begins else "ends", told, finding.values)
+
+
+def unfilled(arguments: Iterable[Argument]) -> str:
+    """What to say of arguments of rewards that get nothing but None."""
+    named = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
+    return f"{named} has been None in every row: the column is empty or not there"

@@ -1,0 +1,362 @@
+"""Signals of reward hacking: when the numbers of a run's steps say that the reward may be earned in another way than was meant.
+
+Each signal is a function from what is known of the steps (`Sight`) to how far it is from being given (`Finding.strength`): the
+smallest of its conditions, each in units of its threshold, so that 1 means that all of them hold. A move counts only
+if it is beyond the noise of steps, too (`Gauge.errors`). Every number is compared with its own start, because what is usual differs
+from task to task; see `groupwise.tasks.data.reward_hacking_statistics` for the numbers.
+
+None of this proves anything: a longer proof may be a better one. A signal says where to read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import field_validator
+
+from groupwise.core.settings.schema import Strict, setting
+from groupwise.tasks.data.drift import Gauge
+from groupwise.tasks.data.success import SOLVED, part_of_success
+
+BY_PROMPT = re.compile(r"reward|rewards/.+/mean|(pass|avg|maj)@\d+")
+"""Metrics of an evaluation that each prompt has a value of."""
+LEFT_TO_EARN = 0.2
+"""Share of the range of rewards seen so far that is still to be earned, below which it is no matter that completions are alike."""
+LOST = 0.5
+"""Share of what a part gave at the start that it loses to another: less is the price of any progress."""
+SATURATED = 0.2
+"""Spread of a part within groups, as a share of that of its start, below which nearly everybody earns the same with it."""
+
+
+class SignalsConfig(Strict):
+    """The section `signals`; null looks at nothing."""
+
+    start_steps: int = setting(
+        10,
+        "Steps at the beginning that say what is usual in this run: fewer make it a matter of luck, more let a fast hack in.",
+        on_resume="free",
+        ge=2,
+    )
+    memory: float = setting(
+        0.9,
+        "What each later step leaves of the running means that are compared with the start; at 0.9 they follow in some ten steps.",
+        on_resume="free",
+        ge=0,
+        lt=1,
+    )
+    noise: float = setting(
+        4.0,
+        "Standard errors that a number must have moved, beside its threshold: in a long run many steps have a chance to seem unusual.",
+        on_resume="free",
+        gt=0,
+    )
+    length_growth: float = setting(
+        1.5,
+        "length: completions so many times as long as at the start. Reasoning that becomes deeper grows as well, hence the next key.",
+        on_resume="free",
+        gt=1,
+    )
+    length_correlation: float = setting(
+        0.5,
+        "length: and this correlation of reward and length within groups, so that length explains a quarter of what is reinforced.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    truncation_rise: float = setting(
+        0.25,
+        "truncation: so much more of the completions, as a share of all, is cut off by the length limit than at the start.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    repetition_rise: float = setting(
+        0.2,
+        "repetition: so much more of a completion's n-grams, or of its lines, repeats than at the start. Loops come to 0.5 and more.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    diversity_fall: float = setting(
+        0.5,
+        "diversity: this share of the start's diversity or entropy is lost, without the reward having risen for it.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    same_answers_rise: float = setting(
+        0.8,
+        "sameness: so much more often two prompts get the very same completion. Honest answers of yes or no come to 0.5.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    dominance: float = setting(
+        0.9,
+        "dominance: one part explains this share of the variance of the reward and gains, while another part loses half of its own.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    accuracy_part: str | None = setting(
+        None,
+        "accuracy: name of the reward part that says whether a task is really solved, of any weight; null: the first whose name contains "
+        f"accuracy, else the first that is called {', '.join(SOLVED[:-1])} or {SOLVED[-1]}, if there is one.",
+        on_resume="free",
+    )
+    held_out_metric: str | None = setting(
+        None,
+        "held_out: the metric of held-out prompts that should not fall while the training reward rises: reward, rewards/NAME/mean, "
+        "pass@k, avg@n or maj@n; null: that of the accuracy part, else reward.",
+        on_resume="free",
+    )
+
+    @field_validator("held_out_metric")
+    @classmethod
+    def _is_known_of_each_prompt(cls, name: str | None) -> str | None:
+        if name is not None and not BY_PROMPT.fullmatch(name):
+            raise ValueError(
+                f'"{name}" is no metric of single prompts, which are compared one by one; give reward, rewards/NAME/mean, pass@k, '
+                "avg@n or maj@n."
+            )
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """How far a signal is from being given."""
+
+    strength: float
+    """1 or more: it is."""
+    text: str
+    """What it means, for people."""
+    values: dict[str, float] = field(default_factory=dict[str, float])
+    """The numbers behind it, by names for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """All that is known of the steps so far."""
+
+    config: SignalsConfig
+    gauges: Mapping[str, Gauge]
+    lowest: float
+    """Reward of a rollout so far; likewise the highest."""
+    highest: float
+    least: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The lowest weight × value of each part that a rollout got so far."""
+
+    def ready(self, name: str) -> Gauge | None:
+        """The number of that name, if it has a start to compare with."""
+        gauge = self.gauges.get(name)
+        return gauge if gauge is not None and gauge.ready else None
+
+    def moved(self, gauge: Gauge) -> float:
+        """In units of the noise: 1 is a rise that counts, −1 a fall."""
+        return gauge.errors(self.config.memory) / self.config.noise
+
+    def parts(self, kind: str) -> dict[str, Gauge]:
+        """The reward parts with that number: `value`, `gain`, `spread`, `share`."""
+        names = [name for name in self.gauges if name.startswith(f"{kind}/") and self.ready(name)]
+        return {name.partition("/")[2]: self.gauges[name] for name in names}
+
+    @property
+    def accuracy(self) -> str | None:
+        """The part that says whether a task is solved."""
+        names, chosen = self.parts("gain"), self.config.accuracy_part
+        if chosen is not None:
+            return chosen if chosen in names else None
+        return part_of_success(names)
+
+
+def nobody_tells(config: SignalsConfig, names: Collection[str]) -> str | None:
+    """What to say where no part of the reward is known to tell whether a task is solved; None where one is, or is the only one."""
+    if config.accuracy_part is not None or len(names) < 2 or part_of_success(names):
+        return None
+    return (
+        "no reward part has a name that marks it as the accuracy part, so that the signal accuracy is off and held_out compares the "
+        f"reward. If one of these measures success, set signals.accuracy_part to it: {', '.join(names)}"
+    )
+
+
+def length(sight: Sight) -> Finding | None:
+    """Completions have grown, and of the completions of a prompt the longer ones earn more.
+
+    Reward models pay for length in this way (Singhal et al. 2023, arXiv 2310.03716).
+    """
+    lengths, paid = sight.ready("length"), sight.ready("length_correlation")
+    if lengths is None or paid is None or lengths.mean <= 0:
+        return None
+    config, growth = sight.config, lengths.now / lengths.mean
+    strength = min(
+        (growth - 1) / (config.length_growth - 1),
+        sight.moved(lengths),
+        paid.now / config.length_correlation,
+    )
+    text = "completions grow, and the longer ones of a prompt earn more: length itself may be what is paid for"
+    return Finding(
+        strength, text, {"start": lengths.mean, "now": lengths.now, "correlation": paid.now}
+    )
+
+
+def truncation(sight: Sight) -> Finding | None:
+    """More completions are cut off by the length limit."""
+    share = sight.ready("truncated")
+    if share is None:
+        return None
+    rise = (share.now - share.mean) / sight.config.truncation_rise
+    text = (
+        "more completions are cut off by the length limit: they are padded out, or the limit is too short for what the policy "
+        "has learnt to say"
+    )
+    return Finding(min(rise, sight.moved(share)), text, {"start": share.mean, "now": share.now})
+
+
+REPEATED = {
+    "repetition": "completions repeat themselves more: a reward that counts something may be earned by saying it often",
+    "repeated_lines": "completions repeat their lines more: a reward that counts something may be earned by saying it often",
+}
+
+
+def repetition(sight: Sight) -> Finding | None:
+    """Completions repeat n-grams or whole lines more than at the start."""
+    found: list[Finding] = []
+    for name, text in REPEATED.items():
+        if share := sight.ready(name):
+            rise = (share.now - share.mean) / sight.config.repetition_rise
+            values = {"start": share.mean, "now": share.now}
+            found.append(Finding(min(rise, sight.moved(share)), text, values))
+    return max(found, key=lambda finding: finding.strength, default=None)
+
+
+DIVERSE = {
+    "distinct_completions": "the completions of a prompt have become the same ones",
+    "distinct_ngrams": "the completions of a prompt have become alike",
+    "entropy": "the policy has become sure of its tokens",
+}
+
+
+def diversity(sight: Sight) -> Finding | None:
+    """The policy explores much less, and earned nothing for it.
+
+    Learning itself trades entropy for reward (Cui et al. 2025, arXiv 2505.22617): a fall counts only where the reward has not risen,
+    and where there is more to earn than most completions do.
+    """
+    reward = sight.ready("reward")
+    falls = {
+        name: (1 - gauge.now / gauge.mean) / sight.config.diversity_fall
+        for name in DIVERSE
+        if (gauge := sight.ready(name)) and gauge.mean > 0
+    }
+    if reward is None or not falls:
+        return None
+    strengths = {name: min(fall, -sight.moved(sight.gauges[name])) for name, fall in falls.items()}
+    name = max(strengths, key=lambda each: strengths[each])
+    gauge = sight.gauges[name]
+    values = {
+        "start": gauge.mean,
+        "now": gauge.now,
+        "reward at the start": reward.mean,
+        "reward now": reward.now,
+    }
+    strength = min(strengths[name], _not_risen(sight, reward), _left_to_earn(sight, reward))
+    return Finding(
+        strength,
+        f"{DIVERSE[name]} without a rise in reward: the policy has stopped exploring",
+        values,
+    )
+
+
+def sameness(sight: Sight) -> Finding | None:
+    """Different prompts get the same completion."""
+    share = sight.ready("same_answers")
+    if share is None:
+        return None
+    rise = (share.now - share.mean) / sight.config.same_answers_rise
+    text = "different prompts get the same completion: one fixed answer may satisfy the reward"
+    return Finding(min(rise, sight.moved(share)), text, {"start": share.mean, "now": share.now})
+
+
+def dominance(sight: Sight) -> Finding | None:
+    """One part, which is not that of accuracy, decides nearly alone what is reinforced, and gains at the cost of another one."""
+    gains, found = sight.parts("gain"), list[Finding]()
+    for name, share in sight.parts("share").items():
+        if name == sight.accuracy or name not in gains:
+            continue
+        for other, gain in gains.items():
+            strength = min(
+                share.now / sight.config.dominance,
+                sight.moved(gains[name]),
+                -sight.moved(gain),
+                _lost(gain, sight.least.get(other)) / LOST,
+            )
+            text = f"the part {name} decides nearly alone what is reinforced, and gains at the cost of {other}"
+            values = {"share": share.now, **_course(sight, name), **_course(sight, other)}
+            found.append(Finding(strength, text, values))
+    return max(found, key=lambda finding: finding.strength, default=None)
+
+
+def accuracy(sight: Sight) -> Finding | None:
+    """The reward rises, and the part that says whether a task is solved falls; or it stays, and another one has nothing left to give."""
+    name, reward = sight.accuracy, sight.ready("reward")
+    if name is None or reward is None or len(sight.parts("gain")) < 2:
+        return None
+    gain = sight.gauges[f"gain/{name}"]
+    strength = min(
+        sight.moved(reward),
+        max(-sight.moved(gain), min(_not_risen(sight, gain), _saturated(sight, name))),
+    )
+    text = f"the reward rises, and {name} does not: what is earned may not be what is meant"
+    values = {
+        "reward at the start": reward.mean,
+        "reward now": reward.now,
+        **_course(sight, name),
+    }
+    return Finding(strength, text, values)
+
+
+def _course(sight: Sight, name: str) -> dict[str, float]:
+    """A part's own value at the start and now, for people."""
+    value = sight.ready(f"value/{name}")
+    return {f"{name} at the start": value.mean, f"{name} now": value.now} if value else {}
+
+
+def _lost(gain: Gauge, least: float | None) -> float:
+    """The share that a part has lost of what it had at the start: of its size, or how far it was above the least that was seen of
+    it, if that is more, as for penalties. In its own units, because all of a light part is little beside what a heavy one gains."""
+    start = gain.mean
+    had = max(abs(start), start - least) if least is not None else abs(start)
+    return (start - gain.now) / had if had else 0.0
+
+
+def _not_risen(sight: Sight, gauge: Gauge) -> float:
+    """1 or more where a rise is within the noise."""
+    return 2 - sight.moved(gauge)
+
+
+def _left_to_earn(sight: Sight, reward: Gauge) -> float:
+    """1 or more where the reward is well below the best that was seen."""
+    seen = sight.highest - sight.lowest
+    return (sight.highest - reward.now) / seen / LEFT_TO_EARN if seen > 0 else 0.0
+
+
+def _saturated(sight: Sight, but: str) -> float:
+    """1 or more where another part than `but` has risen, and hardly differs within groups any more."""
+    gains, spreads = sight.parts("gain"), sight.parts("spread")
+    return max(
+        (
+            min(sight.moved(gains[name]), 2 - spread.now / spread.mean / SATURATED)
+            for name, spread in spreads.items()
+            if name != but and name in gains and spread.mean > 0
+        ),
+        default=0.0,
+    )
+
+
+SUSPICIONS: dict[str, Callable[[Sight], Finding | None]] = {
+    each.__name__: each
+    for each in (length, truncation, repetition, diversity, sameness, dominance, accuracy)
+}
+"""The signals of steps by name; `held_out` is one of evaluations, see `groupwise.tasks.data.divergence`."""

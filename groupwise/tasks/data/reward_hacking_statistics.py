@@ -1,0 +1,227 @@
+"""What the groups of a step show of how the policy earns its reward: lengths, repetition, diversity, and what each part contributes.
+
+Texts count where the policy wrote something, whatever became of their scoring; rewards count where a rollout was scored. A group of
+one has nothing to compare within, so a step of such groups lacks those numbers, as every step lacks a number that nobody has a value
+for. Of rollouts of several turns, only what the policy wrote counts: n-grams do not span turns.
+
+    length                 mean number of tokens that the policy wrote
+    truncated              share of rollouts that a limit cut off
+    reward                 mean reward
+    length_correlation     Pearson's r of length and reward within groups: both less their group's mean, all groups together
+    repetition             mean of 1 − distinct n-grams / n-grams of a completion's tokens (seq-rep-n of Welleck et al. 2019,
+                           arXiv 1908.04319; n = 3 here)
+    repeated_lines         mean share of a completion's lines that stand in it before; blank ones do not count
+    distinct_completions   mean over groups of (distinct texts − 1) / (members − 1)
+    distinct_ngrams        mean over groups of (u − m) / (s − m): u distinct n-grams of the group, s the sum of its members' own
+                           numbers, m the largest of them. 1: no two members share one; 0: one member has all. Unlike distinct-n
+                           (Li et al. 2016, arXiv 1510.03055), repetition within a completion does not count
+    same_answers           chance that completions of two prompts of the step are the same text
+    value/PART             mean of the part's own value where it applies, as in rewards/PART/mean
+    gain/PART              mean of weight × value there; of a part of weight 0, of its value
+    spread/PART            mean over groups of the standard deviation of that
+    share/PART             Σ (weight × value − mean) (reward − mean) / Σ (reward − mean)², sums within groups: the share of the
+                           variance of the reward that the part explains. Shares add up to 1; one below 0 works against the others
+
+The cost is linear in the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from groupwise.core.types import Group, Rollout
+
+NGRAM = 3
+"""Tokens of an n-gram: pairs repeat in any good text, and longer ones miss loops with a small change in them."""
+TIED = 1e-9
+"""Rewards of a group that differ by less, relative to their size, are the same but for rounding."""
+
+
+def symptoms(groups: Sequence[Group]) -> dict[str, float]:
+    """All of the above that these groups have, and that are finite."""
+    written = [[_Written.of(r) for r in group.rollouts if r.written] for group in groups]
+    found = {
+        **_lengths(groups),
+        **_repetition([each for group in written for each in group]),
+        **_diversity(written),
+        "same_answers": _same_answers(groups, written),
+        **_parts(groups),
+    }
+    return {
+        name: value for name, value in found.items() if value is not None and math.isfinite(value)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the policy wrote in a rollout."""
+
+    text: str
+    ngrams: frozenset[tuple[int, ...]]
+    count: int
+    """N-grams, repeated ones as often as they occur."""
+
+    @staticmethod
+    def of(rollout: Rollout) -> _Written:
+        ngrams = [
+            ngram
+            for segment in rollout.segments
+            if segment.source == "policy"
+            for ngram in zip(*(segment.token_ids[at:] for at in range(NGRAM)), strict=False)
+        ]
+        return _Written(_text(rollout), frozenset(ngrams), len(ngrams))
+
+
+def _text(rollout: Rollout) -> str:
+    if rollout.messages is None:
+        return rollout.completion.strip()
+    said = [m.get("content") for m in rollout.messages if m.get("role") == "assistant"]
+    return "\n".join(str(content) for content in said if content).strip()
+
+
+# --- texts ---------------------------------------------------------------------------------------
+
+
+def _lengths(groups: Sequence[Group]) -> dict[str, float | None]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    pairs = [
+        [(float(rollout.written), reward) for rollout, reward in _rewarded(group)]
+        for group in groups
+    ]
+    return {
+        "length": _mean(rollout.written for rollout in rollouts),
+        "truncated": _mean(rollout.truncated for rollout in rollouts),
+        "reward": _mean(reward for group in pairs for _, reward in group),
+        "length_correlation": _correlation(pairs),
+    }
+
+
+def _correlation(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
+    """Pearson's r of pairs within groups; None where one side does not vary."""
+    both = first = second = 0.0
+    for pairs in groups:
+        xs, ys = _centred([x for x, _ in pairs]), _centred([y for _, y in pairs])
+        both += _product(xs, ys)
+        first += _product(xs, xs)
+        second += _product(ys, ys)
+    return both / (math.sqrt(first) * math.sqrt(second)) if first and second else None
+
+
+def _repetition(written: Sequence[_Written]) -> dict[str, float | None]:
+    lines = [[line.strip() for line in each.text.splitlines() if line.strip()] for each in written]
+    return {
+        "repetition": _mean(1 - len(each.ngrams) / each.count for each in written if each.count),
+        "repeated_lines": _mean(1 - len(set(each)) / len(each) for each in lines if each),
+    }
+
+
+def _diversity(groups: Sequence[Sequence[_Written]]) -> dict[str, float | None]:
+    texts = [[each.text for each in group] for group in groups if len(group) > 1]
+    ngrams = [[each.ngrams for each in group if each.ngrams] for group in groups]
+    return {
+        "distinct_completions": _mean((len(set(t)) - 1) / (len(t) - 1) for t in texts),
+        "distinct_ngrams": _mean(_not_shared(sets) for sets in ngrams if len(sets) > 1),
+    }
+
+
+def _not_shared(sets: Sequence[frozenset[tuple[int, ...]]]) -> float:
+    sizes = [len(each) for each in sets]
+    largest = max(sizes)
+    return (len(frozenset[tuple[int, ...]]().union(*sets)) - largest) / (sum(sizes) - largest)
+
+
+def _same_answers(groups: Sequence[Group], written: Sequence[Sequence[_Written]]) -> float | None:
+    """Over all pairs of completions of two examples: how many are the same."""
+    of_example: dict[int, Counter[str]] = {}
+    for group, texts in zip(groups, written, strict=True):
+        counts = of_example.setdefault(group.example.index, Counter())
+        counts.update(each.text for each in texts)
+    together: Counter[str] = Counter()
+    for counts in of_example.values():
+        together.update(counts)
+    all_pairs = together.total() ** 2 - sum(counts.total() ** 2 for counts in of_example.values())
+    same = sum(n * n for n in together.values()) - sum(
+        n * n for counts in of_example.values() for n in counts.values()
+    )
+    return same / all_pairs if all_pairs else None
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def _parts(groups: Sequence[Group]) -> dict[str, float | None]:
+    scored = [_rewarded(group) for group in groups]
+    parts = [part for group in scored for rollout, _ in group for part in rollout.parts]
+    weighted = {part.name for part in parts if part.weight and part.value is not None}
+    earned = [[_earned(rollout) for rollout, _ in group] for group in scored]
+    totals = [_centred([reward for _, reward in group]) for group in scored]
+    own = [rollout.part_values for group in scored for rollout, _ in group]
+    variance = sum(_product(total, total) for total in totals)
+    found: dict[str, float | None] = {}
+    for name in dict.fromkeys(part.name for part in parts):
+        applied = [[each[name] for each in group if name in each] for group in earned]
+        values = [each.get(name) for each in own]
+        found[f"value/{name}"] = _mean(value for value in values if value is not None)
+        found[f"gain/{name}"] = _mean(value for group in applied for value in group)
+        found[f"spread/{name}"] = _mean(_deviation(group) for group in applied if len(group) > 1)
+        if name in weighted and variance:
+            all_of = [[each.get(name, 0.0) for each in group] for group in earned]
+            explained = sum(map(_product, map(_centred, all_of), totals))
+            found[f"share/{name}"] = explained / variance
+    return found
+
+
+def least(groups: Sequence[Group]) -> dict[str, float]:
+    """The lowest weight × value of each part that a scored rollout got; of those that are finite."""
+    found: dict[str, float] = {}
+    for rollout in (rollout for group in groups for rollout, _ in _rewarded(group)):
+        for name, value in _earned(rollout).items():
+            if math.isfinite(value):
+                found[name] = min(found.get(name, value), value)
+    return found
+
+
+def _earned(rollout: Rollout) -> dict[str, float]:
+    """What each part that applies contributes to the reward; its value where it has no weight."""
+    found: dict[str, float] = {}
+    for part in rollout.parts:
+        if part.value is not None:
+            value = part.weight * part.value if part.weight else part.value
+            found[part.name] = found.get(part.name, 0.0) + value
+    return found
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+
+def _rewarded(group: Group) -> list[tuple[Rollout, float]]:
+    return [(rollout, rollout.reward) for rollout in group.scored if rollout.reward is not None]
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """Of those that are finite."""
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _centred(values: Sequence[float]) -> list[float]:
+    """Less their mean; zeros where they do not differ but for rounding."""
+    if not values:
+        return []
+    size = max(map(abs, values))
+    if max(values) - min(values) <= TIED * size:
+        return [0.0] * len(values)
+    mean = sum(value / len(values) for value in values)
+    return [value - mean for value in values]
+
+
+def _product(first: Sequence[float], second: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(first, second, strict=True))
+
+
+def _deviation(values: Sequence[float]) -> float:
+    centred = _centred(values)
+    return math.sqrt(_product(centred, centred) / (len(values) - 1))

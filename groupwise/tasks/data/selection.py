@@ -1,0 +1,277 @@
+"""What each draw of a run gets: the next example, an easy one, or one that was solved before.
+
+The draws of a block (a step, or so many draws as a step has) are chosen together, by what is known when the block begins. Its slots
+are first given to the easy pool, each with its probability; of the others the last ones to the replay buffer; the rest to
+the examples in the order of their epoch, which a curriculum may pass over. What a block has been given and did not use, because
+few of its groups had to be drawn anew, is the next block's.
+
+A committed step tells what came of its draws. Everything random follows from the config's seed and the block, everything else is
+part of the checkpoint: the choices of blocks under way among it, so that a resume draws them again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from groupwise.core.types import Group, Origin
+from groupwise.tasks.data.config import DataConfig
+from groupwise.tasks.data.curriculum import Curriculum
+from groupwise.tasks.data.order import Order, Stream
+from groupwise.tasks.data.replay import Entry, ReplayBuffer
+from groupwise.tasks.data.success import SoughtPart, successes
+
+logger = logging.getLogger(__name__)
+
+Pool = Literal["main", "easy"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a draw gets."""
+
+    origin: Origin
+    pool: Pool
+    index: int
+    """Of the example in its pool."""
+    again: int | None = None
+    """The draw whose completions are trained again; None: it is answered anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What there is to choose from."""
+
+    order: Order
+    """Of the examples."""
+    easy: int
+    block: int
+    """Prompts of a step."""
+
+
+class Selection:
+    """The choices of one run, and what they depend on."""
+
+    def __init__(
+        self, config: DataConfig, seed: int, sizes: Sizes, *, replay_from: int = 0
+    ) -> None:
+        """`replay_from`: the step before which nothing is drawn again."""
+        self._config = config
+        self._seed = seed
+        self._sizes = sizes
+        self._replay_from = replay_from
+        self._cursor = 0
+        """The next turn in the order of the examples."""
+        self._unused: list[int] = []
+        """Examples whose turn has come, and that no draw got."""
+        self._passed_over = 0
+        """Times that the curriculum let an example's turn pass."""
+        self._blocks: dict[int, list[Choice]] = {}
+        self._under_way: dict[int, Choice] = {}
+        """By draw."""
+        self._kept: set[int] = set()
+        """Draws of the step under way whose prompts are to be kept, whatever `success_threshold` says."""
+        replay = config.replay
+        self.replay = (
+            ReplayBuffer(replay.capacity, replay.exploration, replay.mix_exploit_ratio)
+            if replay
+            else None
+        )
+        self.curriculum = Curriculum(config.curriculum) if config.curriculum else None
+        self._sought = [SoughtPart(key, name) for key, name in config.success_parts.items()]
+
+    @property
+    def turns(self) -> int:
+        """Examples whose turn in the order has come and was used or passed over."""
+        return self._cursor - len(self._unused)
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data so far."""
+        return self.turns / self.turns_in_an_epoch
+
+    @property
+    def turns_in_an_epoch(self) -> int:
+        """Turns of one pass over the data."""
+        return self._sizes.order.length
+
+    def plan(self, block: int, step: int, slots: int) -> None:
+        """Choose for the slots of a block that begins at a step; what was chosen before stands."""
+        if block in self._blocks:
+            return
+        easy = [self._easy(block, slot, step) for slot in range(slots)]
+        left = [slot for slot in range(self._sizes.block) if easy[slot] is None]
+        entries = self._drawn_again(block, step, len(left))
+        again = dict(zip(left[len(left) - len(entries) :], entries, strict=True))
+        self._blocks[block] = [
+            easy[slot] or (_again(again[slot]) if slot in again else self._fresh())
+            for slot in range(slots)
+        ]
+
+    def take(self, block: int, slot: int, draw: int) -> Choice:
+        """What a draw gets, by its slot in a block that was planned."""
+        choice = self._under_way[draw] = self._blocks[block][slot]
+        return choice
+
+    def finish(self, block: int, used: int) -> None:
+        """A block is over, and so many of its slots were used. What is left goes to later ones."""
+        left = self._blocks.pop(block, [])[used:]
+        self._unused = [choice.index for choice in left if choice.origin == "fresh"] + self._unused
+
+    def keep(self, draws: Iterable[int]) -> None:
+        """Keep the prompts of these draws to be drawn again, once their step is committed; nothing without a replay buffer."""
+        self._kept.update(draws)
+
+    def observe(self, groups: Iterable[Group]) -> None:
+        """Learn what came of the draws of a committed step, in this order."""
+        groups = list(groups)
+        for sought in self._sought:
+            if text := sought.missing(groups):
+                logger.warning("%s", text)
+        for group in groups:
+            choice = self._under_way.pop(group.draw, None)
+            if choice is not None and group.scored:
+                self._note_difficulty(group, choice)
+                self._note_for_replay(group, choice)
+        self._kept.clear()
+
+    def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """Where the groups that a step trains came from, how each kind did, and what is known by now."""
+        found: dict[str, float] = {}
+        if self._config.easy_pool:
+            found["data/easy_probability"] = self._config.easy_pool.probability(step)
+        for origin in ("easy", "replay"):
+            if (origin == "easy" and self._config.easy_pool) or (
+                origin == "replay" and self.replay
+            ):
+                found[f"data/{origin}_share"] = fmean(g.origin == origin for g in groups)
+        if found:
+            found |= _rewards_by_origin(groups)
+        if self.replay is not None:
+            found |= _replay_metrics(self.replay)
+        if self.curriculum is not None:
+            found |= self.curriculum.metrics()
+            found["curriculum/passed_over"] = float(self._passed_over)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs, as plain JSON."""
+        return {
+            "cursor": self._cursor,
+            "unused": self._unused,
+            "passed_over": self._passed_over,
+            "blocks": {str(b): [list(astuple(c)) for c in cs] for b, cs in self._blocks.items()},
+            "replay": self.replay.state() if self.replay else None,
+            "curriculum": self.curriculum.state() if self.curriculum else None,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`; what it does not speak of begins anew."""
+        self._cursor, self._unused = state["cursor"], list(state.get("unused", ()))
+        self._passed_over = state.get("passed_over", 0)
+        blocks = state.get("blocks", {})
+        self._blocks = {int(b): [Choice(*c) for c in cs] for b, cs in blocks.items()}
+        self._under_way.clear()
+        if self.replay is not None and state.get("replay"):
+            self.replay.load_state(state["replay"])
+        if self.curriculum is not None and state.get("curriculum"):
+            self.curriculum.load_state(state["curriculum"])
+
+    # Choosing
+
+    def _easy(self, block: int, slot: int, step: int) -> Choice | None:
+        pool = self._config.easy_pool
+        if pool is None:
+            return None
+        stream = Stream("easy", self._seed, block, slot)
+        if stream.uniform() >= pool.probability(step):
+            return None
+        return Choice("easy", "easy", stream.below(self._sizes.easy))
+
+    def _drawn_again(self, block: int, step: int, free: int) -> list[Entry]:
+        config, replay = self._config.replay, self.replay
+        if config is None or replay is None or step < self._replay_from:
+            return []
+        if len(replay) < config.warmup_entries:
+            return []
+        most = min(free, int(config.max_share * self._sizes.block))
+        return replay.sample(most, Stream("replay", self._seed, block))
+
+    def _fresh(self) -> Choice:
+        index = self._unused.pop(0) if self._unused else self._next_in_order()
+        return Choice("fresh", "main", index)
+
+    def _next_in_order(self) -> int:
+        """The next example that the curriculum lets pass; where that is none of a whole round, the likeliest of them."""
+        best, best_chance = None, -1.0
+        for _ in range(self._sizes.order.length):
+            turn, self._cursor = self._cursor, self._cursor + 1
+            index = self._example_of(turn)
+            chance = self.curriculum.chance(index) if self.curriculum else 1.0
+            if Stream("curriculum", self._seed, turn).uniform() < chance:
+                return index
+            self._passed_over += 1
+            if chance > best_chance:
+                best, best_chance = index, chance
+        assert best is not None, "there are examples"
+        return best
+
+    def _example_of(self, turn: int) -> int:
+        return self._sizes.order.example(turn)
+
+    # Learning what came of it
+
+    def _note_difficulty(self, group: Group, choice: Choice) -> None:
+        config = self._config.curriculum
+        if self.curriculum is None or config is None:
+            return
+        if choice.pool == "main" and choice.again is None:
+            solved, members = successes(group, config.success_threshold, config.success_part)
+            self.curriculum.observe(choice.index, solved, members)
+
+    def _note_for_replay(self, group: Group, choice: Choice) -> None:
+        """Credit a prompt that is kept, whatever came of it; keep one that was solved."""
+        config, replay = self._config.replay, self.replay
+        if replay is None or config is None:
+            return
+        prompt = group.example.prompt
+        rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
+        worthy = group.draw in self._kept or self._is_solved(group)
+        if prompt in replay and (choice.again is not None or not worthy):
+            replay.add_group(prompt, rewards)
+        elif worthy:
+            draw = group.draw if choice.again is None else choice.again
+            draw_to_train = draw if config.mode == "completions" else None
+            replay.add_group(prompt, rewards, [choice.pool, choice.index, draw_to_train])
+
+    def _is_solved(self, group: Group) -> bool:
+        config = self._config.replay
+        if config is None or config.success_threshold is None:
+            return False
+        return successes(group, config.success_threshold, config.success_part)[0] > 0
+
+
+def _again(entry: Entry) -> Choice:
+    pool, index, draw = entry.payload
+    return Choice("replay", pool, index, draw)
+
+
+def _rewards_by_origin(groups: Sequence[Group]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = {}
+    for group in groups:
+        found = [rollout.reward for rollout in group.scored if rollout.reward is not None]
+        rewards.setdefault(group.origin, []).extend(found)
+    return {f"reward/{origin}": fmean(found) for origin, found in rewards.items() if found}
+
+
+def _replay_metrics(replay: ReplayBuffer) -> dict[str, float]:
+    means = [entry.mean for entry in replay.entries if entry.count]
+    return {
+        "replay/size": float(len(replay)),
+        "replay/evicted": float(replay.evicted),
+        "replay/refused": float(replay.refused),
+        **({"replay/mean_reward": fmean(means)} if means else {}),
+    }

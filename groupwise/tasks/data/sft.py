@@ -1,0 +1,278 @@
+"""SFT rows, in any of the forms that people keep them in, as checked examples.
+
+    messages                   a conversation; also with `tools` and `chat_template_kwargs`
+    prompt, completion         both text, or both messages, or messages and a text
+    text                       (or the column that `dataset_text_field` names) trained whole
+    input_ids, labels          tokens; labels -100 are not trained (or `completion_mask`, `assistant_masks`; without: trained whole)
+
+A formatting function turns rows of any other form into text or messages first. A row has the first form whose columns it has: tokens,
+then messages, prompt and completion, text. Nothing here tokenises: that is done where the tokenizer is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from groupwise.api.schemas.template_columns import ARGUMENTS, for_template
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Example, Message, Prompt, number_of
+from groupwise.tasks.data.examples import checked_prompt
+from groupwise.tasks.data.messages import (
+    Unusable,
+    begun_words,
+    joined,
+    messages_in,
+    messages_of,
+    named_messages,
+)
+
+IGNORED = -100
+"""The label of a token that does not teach."""
+
+MASKS = ("completion_mask", "assistant_masks")
+HOLDING = "`messages`, `prompt` and `completion`, `text`, or `input_ids`"
+"""What a row must have, for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Chat messages, of which the assistant's are trained."""
+
+    messages: tuple[Message, ...]
+    begins: int = 0
+    """Messages before this one are the prompt: an assistant's turn among them is not trained."""
+    tools: tuple[Any, ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    prefill: str = ""
+    """Words that the message at `begins` starts with and that are the end of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A text to be written after another one."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """A text that is trained whole."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids and which of them teach (1), as somebody else made them."""
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+
+
+Content = Conversation | Completion | PlainText | Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherExample:
+    """One row of a teacher."""
+
+    example: Example
+    """For the record: what stands before the first trained word, and the other columns."""
+    content: Content
+
+
+def teacher_example(
+    index: int, row: Mapping[str, Any], *, text_field: str, where: str
+) -> TeacherExample:
+    """The row as what it holds. Raises TaskError that starts with `where` and names the row."""
+    here = f"{where}: row {number_of(row, index)}"
+    row = named_messages(dict(row))
+    content, used = _content(row, text_field, here)
+    if not isinstance(content, Conversation) and row.get(ARGUMENTS):
+        raise TaskError(
+            f"{here}: `{ARGUMENTS}` has no effect on a row that is no conversation, to which no chat template is applied. Leave it out."
+        )
+    others = {name: value for name, value in row.items() if name not in used}
+    return TeacherExample(Example(index, _asked(content), others), content)
+
+
+def has_form(row: Mapping[str, Any], text_field: str) -> bool:
+    """Whether a row can be taken as it is."""
+    return _form(named_messages(dict(row)), text_field) is not None
+
+
+# --- forms ---------------------------------------------------------------------------------------
+
+
+def _form(row: Mapping[str, Any], text_field: str) -> str | None:
+    given = {name for name, value in row.items() if value is not None}
+    for form, needed in {
+        "tokens": {"input_ids"},
+        "messages": {"messages"},
+        "completion": {"prompt", "completion"},
+        "text": {text_field},
+    }.items():
+        if needed <= given:
+            return form
+    return None
+
+
+def _content(row: Mapping[str, Any], text_field: str, where: str) -> tuple[Content, set[str]]:
+    """What the row holds, and the columns that say so."""
+    match _form(row, text_field):
+        case "tokens":
+            return tokens_of(row, where), {"input_ids", "labels", "attention_mask", *MASKS}
+        case "messages":
+            chat = _conversation(_messages(row["messages"], where, "messages"), 0, row, where)
+            return chat, {"messages", "conversations", "tools", "chat_template_kwargs"}
+        case "completion":
+            return _completion(row, where), {
+                "prompt", "completion", "tools", "chat_template_kwargs",
+            }  # fmt: skip
+        case "text":
+            return PlainText(_text(row[text_field], where, text_field)), {text_field}
+        case _:
+            raise TaskError(_no_form(row, text_field, where))
+
+
+def _completion(row: Mapping[str, Any], where: str) -> Content:
+    prompt, completion = checked_prompt(row["prompt"], where), row["completion"]
+    if isinstance(completion, str):
+        completion = messages_in(completion) or _text(completion, where, "completion")
+    if isinstance(prompt, str):
+        if not isinstance(completion, str):
+            given = row["completion"]
+            kind = "JSON text of messages" if isinstance(given, str) else type(given).__name__
+            raise TaskError(
+                f"{where}: `prompt` is text, but `completion` is {kind}. Give both as text or both as chat messages; "
+                "data.prompt_format: chat makes the prompt what a user says."
+            )
+        return Completion(prompt, completion)
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    answer = _messages(completion, where, "completion")
+    begun = begun_words(prompt, answer)
+    chat = _conversation(joined(prompt, answer), len(prompt) - (begun is not None), row, where)
+    return replace(chat, prefill=begun or "")
+
+
+def _conversation(
+    messages: Sequence[Message], begins: int, row: Mapping[str, Any], where: str
+) -> Conversation:
+    if not any(message["role"] == "assistant" for message in messages[begins:]):
+        roles = ", ".join(message["role"] for message in messages[begins:])
+        raise TaskError(
+            f"{where}: no message is the assistant's, so nothing is trained; the roles are: {roles}. "
+            'Its messages have the role "assistant".'
+        )
+    given = for_template(row, where)
+    return Conversation(tuple(messages), begins, given.tools, given.arguments)
+
+
+def _messages(value: Any, where: str, name: str) -> list[Message]:
+    try:
+        return messages_of(value)
+    except Unusable as reason:
+        at = "" if reason.message is None else f", message {reason.message}"
+        raise TaskError(
+            f"{where}{at}: `{name}` cannot be used: {reason}. Expected a list of chat messages such "
+            'as [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
+        ) from reason
+
+
+def _text(value: Any, where: str, name: str) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise TaskError(f"{where}: `{name}` is {_kind(value)}. Expected text.")
+
+
+def _kind(value: object) -> str:
+    return "empty" if value in ("", [], ()) else type(value).__name__
+
+
+def tokens_of(row: Mapping[str, Any], where: str) -> Tokens:
+    """`input_ids` with `labels`, with a mask or with neither; lists, arrays or tensors."""
+    ids = _integers(row["input_ids"], where, "input_ids")
+    if row.get("labels") is not None:
+        tokens = _of_labels(ids, _integers(row["labels"], where, "labels"), where)
+    else:
+        mask = next((row[name] for name in MASKS if row.get(name) is not None), [1] * len(ids))
+        tokens = _checked(Tokens(ids, _integers(mask, where, "completion_mask")), where)
+    seen = row.get("attention_mask")
+    if seen is None:
+        return tokens
+    return _without_padding(tokens, _integers(seen, where, "attention_mask"), where)
+
+
+def _of_labels(ids: tuple[int, ...], labels: tuple[int, ...], where: str) -> Tokens:
+    tokens = _checked(Tokens(ids, tuple(int(label != IGNORED) for label in labels)), where)
+    for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (token, IGNORED):
+            raise TaskError(
+                f"{where}: the label of token {place} is {label}, the token {token}. A label is its own token, or {IGNORED} "
+                "where the token is not trained; labels are not shifted."
+            )
+    return tokens
+
+
+def _checked(tokens: Tokens, where: str) -> Tokens:
+    if len(tokens.mask) != len(tokens.ids):
+        raise TaskError(
+            f"{where}: there are {len(tokens.ids)} input_ids, but {len(tokens.mask)} labels or mask entries."
+        )
+    return Tokens(tokens.ids, tuple(int(bool(mark)) for mark in tokens.mask))
+
+
+def _without_padding(tokens: Tokens, seen: tuple[int, ...], where: str) -> Tokens:
+    if len(seen) != len(tokens.ids):
+        raise TaskError(
+            f"{where}: there are {len(tokens.ids)} input_ids, but {len(seen)} entries in attention_mask."
+        )
+    kept = [place for place, mark in enumerate(seen) if mark]
+    return Tokens(
+        tuple(tokens.ids[place] for place in kept), tuple(tokens.mask[place] for place in kept)
+    )
+
+
+def _integers(value: Any, where: str, name: str) -> tuple[int, ...]:
+    """A list, array or tensor of whole numbers; one row of a batch of one is taken out of it."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if (
+        isinstance(plain, list)
+        and len(cast("list[Any]", plain)) == 1
+        and isinstance(plain[0], list)
+    ):
+        plain = cast("list[Any]", plain[0])
+    if isinstance(plain, list | tuple):
+        entries = cast("Sequence[Any]", plain)
+        if all(isinstance(entry, int) for entry in entries):
+            return tuple(int(entry) for entry in entries)
+    raise TaskError(f"{where}: `{name}` is {plain!r:.60}. Expected a list of whole numbers.")
+
+
+def _no_form(row: Mapping[str, Any], text_field: str, where: str) -> str:
+    there = ", ".join(row) or "none"
+    if "prompt" in row or "completion" in row:
+        missing = "completion" if "prompt" in row else "prompt"
+        return f"{where} has no column `{missing}`, which belongs to `prompt` and `completion`. It has: {there}."
+    field_hint = "" if text_field == "text" else f" (data.dataset_text_field is {text_field!r})"
+    return (
+        f"{where} has none of the forms of a teacher's row: {HOLDING}{field_hint}. It has the columns: {there}. Rename them, "
+        "name the column of the text in data.dataset_text_field, or make text or messages of them in get_sft_formatting_func."
+    )
+
+
+def _asked(content: Content) -> Prompt:
+    """What stands before the first trained word; nothing where all of it is trained, or where only tokens are known."""
+    match content:
+        case Completion(prompt=prompt):
+            return prompt
+        case Conversation(messages=messages, begins=begins, prefill=prefill):
+            later = (n for n, m in enumerate(messages) if n >= begins and m["role"] == "assistant")
+            before = list(messages[: next(later)])
+            return [*before, {"role": "assistant", "content": prefill}] if prefill else before
+        case _:
+            return ""

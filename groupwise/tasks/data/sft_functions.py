@@ -1,0 +1,130 @@
+"""The functions that a task may bring for a teacher's rows: one that formats them, one that collates them.
+
+`get_sft_formatting_func` gives a function from a row, or a batch of columns, to text or messages. `get_sft_data_collator` gives one from
+rows to a batch of transformers, whose labels are used as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import run_user_code
+from groupwise.core.types import like, number_of
+from groupwise.tasks.data.sft import IGNORED, Tokens, tokens_of
+
+FORMLESS = ("messages", "prompt", "completion", "input_ids", "labels")
+"""Columns that a formatted row no longer has, because they would say that it has another form."""
+
+
+def format_rows(
+    rows: Sequence[dict[str, Any]], function: Callable[[Any], Any], *, text_field: str, where: str
+) -> list[dict[str, Any]]:
+    """The rows as a formatting function makes them, which takes one row or a batch of columns, as its answer to one row tells."""
+    first = _answer(function, rows[0], where)
+    if _is_formatted(first):
+        made = [first, *(_answer(function, row, where) for row in rows[1:])]
+    else:
+        made = _of_batch(function, rows, first, where)
+    return [
+        _with_formatted(row, value, text_field, f"{where}: row {number_of(row, n)}")
+        for n, (row, value) in enumerate(zip(rows, made, strict=True))
+    ]
+
+
+def collate(
+    collator: Callable[[Any], Any],
+    row: Mapping[str, Any],
+    tokens: Sequence[int] | None,
+    where: str,
+) -> Tokens:
+    """One row as a collator makes it. It gets `input_ids` and `attention_mask`, or the row itself where it asks for other columns.
+
+    `tokens` are None where the row has no form that could be tokenised.
+    """
+    what = f"{where}: get_sft_data_collator's collator failed"
+    if tokens is None:
+        return _of_collator(run_user_code(lambda: collator([dict(row)]), what=what), where)
+    feature = {"input_ids": list(tokens), "attention_mask": [1] * len(tokens)}
+
+    def call() -> Any:
+        try:
+            return collator([feature])
+        except KeyError:  # it asks for a column
+            return collator([{**row, **feature}])
+
+    return _of_collator(run_user_code(call, what=what), where)
+
+
+def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
+    """What the function makes of one row; where it fails with that, of a batch of it."""
+
+    def call() -> Any:
+        try:
+            return function(dict(row))
+        except Exception as error:
+            # whatever it raises, it may be one for batches
+            try:
+                made = function({name: [value] for name, value in row.items()})
+            except Exception:  # noqa: BLE001 - it fails with both, so the first failure is told
+                raise error from None
+            if not isinstance(made, list) or _is_formatted(made):
+                raise
+            return cast("list[Any]", made)
+
+    return run_user_code(call, what=f"{where} failed")
+
+
+def _is_formatted(value: Any) -> bool:
+    """Text, or messages: a list of dicts with roles."""
+    if isinstance(value, list) and value:
+        return all(isinstance(entry, Mapping) for entry in cast("list[Any]", value))
+    return isinstance(value, str)
+
+
+def _of_batch(
+    function: Callable[[Any], Any], rows: Sequence[dict[str, Any]], first: Any, where: str
+) -> list[Any]:
+    """What a function that takes a batch makes: a list with an entry for each row."""
+    if not isinstance(first, list):
+        raise TaskError(
+            f"{where} returned {type(first).__name__} for a row. Expected text or a list of chat messages; or, if it takes a "
+            "batch (a dict of columns), a list of these."
+        )
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    made = run_user_code(lambda: function(columns), what=f"{where} failed")
+    if not isinstance(made, list) or len(cast("list[Any]", made)) != len(rows):
+        got = (
+            f"{len(cast('list[Any]', made))} entries"
+            if isinstance(made, list)
+            else type(made).__name__
+        )
+        raise TaskError(
+            f"{where} returned {got} for a batch of {len(rows)} rows. Expected one for each."
+        )
+    return cast("list[Any]", made)
+
+
+def _with_formatted(row: dict[str, Any], made: Any, text_field: str, where: str) -> dict[str, Any]:
+    """The row's columns, with what was made of them in place of the form that it had."""
+    if not _is_formatted(made):
+        raise TaskError(
+            f"{where}: get_sft_formatting_func's function made {type(made).__name__} of it. Expected text or chat messages."
+        )
+    kept = {name: value for name, value in row.items() if name not in (*FORMLESS, text_field)}
+    return like(row, {**kept, (text_field if isinstance(made, str) else "messages"): made})
+
+
+def _of_collator(batch: Any, where: str) -> Tokens:
+    found: Mapping[str, Any] = (
+        cast("Mapping[str, Any]", batch) if isinstance(batch, Mapping) else {}
+    )
+    if "input_ids" not in found or "labels" not in found:
+        got = f"the keys {', '.join(found)}" if found else type(cast("object", batch)).__name__
+        raise TaskError(
+            f"{where}: get_sft_data_collator's collator returned {got}. Expected a batch with `input_ids` and `labels`, "
+            f"where {IGNORED} marks tokens that are not trained."
+        )
+    return tokens_of(found, where)

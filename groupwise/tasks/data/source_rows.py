@@ -1,0 +1,60 @@
+"""What a task can use of a source's rows, and an account of the others.
+
+A task makes its own of each row, or raises `Unusable` with the reason. Such rows are left out and counted by it, and so are those that
+come to the same as an earlier one; where the task's config is strict, the first of them is refused with its number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import number_of
+from groupwise.tasks.data.messages import Unusable
+
+Made = TypeVar("Made")
+
+SAME = "it is the same as an earlier row"
+
+
+def question_key(question: str) -> str:
+    """Equal for questions that differ in case and white space alone."""
+    return " ".join(question.split()).casefold()
+
+
+def usable(
+    rows: Sequence[Mapping[str, Any]],
+    make: Callable[[Mapping[str, Any]], Made],
+    same: Callable[[Made], Hashable],
+    *,
+    source: str,
+    strict: bool,
+    remedy: str,
+    again: Callable[[Made, Made], str] = lambda earlier, later: SAME,
+) -> tuple[list[Made], Counter[str]]:
+    """What `make` makes of the rows, and how many it makes nothing of, by reason; rows are the same where `same` is equal,
+    and `again` says of the later one why it is left out.
+
+    Raises TaskError where no row is left, with the `remedy`, or one is not `strict`ly. `source` is who has the rows.
+    """
+    made: dict[Hashable, Made] = {}
+    left_out: Counter[str] = Counter()
+    for index, row in enumerate(rows):
+        try:
+            one = make(row)
+            if (earlier := made.get(same(one))) is not None:
+                raise Unusable(again(earlier, one))
+        except Unusable as reason:
+            if strict:
+                raise TaskError(f"{source}, row {number_of(row, index)}: {reason}.") from reason
+            left_out[str(reason)] += 1
+        else:
+            made[same(one)] = one
+    if not made:
+        reasons = "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
+        first: object = rows[0] if rows else None
+        there = ", ".join(map(str, first)) if isinstance(first, Mapping) else "none"
+        raise TaskError(f"{source} has no usable row: {reasons}. Its columns: {there}. {remedy}")
+    return list(made.values()), left_out

@@ -1,0 +1,469 @@
+"""Rows from where data lie: a file here, a folder of files, or a dataset on the hub.
+
+    read_source("data/train.jsonl")
+    read_source("data/sums.csv", split="train[:90%]", columns={"prompt": "question", "answer": "solution"})
+    read_source("openai/gsm8k", "main", split="train", revision="e53f048")
+
+A source is a file or folder where one of that name exists, where it begins with `.`, `/` or `~`, where it has more than one `/`, or
+where it ends like a file that is read here; else it is a dataset on the hub. Every row is a dict of plain values. `columns` adds
+names: ours, then theirs; theirs may be a path into a column, as in `reward_model.ground_truth`. Whatever cannot be read is a
+`TaskError` that names the file, and the line where there is one.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core import hub_errors
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import nearest
+from groupwise.core.types import NumberedRow, like
+from groupwise.tasks.data.order import Stream
+
+Row = dict[str, Any]
+
+TRAIN = "train"
+"""The split that a file without splits is."""
+
+SAVED_SPLITS, SAVED_STATE = "dataset_dict.json", "state.json"
+"""What `save_to_disk` of the library datasets writes beside the rows: of several splits, and of one."""
+
+_SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+_LONGEST_CELL = 2**31 - 1
+"""Characters in a cell of CSV; Python's own limit of 131,072 is below the length of a long answer."""
+
+
+def read_source(
+    source: str,
+    config: str | None = None,
+    split: str = TRAIN,
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+    *,
+    revision: str | None = None,
+    seed: int | None = None,
+) -> list[Row]:
+    """The rows of a source, the first `limit` of those in `split`, or with a `seed` a sample. Raises TaskError, also where there are none.
+
+    `split` may have a slice: `train[:100]`, `train[10%:]`. A file has the split `train` alone; a folder has a file for each of its
+    own, such as `test.jsonl`. `config` and `revision` (a commit, tag or branch) are the hub's.
+    """
+    if is_local(source):
+        _refuse_of_hub(source, {"config": config, "revision": revision})
+        rows = _local(source, split, limit, seed)
+    else:
+        rows = _of_hub(source, config, split, revision, limit, seed)
+    if not rows:
+        raise TaskError(f"The dataset {source!r} has no rows in its split {split!r}.")
+    return renamed(rows, columns or {}, f"The dataset {source!r}")
+
+
+def sample(count: int, limit: int | None, seed: int) -> list[int]:
+    """The places, in their order, of `limit` rows of so many, each equally likely; of all where there are no more."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return sorted(Stream("sample", seed).sample(range(count), limit))
+
+
+def is_local(source: str) -> bool:
+    """Whether a source is a file or folder here, rather than the name of a dataset on the hub."""
+    path = Path(source).expanduser()
+    return (
+        path.exists()
+        or source.startswith((".", "/", "~"))
+        or path.suffix in _READERS
+        or source.count("/") > 1
+    )
+
+
+def renamed(rows: Sequence[Row], columns: Mapping[str, str], where: str) -> list[Row]:
+    """The rows with columns under our names beside their own; a row that lacks one of them stays without it."""
+    if not columns:
+        return list(rows)
+    there = dict.fromkeys(name for row in rows for name in row)
+    for ours, theirs in columns.items():
+        if not any(_has(row, theirs) for row in rows):
+            raise TaskError(no_column(where, theirs, list(there), f" as {ours!r}"))
+    return [_with_our_names(row, columns) for row in rows]
+
+
+def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str:
+    """The message that no row has a column; `use` says what it was wanted for."""
+    near = nearest(name, there)
+    hint = f" Did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
+    shown = ", ".join(there) or "none"
+    return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {shown}."
+
+
+def _with_our_names(row: Row, columns: Mapping[str, str]) -> Row:
+    named = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
+    others = {name: value for name, value in row.items() if name not in columns}
+    return like(row, {**named, **others})
+
+
+def _has(row: Row, path: str) -> bool:
+    if path in row:
+        return True
+    first, _, rest = path.partition(".")
+    inner = row.get(first)
+    return bool(rest) and isinstance(inner, dict) and _has(cast("Row", inner), rest)
+
+
+def _at(row: Row, path: str) -> Any:
+    if path in row:
+        return row[path]
+    first, _, rest = path.partition(".")
+    return _at(row[first], rest)
+
+
+# --- splits --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A split's name and the part of it that is meant, as `train[10%:]` says."""
+
+    name: str
+    start: str | None
+    stop: str | None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start is None and self.stop is None
+
+    def of(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return rows[_place(self.start, len(rows)) : _place(self.stop, len(rows))]
+
+
+def _split(text: str, source: str) -> _Split:
+    found = _SPLIT.fullmatch(text)
+    if found is None:
+        raise TaskError(
+            f"The split {text!r} of {source!r} is none that can be read. Write a name, with or without a slice: train, train[:100], "
+            "train[10%:90%]."
+        )
+    return _Split(found["name"], found["start"], found["stop"])
+
+
+def _place(bound: str | None, count: int) -> int | None:
+    if bound is None or not bound.endswith("%"):
+        return None if bound is None else int(bound)
+    return round(int(bound[:-1]) * count / 100)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
+    wanted, path = _split(split, source), Path(source).expanduser()
+    if not path.exists():
+        raise TaskError(_no_file(source, path))
+    files = _files_of(path, wanted.name) if path.is_dir() else [path]
+    if not path.is_dir() and wanted.name != TRAIN:
+        raise TaskError(
+            f"{source} is one file, which has no splits: its rows are the split 'train', and {wanted.name!r} was asked for. Name the "
+            "other file, or take a slice: train[:90%] and train[90%:]."
+        )
+
+    def rows() -> Iterator[Row]:
+        return (row for file in files for row in _reader_of(file)(file))
+
+    if wanted.is_whole and seed is None:
+        return list(islice(rows(), limit))
+    if wanted.is_whole and seed is not None and limit is not None:
+        # Counted first, since all of them may not fit into memory.
+        chosen = {*sample(sum(1 for _ in rows()), limit, seed)}
+        return [NumberedRow(row, at) for at, row in enumerate(rows()) if at in chosen]
+    whole = wanted.of([NumberedRow(row, at) for at, row in enumerate(rows())])
+    if seed is None:
+        return list(whole[:limit])
+    return [whole[at] for at in sample(len(whole), limit, seed)]
+
+
+def _files_of(folder: Path, split: str) -> list[Path]:
+    """The files of a split: `train.jsonl`, or in pieces `train-00000-of-00002.parquet`, also in the folder `data`.
+
+    Of a folder that `save_to_disk` of the library datasets made those that it lists, which are the split `train` unless it says which.
+    """
+    saved = folder / split if (folder / SAVED_SPLITS).is_file() else folder
+    if (saved / SAVED_STATE).is_file():
+        return _saved_files(saved, split)
+    there = [file for place in (folder, folder / "data") for file in sorted(place.glob("*"))]
+    readable = [file for file in there if file.suffix in _READERS and file.is_file()]
+    found = [file for file in readable if re.split(r"[.-]", file.name)[0] == split]
+    if not found:
+        names = ", ".join(str(file.relative_to(folder)) for file in readable) or "none"
+        raise TaskError(
+            f"The folder {folder} has no file for the split {split!r}. A folder of data has files such as {split}.jsonl or "
+            f"{split}-00000.parquet; those here that can be read are: {names}. Name one of them, or another split."
+        )
+    return found
+
+
+def _saved_files(folder: Path, split: str) -> list[Path]:
+    state = json.loads((folder / SAVED_STATE).read_text())
+    own = state.get("_split") or TRAIN
+    if own != split and folder.name != split:
+        raise TaskError(
+            f"The folder {folder} holds the split {own!r} of a saved dataset, and {split!r} was asked for. Name the other folder, or take "
+            "a slice: train[:90%] and train[90%:]."
+        )
+    return [folder / each["filename"] for each in state["_data_files"]]
+
+
+def _reader_of(file: Path) -> Callable[[Path], Iterable[Row]]:
+    reader = _READERS.get(file.suffix)
+    if reader is None:
+        raise TaskError(
+            f"{file} is of a kind that is not read here ({file.suffix or 'no suffix'}). Files of data end with "
+            f"{', '.join(_READERS)}."
+        )
+    return reader
+
+
+def _no_file(source: str, path: Path) -> str:
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    files = [file.name for file in folder.iterdir() if file.suffix in _READERS]
+    near = nearest(path.name, files)
+    hint = f" Did you mean {' or '.join(str(folder / name) for name in near)}?" if near else ""
+    there = ", ".join(sorted(files)[:20]) or "none"
+    return (
+        f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {there}. A dataset on "
+        "the hub is named OWNER/NAME."
+    )
+
+
+def _jsonl(file: Path) -> Iterator[Row]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{file}, line {number}"
+            text = _decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
+            if text.strip():
+                yield _row(_parsed(text, where), where)
+
+
+def _json(file: Path) -> Iterator[Row]:
+    found = _parsed(_decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file)), str(file))
+    if isinstance(found, dict) and isinstance(cast("Row", found).get("data"), list):
+        found = cast("Row", found)["data"]
+    if not isinstance(found, list):
+        raise TaskError(
+            f'{file} holds {_kind(found)}. Expected a list of rows, or {{"data": [rows]}}; one row per line is .jsonl.'
+        )
+    for index, entry in enumerate(cast("list[Any]", found)):
+        yield _row(entry, f"{file}, entry {index}")
+
+
+def _csv(file: Path, between: str = ",") -> Iterator[Row]:
+    """Every value is text: nothing in the file says otherwise."""
+    text = _decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
+    before = csv.field_size_limit(_LONGEST_CELL)
+    try:
+        lines = csv.reader(StringIO(text, newline=""), delimiter=between, strict=True)
+        yield from _rows_of_table(file, lines)
+    except csv.Error as error:
+        kind = file.suffix[1:].upper()
+        raise TaskError(f"{file} is no {kind} that can be read: {error}.") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _rows_of_table(file: Path, lines: Any) -> Iterator[Row]:
+    header = cast("list[str]", next(lines, ()))
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise TaskError(
+            f"{file}: the first line names the column {twice[0]!r} twice. Give each its name."
+        )
+    for cells in lines:
+        if cells and len(cells) != len(header):
+            raise TaskError(
+                f"{file}, line {lines.line_num}: {len(cells)} values for {len(header)} columns ({', '.join(header)}). Text with "
+                'separators or line breaks stands in quotes, "like, this".'
+            )
+        if cells:
+            yield dict(zip(header, cells, strict=True))
+
+
+def _tsv(file: Path) -> Iterator[Row]:
+    return _csv(file, "\t")
+
+
+def _parquet(file: Path) -> Iterator[Row]:
+    tables = _pyarrow(file, "pyarrow.parquet")
+    with _explained(file, "Parquet"), tables.ParquetFile(file) as table:
+        for batch in table.iter_batches():
+            yield from batch.to_pylist()
+
+
+def _arrow(file: Path) -> Iterator[Row]:
+    """As the library datasets keeps rows."""
+    arrow = _pyarrow(file, "pyarrow")
+    with (
+        _explained(file, "Arrow"),
+        arrow.memory_map(str(file)) as held,
+        arrow.ipc.open_stream(held) as batches,
+    ):
+        for batch in batches:
+            yield from batch.to_pylist()
+
+
+def _pyarrow(file: Path, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as missing:
+        raise TaskError(
+            f"{file} needs the package pyarrow to be read: pip install 'groupwise[train]'."
+        ) from missing
+
+
+@contextmanager
+def _explained(file: Path, kind: str) -> Generator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:  # what pyarrow raises is one of these
+        raise TaskError(f"{file} cannot be read as {kind}: {error}") from error
+
+
+def _text(file: Path) -> Iterator[Row]:
+    """A row for each line, in the column `text`."""
+    text = _decoded(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
+    lines = (line.rstrip("\r\n") for line in StringIO(text, newline=None))
+    return ({"text": line} for line in lines if line.strip())
+
+
+_READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+    ".csv": _csv,
+    ".tsv": _tsv,
+    ".txt": _text,
+}
+
+ENDINGS = tuple(_READERS)
+"""What files of data end with."""
+
+
+def _decoded(data: bytes, where: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise TaskError(
+            f"{where}: byte {error.start} is no UTF-8 (0x{data[error.start]:02x}). Save the file as UTF-8."
+        ) from error
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        hint = " One row per line is .jsonl." if where.endswith(".json") else ""
+        raise TaskError(f"{where} is no JSON: {error}.{hint}") from error
+
+
+def _row(value: Any, where: str) -> Row:
+    if not isinstance(value, dict):
+        raise TaskError(f'{where} holds {_kind(value)}. Expected a row: {{"column": value, …}}.')
+    return cast("Row", value)
+
+
+def _kind(value: Any) -> str:
+    words = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null"}
+    name = type(value).__name__
+    return words.get(name, name)
+
+
+# --- the hub -------------------------------------------------------------------------------------
+
+
+def _refuse_of_hub(source: str, given: Mapping[str, str | None]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise TaskError(
+                f"The {name} {value!r} of {source!r} has no effect: that is a file or folder here, and only datasets on the hub have "
+                "one. Leave it out."
+            )
+
+
+def _of_hub(
+    source: str,
+    config: str | None,
+    split: str,
+    revision: str | None,
+    limit: int | None,
+    seed: int | None,
+) -> list[Row]:
+    try:
+        import datasets  # pyright: ignore[reportMissingTypeStubs]
+    except ImportError as missing:
+        raise TaskError(
+            f"The dataset {source!r} is no file here, and the hub's need the package datasets: pip install 'groupwise[train]'."
+        ) from missing
+    library: Any = datasets
+    shown = library.is_progress_bar_enabled()
+    library.disable_progress_bars()
+    try:
+        found = library.load_dataset(source, config, split=split, revision=revision)
+    except (ValueError, OSError, library.exceptions.DatasetsError) as error:
+        raise TaskError(
+            _not_had(source, config, split, revision, error), temporary=hub_errors.will_pass(error)
+        ) from error
+    finally:
+        if shown:
+            library.enable_progress_bars()
+    numbers = row_numbers(found) or range(len(found))
+    if limit is None:
+        return list(map(NumberedRow, found, numbers))
+    places = range(len(found))[:limit] if seed is None else sample(len(found), limit, seed)
+    return [
+        NumberedRow(row, numbers[at]) for row, at in zip(found.select(places), places, strict=True)
+    ]
+
+
+def row_numbers(dataset: Any) -> Sequence[int] | None:
+    """The numbers that the rows of a Dataset have in its split, of which it may be a slice or shuffled; None: they count from 0.
+
+    A Dataset of the library datasets remembers which slice was loaded, and how it was filtered, shuffled or selected from; only where one
+    piece was selected, it forgets where that began.
+    """
+    wanted = _SPLIT.fullmatch(str(getattr(dataset, "split", None)))
+    splits: Mapping[str, Any] = getattr(getattr(dataset, "info", None), "splits", None) or {}
+    first = 0
+    if wanted is not None and wanted["name"] in splits:
+        whole = range(splits[wanted["name"]].num_examples)
+        loaded = whole[_place(wanted["start"], len(whole)) : _place(wanted["stop"], len(whole))]
+        first = loaded.start if len(loaded) == dataset.data.num_rows else 0
+    indices: Any = getattr(dataset, "_indices", None)
+    if not hasattr(indices, "column"):
+        return range(first, first + len(dataset)) if first else None
+    return [first + place for place in indices.column(0).to_pylist()]
+
+
+def _not_had(
+    source: str, config: str | None, split: str, revision: str | None, error: Exception
+) -> str:
+    asked = {"config": config, "split": split, "revision": revision}
+    said = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
+    reason = str(error).strip() or repr(error)
+    offline = isinstance(error, ConnectionError)
+    advice = (
+        "The hub cannot be reached. A dataset that was loaded once is found in the cache of this machine; else give a file"
+        if offline
+        else "Look at its page for its configs and splits, or give a file"
+    )
+    return (
+        f"The dataset {source!r} ({said}) could not be had from the hub, after looking for a file or folder of that name in "
+        f"{Path.cwd()}:\n  {reason}\n{advice} ({', '.join(_READERS)})."
+    )

@@ -1,0 +1,85 @@
+"""Whether a rollout has solved its example, by the task's own reward.
+
+What is trained on or counted as a success goes by a part that the config names, by one with accuracy in its name, or by the total.
+The signals of reward hacking ask more widely which part would say so (`part_of_success`): the total is what they doubt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Group, Rollout
+
+ACCURACY = "accuracy"
+"""A reward part with this in its name tells success, where no part is named."""
+SOLVED = (
+    "correct",
+    "correctness",
+    "correctness_xml",
+    "math_answer",
+    "python_tests",
+    "rush_solution_exact",
+    "right",
+    "right_positions",
+    "won",
+    "all_satisfied",
+)
+"""Other parts that say how far an example is solved, as the rewards of the package, its tasks and examples call them."""
+
+
+def successes(group: Group, threshold: float, part: str | None) -> tuple[int, int]:
+    """How many of the scored members reached `threshold`, and how many there are."""
+    values = [success_value(rollout, part) for rollout in group.scored]
+    return sum(value is not None and value >= threshold for value in values), len(values)
+
+
+def success_value(rollout: Rollout, part: str | None) -> float | None:
+    """The reward part `part`; without one the first that applies with accuracy in its name, else the total reward."""
+    parts = rollout.part_values
+    if part is not None:
+        return parts.get(part)
+    accuracies = [value for name, value in parts.items() if ACCURACY in name and value is not None]
+    return accuracies[0] if accuracies else rollout.reward
+
+
+def part_of_success(names: Iterable[str]) -> str | None:
+    """The part that is known by its name to say whether an example is solved.
+
+    The first with accuracy in its name, else the first of SOLVED, with or without the label of a task before it.
+    """
+    there = list(names)
+    named = (name for name in there if name.rpartition("/")[2] in SOLVED)
+    return next((name for name in there if ACCURACY in name), None) or next(named, None)
+
+
+def check_part(key: str, part: str | None, names: Collection[str], described: str) -> None:
+    """Raise TaskError if a key names a part that the reward of the task does not have."""
+    if part is not None and part not in names:
+        there = f"It has: {', '.join(names)}." if names else "It has no get_reward_funcs."
+        raise TaskError(f"{key} is {part!r}, but {described} has no such part. {there}")
+
+
+@dataclass(slots=True)
+class SoughtPart:
+    """A part that a key names, looked for in a run's groups: what parts an environment gives, nothing else tells."""
+
+    key: str
+    name: str | None
+    settled: bool = False
+    """It was found, or the user was told."""
+
+    def missing(self, groups: Sequence[Group]) -> str | None:
+        """What to say where rollouts were scored and none of them has the part; once, in case that the name is wrong."""
+        scored = [rollout for group in groups for rollout in group.scored]
+        if self.settled or self.name is None or not scored:
+            return None
+        self.settled = True
+        there = sorted({part.name for rollout in scored for part in rollout.parts})
+        if self.name in there:
+            return None
+        return (
+            f"{self.key} is {self.name!r}, but no reward part so far is called so, so that nothing counts as solved. There are: "
+            f"{', '.join(there) or 'none'}"
+        )

@@ -1,0 +1,298 @@
+r"""Where an answer stands in a text, and whether it matches the gold answer.
+
+An answer is what stands in the last answer tag, else in the last `\boxed{}`, else what the last line calls the answer; boxes with only
+commas and `and` between them are one answer. What stands in a completion's reasoning, before `</think>` or behind a
+`<think>` that is not closed, is never an answer.
+
+An answer matches if its text is that of the gold answer, if both are the same words, choice or time of day, or if both are parsed as
+mathematics, with nothing left over, and mean the same (see `math_parser` and `meaning`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import lru_cache
+
+from groupwise.tasks.rewards.boxes import closing, last_boxed
+from groupwise.tasks.rewards.equality import numeric_value
+from groupwise.tasks.rewards.math_parser import LONGEST, Node, ParseError, parse, plain_signs
+from groupwise.tasks.rewards.meaning import trees_match
+from groupwise.tasks.rewards.units import is_unit, words_of
+
+# Where an answer stands
+
+_HEADING = re.compile(r"\W*(?:final\s+)?answer\W*", re.IGNORECASE)
+_DENIED = re.compile(
+    r"\b(?:incorrect|wrong|not|unclear|unsure)\b|n['’]t\b|\b(?:if|whether)\s+(?:the\s+)?(?:final\s+)?$",
+    re.IGNORECASE,
+)
+"""Before `answer` in a line that gives none."""
+_ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$", re.IGNORECASE)
+
+
+def final_line_answer(text: str) -> str | None:
+    """What the last line of a text calls its answer, `#### 72`, `Answer: 72`, `So the answer is 72.`, or what stands in it below the
+    heading `Answer`; None where nothing is called so."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
+        return lines[-1].strip("* ")
+    found = _ANNOUNCED.search(lines[-1]) if lines else None
+    if found is None or _DENIED.search(lines[-1][: found.start()]):
+        return None
+    said = re.sub(r"(?<!\*)\*++(?=[.\s]*$)", "", found[1].removesuffix(" I hope it is correct."))
+    return said.strip("* ") or None
+
+
+_AMOUNT = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+"
+_IN_TEXT = re.compile(
+    rf"(?:(?<![\w)}}])[-−–])?(?:\d*\\[dt]?frac\{{-?\d+\}}\{{\d+\}}|\d+ \d+/\d+|(?:{_AMOUNT})(?:/(?:{_AMOUNT})"
+    r"|e[+-]?\d{1,3}(?!\w)|\s?(?:[*×x]|\\times|\\cdot)\s?10\^(?:\{-?\d{1,3}\}|-?\d{1,3}))?)(?:\s?\\?%)?",
+    re.IGNORECASE,
+)
+"""A number among words: `-3`, `1,234.5`, `.5`, `1/2`, `1 1/2`, `1e6`, `2 × 10^3`, `50 %`."""
+
+
+def last_number(text: str) -> str | None:
+    """The last number that a text holds, as it is written there; None where it holds none."""
+    found = [match.group() for match in _IN_TEXT.finditer(text)]
+    return found[-1] if found else None
+
+
+# What surrounds an answer
+
+_STYLED = r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|boxed|fbox)\s*\{"
+_STYLE = re.compile(_STYLED)
+_UPRIGHT = re.compile(_STYLED + r"([^{}]*)\}")
+_SO = r"(?:(?:so|thus|hence|therefore|then),?\s+)?"
+_SAID_FIRST = re.compile(
+    rf"{_SO}(?:the\s+)?(?:(?:final|correct|right)\s+)?(?:answer|solution|result|value|option|choice)(?:\s+is|\s*=|\s*:|\s+is\s*:)\s*:?\s*"
+    rf"|=\s*|####\s*|{_SO}the(?P<what>(?:\s+[a-z]{{3,}}){{1,3}})\s+(?:is|are|was|were|equals)\s+(?=[$\\\d-])",
+    re.IGNORECASE,
+)
+"""`The answer is`, `=`, `####`, and `The total cost is` before a number."""
+_WRAPPED = re.compile(r"([\"'`*_])(?!\1)([^\"'`*_]+)\1")
+_ENVIRONMENT = re.compile(
+    r"\\begin\{((?:align|equation|gather|split|multline)(?:ed)?\*?)\}(.*)\\end\{\1\}", re.DOTALL
+)
+_BOLD_FIRST = re.compile(r"\*\*([^*]+)\*\*(?![\w(\\{*^])")
+
+
+def strip_wrapping(text: str) -> str:
+    """An answer without what surrounds it: a box, Markdown, dollars, quotes, `The answer is`, a full stop, a style around the whole."""
+    text = text.strip()
+    before = None
+    while text != before:
+        before = text
+        for step in _UNWRAPPING:
+            text = step(text).strip()
+    return text
+
+
+def _without_environment(text: str) -> str:
+    r"""`\begin{aligned} x &= 3 \end{aligned}`, of a single row."""
+    found = _ENVIRONMENT.fullmatch(text)
+    return found[2].replace("&", "") if found and r"\\" not in found[2] else text
+
+
+def _without_box(text: str) -> str:
+    inner = last_boxed(text)
+    return text if inner is None else inner
+
+
+def _without_bold(text: str) -> str:
+    """`**72** apples`: bold alone at the beginning; `**3**2` stays."""
+    return _BOLD_FIRST.sub(r"\1", text, count=1) if text.startswith("**") else text
+
+
+def _without_dollars(text: str) -> str:
+    r"""Without the delimiters of mathematics, `$` and `\(`; a dollar before a number that has no partner is money."""
+    if re.search(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL):
+        text = re.sub(r"\\[()\[\]]", " ", text)
+    hidden = text.replace(r"\$", "\0").replace("$$", "$")
+    if hidden.count("$") % 2 == 0:
+        hidden = hidden.replace("$", " ")
+    return hidden.replace("\0", "$")
+
+
+def _without_empty_end(text: str) -> str:
+    r"""Without `\text{.}`, `\text{(final answer)}` or a lone backslash at the end."""
+    return re.sub(
+        r"(?:\\q?quad\s*)?\\text\s*\{[\s.,;]*\(?(?:final answer)?\)?[\s.]*\}$|(?<!\\)\\$", "", text
+    )
+
+
+def _without_quotes(text: str) -> str:
+    found = _WRAPPED.fullmatch(text)
+    return found[2] if found else text
+
+
+def _without_announcement(text: str) -> str:
+    upright = _UPRIGHT.match(text)
+    if upright and _SAID_FIRST.match(upright[1]):
+        text = upright[1] + text[upright.end() :]
+    said = _SAID_FIRST.match(text)
+    counts = said and (said["what"] is None or is_unit(said["what"], upright=False))
+    return text[said.end() :] if said and counts else text
+
+
+def _without_full_stop(text: str) -> str:
+    """But for `p.m.` and an ellipsis."""
+    return text if text.endswith((".m.", "...")) else text.removesuffix(".")
+
+
+def _without_style(text: str) -> str:
+    r"""`\text{…}` and braces around the whole."""
+    opened = _STYLE.match(text) or re.match(r"\{", text)
+    return (
+        text[opened.end() : -1] if opened and closing(text, opened.end()) == len(text) - 1 else text
+    )
+
+
+_UNWRAPPING: tuple[Callable[[str], str], ...] = (
+    _without_environment, _without_box, _without_bold, _without_dollars, _without_empty_end, _without_quotes, _without_announcement,
+    _without_full_stop, _without_style,
+)  # fmt: skip
+
+
+# Whether two answers match
+
+
+def answer_matches(gold: str, answer: str) -> bool:
+    """Whether an answer matches one gold answer: by the first rule below that knows answers of their kind."""
+    if len(answer) > LONGEST or not answer.strip():
+        return False
+    expected, given = strip_wrapping(gold), strip_wrapping(answer)
+    if not given:
+        return False
+    if normalized_text(expected) == normalized_text(given):
+        return True
+    for rule in (_words_match, _choices_match, _times_match):
+        if (verdict := rule(expected, given)) is not None:
+            return verdict
+    known = words_of(expected)
+    try:
+        one, other = parsed(expected, known), parsed(given, known)
+        return one is not None and other is not None and trees_match(one, other)
+    except RecursionError:  # a product of hundreds of factors
+        return False
+
+
+def _words_match(gold: str, answer: str) -> bool | None:
+    """None where one of them is not words alone."""
+    one, other = as_words(gold), as_words(answer)
+    return None if one is None or other is None else one == other
+
+
+def as_words(text: str) -> str | None:
+    """Words as they are compared, without case and styles; None for what has digits or symbols of mathematics."""
+    plain = re.sub(r"\s+", " ", _UPRIGHT.sub(r"\1", text)).strip().strip("().").strip()
+    return plain.casefold() if re.fullmatch(r"[^\W\d_]{2,}(?:[ '’-][^\W\d_]+)*", plain) else None
+
+
+_LETTER = re.compile(r"\(\s*([A-Za-z])\s*\)[.:]?|([A-Z])[.:)]?")
+_LETTER_WITH_TEXT = re.compile(
+    r"\(?\s*([A-Z])\s*[).:]\s*(?!(?:or|and|not|nor|but|if)\b|\\not|\\ne|\(?[A-Z]\)?\W*$)"
+    r"(?!.*(?:\b(?:or|and)\b|[,;/&])\s*\(?[A-Z]\s*[).:])([^\s,;|&=<>].*)",
+    re.DOTALL,
+)
+_TAKEN_BACK = re.compile(
+    r"\s\(?[A-H][).:]\s*\S|[,;]\s*\(?[A-H]\W*$|\bis [A-H]\W*$|^ is(?:n['’]t)?\b|\b(?:wrong|incorrect)\b|\bis not (?:right|correct)\b"
+)
+"""Behind the letter of a choice: another choice, or that it is none."""
+_GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
+"""How a gold answer begins that is a choice with its text, `(B) 12`; names such as `E. coli` do not."""
+
+
+def _choices_match(gold: str, answer: str) -> bool | None:
+    """By their letters, and by their texts where both have one: `(B)`, `B` and `B. 12` match; None where the gold answer is no choice."""
+    expected, chosen = _choice(gold), _choice(answer)
+    if expected is None or (
+        expected[1] and not _GOLD_LETTER_WITH_TEXT.match(_UPRIGHT.sub(r"\1", gold))
+    ):
+        return None
+    if chosen is None:
+        return answer_matches(expected[1], answer) if expected[1] else None
+    texts = expected[1], chosen[1]
+    return expected[0] == chosen[0] and (not all(texts) or answer_matches(*texts))
+
+
+def _choice(text: str) -> tuple[str, str] | None:
+    """The letter of a choice, `(c)`, `C` or `C.`, and its text, of `C. 12` the 12."""
+    unstyled = _UPRIGHT.sub(r"\1", text).strip()
+    if found := _LETTER.fullmatch(unstyled):
+        return (found[1] or found[2]).upper(), ""
+    found = _LETTER_WITH_TEXT.fullmatch(unstyled)
+    return (found[1], found[2]) if found and not _TAKEN_BACK.search(f" {found[2]}") else None
+
+
+_TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
+
+
+def _times_match(gold: str, answer: str) -> bool | None:
+    """None where one of them is no time of day. `17:00` is `5:00 p.m.`"""
+    one, other = _time_of_day(gold), _time_of_day(answer)
+    return None if one is None or other is None else one == other
+
+
+def _time_of_day(text: str) -> tuple[int, int, int, str] | None:
+    unstyled = _UPRIGHT.sub(r"\1", text.replace("~", " ").replace("\\ ", " "))
+    found = _TIME.fullmatch(unstyled.strip())
+    if found is None:
+        return None
+    hour, half = int(found[1]), (found[4] or "").casefold()
+    if hour >= 13:
+        hour, half = hour - 12, half or "p"
+    return hour, int(found[2]), int(found[3] or 0), half
+
+
+def normalized_text(text: str) -> str:
+    """A text as it is compared character by character: no spaces but between digits, no braces around single characters."""
+    joined = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", plain_signs(text))
+    return re.sub(r"\{([^{}\\])\}", r"\1", joined)
+
+
+@lru_cache(maxsize=4096)
+def parsed(text: str, known: frozenset[str]) -> Node | None:
+    """What an unwrapped answer means as mathematics, with `known` words as units; None where it cannot be parsed whole."""
+    try:
+        return parse(text, known)
+    except ParseError:
+        return None
+
+
+# What is told without working anything out
+
+
+def matches_literally(gold: str, answer: str) -> bool:
+    """Whether an answer is the gold one without any working out: the same number in digits, or the same characters."""
+    if len(answer) > LONGEST or not answer.strip():
+        return False
+    expected, given = literal_number(gold), literal_number(answer, gold)
+    if expected is not None or given is not None:
+        return expected == given
+    texts = (normalized_text(strip_wrapping(each)).casefold() for each in (gold, answer))
+    return len(set(texts)) == 1
+
+
+def literal_number(text: str, gold: str | None = None) -> Fraction | None:
+    """The number that a text writes in digits, of a quantity without its unit, of 50 % the 50; None for what must be worked out.
+
+    Words behind it are its unit if the `gold` answer has them, units and plurals always; without a gold answer all but those that
+    change a number.
+    """
+    known = words_of(text if gold is None else gold)
+    tree = parsed(strip_wrapping(text), known) if len(text) <= LONGEST else None
+    return None if tree is None else numeric_value(tree)
+
+
+def voting_key(answer: str) -> str | None:
+    """A text that is the same for answers that mean the same, as far as that can be told of each alone; None where nothing is said."""
+    if len(answer) > LONGEST:
+        return None
+    number = literal_number(answer)
+    unnamed = re.sub(
+        r"^[a-zA-Z](?:\([a-zA-Z]\))?=(?=[^=]+$)", "", normalized_text(strip_wrapping(answer))
+    )
+    return (as_words(unnamed) or unnamed or None) if number is None else str(number)

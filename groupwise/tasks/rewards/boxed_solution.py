@@ -1,0 +1,154 @@
+"""The solution's side: model-written code is loaded here, and does what the tests in the other box ask of it.
+
+Nothing here judges. The tests are not here, nor what they expect: a solution sees the arguments of its calls, and what it answers
+is all that it can say. Whatever it does to this process, it does to itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, cast
+
+from groupwise.tasks.rewards.boxed_values import (
+    MUTABLE,
+    Errors,
+    Json,
+    Ledger,
+    Line,
+    Lost,
+    builtin_of,
+    written_error,
+)
+from groupwise.tasks.rewards.sandbox_child import known_names
+from groupwise.tasks.rewards.sandbox_kernel import FIRST_CHANNEL
+
+MODULE = "solution"
+"""The name of the module that the solution is."""
+WRAPPER = "Solution"
+"""The class whose methods answers in the way of LeetCode are."""
+
+
+def serve(code: str, *, common_imports: bool) -> None:
+    """Serve the tests until they have ended; `common_imports`: common modules need no import, see `known_names`."""
+    _Solution(code, Line(FIRST_CHANNEL), common_imports=common_imports).serve()
+    os._exit(0)  # no thread of the solution is waited for
+
+
+def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return function(*arguments, **named)
+
+
+def _has_methods(value: Any) -> bool:
+    """Whether it is a list, dictionary, set or deque of a class of the solution that adds methods to it: these would be lost by value."""
+    kind = cast("type[Any]", type(value))
+    if not isinstance(value, MUTABLE) or kind.__module__ != MODULE:
+        return False
+    own = (each for name, each in vars(kind).items() if not name.startswith("__"))
+    return any(isinstance(each, types.FunctionType) for each in own)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "attribute": getattr,
+    "assign": setattr,
+    "call": _call,
+    "is a": isinstance,
+    "item": operator.getitem,
+    "put": operator.setitem,
+    **{each.__name__: each for each in (bool, float, hash, int, iter, len, next, repr, str)},
+    **{
+        name: getattr(operator, name)
+        for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")
+    },
+}
+"""What can be asked of an object that stays here."""
+
+
+class _Solution:
+    def __init__(self, code: str, line: Line, *, common_imports: bool) -> None:
+        self._code = code
+        self._common_imports = common_imports
+        self._line = line
+        self._module = types.ModuleType(MODULE)
+        self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
+        self._errors = Errors(self._ledger)
+        self._operations = {**OPERATIONS, "load": self._load, "name": self._named}
+
+    def serve(self) -> None:
+        """Answer one question after the other."""
+        self._line.send({"ready": True})
+        with suppress(Lost):
+            while True:
+                self._answer(self._line.receive())
+
+    def _answer(self, question: dict[str, Json]) -> None:
+        try:
+            result, changes = self._done(question)
+            by_number = question["do"] == "call" and _has_methods(result)
+            told = self._ledger.by_number(result) if by_number else self._ledger.written(result)
+            self._line.send({"result": told, "changes": changes})
+        except Lost:
+            raise
+        except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
+            self._line.send({"raised": written_error(self._ledger, error), "changes": []})
+
+    def _done(self, question: dict[str, Json]) -> tuple[Any, list[Json]]:
+        """The answer, and those of the shown arguments that it changed."""
+        arguments = [self._ledger.read(each) for each in question["arguments"]]
+        named = {name: self._ledger.read(each) for name, each in question["named"]}
+        before = self._contents(question["shown"])
+        result = self._operations[question["do"]](*arguments, **named)
+        after = self._contents(question["shown"])
+        return result, [[number, now] for number, now in after.items() if now != before[number]]
+
+    def _contents(self, numbers: list[int]) -> dict[int, Json]:
+        return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
+
+    def _load(self) -> list[str]:
+        """Run the solution's text; the names that there are then.
+
+        What it does once it has defined something is an example of its use, such as one that reads input, which may fail.
+        """
+        sys.modules[MODULE] = self._module
+        self._module.__dict__["__builtins__"] = known_names(common_imports=self._common_imports)
+        program = compile(self._code, f"<{MODULE}>", "exec", dont_inherit=True)
+        try:
+            exec(program, self._module.__dict__)
+        except (Exception, SystemExit):
+            own = (each for each in vars(self._module).values() if hasattr(each, "__module__"))
+            if not any(each.__module__ == MODULE for each in own):
+                raise
+        there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
+        return [name for name in there if not name.startswith("__")]
+
+    def _named(self, name: str) -> tuple[str, Any]:
+        """What a name stands for; of an exception's class its own name and the nearest that Python has."""
+        value: Any = vars(self._module).get(name, self)
+        if value is self:
+            value = getattr(self._wrapped, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            return "error", (value.__name__, builtin_of(value))
+        return "value", cast("Any", value)
+
+    @cached_property
+    def _wrapped(self) -> Any:
+        """The object whose methods are meant where the module has no function of a name."""
+        return vars(self._module)[WRAPPER]()
+
+    def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            told = [self._ledger.written(each) for each in arguments]
+            told_named = [[key, self._ledger.written(each)] for key, each in named.items()]
+            self._line.send({"call": number, "arguments": told, "named": told_named})
+            while "answer" not in (message := self._line.receive()):
+                self._answer(message)
+            if "raised" in message["answer"]:
+                raise self._errors.read(message["answer"]["raised"])
+            return self._ledger.read(message["answer"]["result"])
+
+        return call

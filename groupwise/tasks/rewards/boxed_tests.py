@@ -1,0 +1,595 @@
+"""The tests' side: they run here, one by one, and judge what the solution in the other box answers.
+
+What a test calls of the solution runs over there; what comes back is compared here. A plain value is Python's own once it is here.
+Anything else is a `Remote`: it can be called, asked for attributes and items, iterated, measured, and compared with others of its
+kind. It never equals a plain value and does no arithmetic with one, because the solution would be asked for its own mark then. The rule
+behind all of it: what a test expects never goes over.
+
+A name that a test uses is, in this order: its own, Python's (unless it is the entry point), a module of the standard library, what a
+common module has under it (unless nothing else is read), the solution's; with an entry point the solution gives that alone. So a solution
+that defines `sorted`, `AssertionError`, `math` or `isclose` changes nothing for the tests.
+
+Verdicts go out on the second channel: `tests` (how many there are), one `passed` for each, `done`; or `broken`, where the tests
+cannot be run here and nothing is said about the solution.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+import symtable
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from groupwise.tasks.rewards.boxed_solution import MODULE, WRAPPER
+from groupwise.tasks.rewards.boxed_values import (
+    Errors,
+    Json,
+    Ledger,
+    Line,
+    Lost,
+    NotPlain,
+    written_error,
+)
+from groupwise.tasks.rewards.sandbox_child import COMMON_MODULES
+from groupwise.tasks.rewards.sandbox_kernel import FIRST_CHANNEL
+
+_SHOWN = 300
+"""Characters of a failed test that are told."""
+_BUILTINS = frozenset(vars(builtins))
+_TEST = "test_"
+_CHECK = "check"
+
+
+class BrokenTests(Exception):
+    """The tests cannot be run, whatever the solution is."""
+
+
+def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
+    """Run the tests against the solution at the other end."""
+    verdicts = Line(FIRST_CHANNEL + 1)
+    try:
+        plan = Plan.of(tests, entry_point)
+        far = Far(Line(FIRST_CHANNEL))
+        verdicts.send({"tests": len(plan.tests)})
+        for problem in run_tests(plan, far):
+            verdicts.send({"passed": problem is None, "why": problem})
+        verdicts.send({"done": True})
+    except BrokenTests as broken:
+        verdicts.send({"broken": str(broken)})
+
+
+# What is to be run
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A piece of the tests' text."""
+
+    body: list[ast.stmt]
+    is_test: bool
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return ast.unparse(ast.Module(self.body, type_ignores=[]))[:_SHOWN]
+
+    def run(self, names: dict[str, Any]) -> None:
+        """Execute it with these names, and add its own."""
+        module = ast.Module(self.body, type_ignores=[])
+        exec(compile(module, "<tests>", "exec", dont_inherit=True), names)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tests of one row, in their order, and the names that they need from outside."""
+
+    steps: tuple[Step, ...]
+    names: frozenset[str]
+    """Those that they read; the solution may have them."""
+    modules: frozenset[str]
+    """Of the standard library, whose attributes they read; the solution's of these names are not meant."""
+    library: Mapping[str, str]
+    """Names of common modules that they read without an import, and their module: those too are not meant to be the solution's."""
+    own: frozenset[str]
+    """Names that the tests define or import themselves."""
+    entry_point: str | None
+
+    @property
+    def tests(self) -> tuple[Step, ...]:
+        """The steps that count."""
+        return tuple(step for step in self.steps if step.is_test)
+
+    @classmethod
+    def of(
+        cls, tests: str | Sequence[str], entry_point: str | None, *, helped: bool = True
+    ) -> Plan:
+        """Find the tests. In a text they are each statement that checks something, each function `test_…`, and `check(candidate)`, which
+        gets the entry point. In a list they are the entries that have one; others only prepare.
+
+        `helped`: what a prompt defines beside the entry point stands among the tests already; else they may lack it. Raises BrokenTests
+        for what cannot be run, and where nothing is checked, or by something that is not theirs, so that any code could pass.
+        """
+        texts = [tests] if isinstance(tests, str) else list(tests)
+        trees = [_parsed(text) for text in texts]
+        checking = _checking_functions(trees)
+        found = [_pieces(tree, entry_point, checking) for tree in trees]
+        steps = found[0] if isinstance(tests, str) else [_joined(pieces) for pieces in found]
+        if not any(step.is_test for step in steps):
+            raise BrokenTests(
+                "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
+                "`assert f(1) == 2`, not `f(1) == 2` or `print(f(1) == 2)`"
+            )
+        for name in sorted(_foreign_modules(trees)):
+            raise BrokenTests(f"they import {name}, and there is the standard library alone")
+        own, free = _names_of(texts)
+        own |= {name for tree in trees for name in _star_names(tree)}
+        modules = _modules_in(trees) - own
+        free -= own | modules | {MODULE}
+        entry = {entry_point} if entry_point else set[str]()
+        names = (free - _BUILTINS) | entry
+        library = _library_names(trees, names - entry, alone=not entry)
+        names -= library.keys()
+        if helped or entry_point is None:
+            _refuse_others_checks(trees, names, entry_point)
+        names &= {*entry, WRAPPER} if entry else names
+        return cls(
+            tuple(steps), frozenset(names), frozenset(modules), library, frozenset(own), entry_point
+        )
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BrokenTests(f"the tests are no Python: {error}") from error
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and any(
+            "TestCase" in ast.unparse(base) for base in statement.bases
+        ):
+            raise BrokenTests(
+                "they are classes of unittest, which are not run here; write functions `test_…` or asserts"
+            )
+    return tree
+
+
+def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
+    """The statements of a text, and the calls of its functions that are tests."""
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    tests = [each for each in functions if each.name.startswith(_TEST)]
+    calls = [_call(test, []) for test in tests]
+    called = {ast.unparse(each).partition("(")[0] for each in tree.body}
+    for check in functions:
+        if check.name == _CHECK and _CHECK not in called:
+            if not entry_point:
+                raise BrokenTests("they define check(candidate), and the row has no entry_point")
+            calls.append(_call(check, [entry_point]))
+            tests.append(check)
+    for test in tests:
+        if test.name not in checking:
+            raise BrokenTests(
+                f"{test.name} checks nothing, so any code would pass: it has no assert"
+            )
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare):
+            raise BrokenTests(f"there is no assert before `{ast.unparse(statement)[:_SHOWN]}`")
+    return [*(Step([each], _checks(each, checking)) for each in tree.body), *calls]
+
+
+def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
+    """The functions whose call checks something, by themselves or by what they call."""
+    functions = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    known: frozenset[str] = frozenset()
+    while True:
+        found = frozenset(
+            each.name
+            for each in functions
+            if any(_checks(statement, known) for statement in each.body)
+        )
+        if found == known:
+            return known
+        known = found
+
+
+def _checks(statement: ast.AST, checking: frozenset[str]) -> bool:
+    """Whether running it checks something, as far as can be seen: an assert that can fail, a raise, or a call that does."""
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            return False
+        case ast.Assert(test):
+            return not (
+                (isinstance(test, ast.Tuple) and test.elts)
+                or (isinstance(test, ast.Constant) and test.value)
+            )
+        case ast.Raise():
+            return True
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if (
+            name in checking or name.startswith("assert")
+        ):
+            return True
+        case ast.If(ast.Constant(value), body, orelse) | ast.While(
+            ast.Constant(value), body, orelse
+        ):
+            return any(_checks(each, checking) for each in (body if value else orelse))
+        case _:
+            return any(_checks(each, checking) for each in ast.iter_child_nodes(statement))
+
+
+def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
+    given = function.args
+    required = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+    required += given.kw_defaults.count(None)
+    if required > len(arguments):
+        raise BrokenTests(f"{function.name} wants arguments, and there are no fixtures here")
+    return Step(ast.parse(f"{function.name}({', '.join(arguments)})").body, is_test=True)
+
+
+def _joined(steps: list[Step]) -> Step:
+    body = [statement for step in steps for statement in step.body]
+    return Step(body, any(step.is_test for step in steps))
+
+
+def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
+    """The names that the texts give a meaning for all of them, and those that they read and do not have in a function of their own."""
+    own: set[str] = set()
+    read: set[str] = set()
+    for text in texts:
+        tables = [symtable.symtable(text, "<tests>", "exec")]
+        own |= {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
+        while tables:
+            table = tables.pop()
+            tables += table.get_children()
+            outer = table.get_type() == "module"
+            read |= {
+                s.get_name()
+                for s in table.get_symbols()
+                if s.is_referenced() and (outer or s.is_global())
+            }
+    return own, read
+
+
+def _star_names(tree: ast.Module) -> Iterator[str]:
+    """What a text imports by a star from a common module."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(str(module), [ast.alias("*")]) if module in _WITH_STARS:
+                yield from _public_names(module)
+            case _:
+                pass
+
+
+def _modules_in(trees: Sequence[ast.Module]) -> set[str]:
+    """Names of modules of the standard library whose attributes are read."""
+    owners = [
+        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+    ]
+    return {each.id for each in owners if isinstance(each, ast.Name)} & sys.stdlib_module_names
+
+
+def _foreign_modules(trees: Sequence[ast.Module]) -> set[str]:
+    """Modules that are not here, but for those that a text may do without."""
+    found: set[str] = set()
+    left: list[ast.AST] = list(trees)
+    while left:
+        match left.pop():
+            case ast.Try(handlers=handlers) if any(map(_catches_imports, handlers)):
+                continue
+            case ast.Import(names):
+                found |= {each.name.partition(".")[0] for each in names}
+            case ast.ImportFrom(str(module), level=0):
+                found.add(module.partition(".")[0])
+            case node:
+                left += ast.iter_child_nodes(node)
+    return found - sys.stdlib_module_names - {MODULE}
+
+
+def _catches_imports(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or bool(
+        re.search(r"\b(?:ImportError|ModuleNotFoundError|Exception)\b", ast.unparse(handler.type))
+    )
+
+
+def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool) -> dict[str, str]:
+    """Of names that are read those that common modules have and that serve to judge: they are called with what another name has made,
+    read without being called, or seldom anything else. `alone`: where nothing else is read, they are what is tested."""
+    judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
+    found: dict[str, str] = {}
+    for module in reversed(_WITH_STARS):
+        public = _public_names(module)
+        found |= {name: module for name in judging if name in public}
+    return {} if alone and names <= found.keys() else found
+
+
+def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+    """Names by which a test judges: `near` in `near(area(2), 12.57)`, called with what another name gave; and names read but not called."""
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in called:
+        inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+        if isinstance(call.func, ast.Name) and (inner & names) - {call.func.id}:
+            yield call.func.id
+    functions = {id(call.func) for call in called}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in names and id(node) not in functions:
+            yield node.id
+
+
+@cache
+def _public_names(module: str) -> frozenset[str]:
+    """What a star imports from a module."""
+    found = importlib.import_module(module)
+    return frozenset(getattr(found, "__all__", [n for n in dir(found) if n[0] != "_"]))
+
+
+_JUDGES = frozenset("isclose fabs fsum inf nan Counter OrderedDict defaultdict deque".split())
+_THIRD_PARTY = frozenset("np numpy pd pandas torch scipy sp pytest".split())
+"""Usual names of modules outside the standard library."""
+_WITH_STARS = (*COMMON_MODULES, "typing")
+_COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
+
+
+def _refuse_others_checks(
+    trees: Sequence[ast.Module], names: Set[str], entry_point: str | None
+) -> None:
+    """Raise BrokenTests where what judges would have to come from the solution."""
+    checkers = {name for tree in trees for name in _checkers(tree, names)} & names
+    checkers |= names & _THIRD_PARTY
+    if entry_point is not None:
+        checkers |= names - {WRAPPER}
+    checkers.discard(entry_point or "")
+    if checkers and names - checkers:
+        instead = (
+            "" if entry_point is None else ", or leave entry_point out if the code has to have both"
+        )
+        raise BrokenTests(
+            f"they need `{min(checkers)}`, which they do not define, so that the code could: define it in the tests or import it "
+            f"there{instead}"
+        )
+
+
+def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+    """The names that calls which judge begin with: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(test):
+                for call in _asserted_calls(test):
+                    inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+                    if (inner & names) - {_root(call)}:
+                        yield _root(call)
+            case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name.startswith(
+                "assert"
+            ) or _COMPARES.fullmatch(name):
+                yield _root(node)
+            case _:
+                pass
+
+
+def _asserted_calls(test: ast.expr) -> Iterator[ast.Call]:
+    """The calls whose truth an assert is about."""
+    match test:
+        case ast.Call():
+            yield test
+        case ast.UnaryOp(ast.Not(), inner) | ast.Compare(inner, _, [ast.Constant(bool())]):
+            yield from _asserted_calls(inner)
+        case ast.BoolOp(values=values):
+            for each in values:
+                yield from _asserted_calls(each)
+        case _:
+            pass
+
+
+def _root(call: ast.AST) -> str:
+    """The name that an expression begins with; empty for one that begins otherwise."""
+    while isinstance(call, ast.Call | ast.Attribute | ast.Subscript):
+        call = call.func if isinstance(call, ast.Call) else call.value
+    return call.id if isinstance(call, ast.Name) else ""
+
+
+# Running
+
+
+def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
+    """For each test None, if it passes, or why it does not. Raises BrokenTests."""
+    problem: str | None = None
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        far.load()
+        names |= _names_from_outside(plan, far)
+    except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
+        problem = f"the solution cannot be loaded: {_told(error)}"
+    for step in plan.steps:
+        failed = problem or _failure(step, names)
+        if step.is_test:
+            yield failed
+        elif failed is not None:  # as in a program, nothing that comes after it is reached
+            problem = failed
+
+
+def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
+    """What stands for the names that the tests do not define themselves; see above for the order."""
+    sys.modules[MODULE] = far.as_module(own=(plan.own | plan.library.keys()) - {plan.entry_point})
+    found: dict[str, Any] = {}
+    for name in sorted(plan.names):
+        if name == plan.entry_point or name in far.names:
+            found[name] = far.name(name)
+    for name, module in plan.library.items():
+        found[name] = getattr(importlib.import_module(module), name)
+    for name in sorted(plan.modules - found.keys() - {MODULE}):
+        with suppress(ImportError):  # another system has it
+            found[name] = importlib.import_module(name)
+    return found
+
+
+def _failure(step: Step, names: dict[str, Any]) -> str | None:
+    """Why a step fails, if it does."""
+    names["__builtins__"] = builtins
+    try:
+        step.run(names)
+    except NotPlain as error:
+        raise BrokenTests(
+            f"a test gives the solution what cannot go over to it ({error}): {step.text}"
+        ) from error
+    except BaseException as error:  # noqa: BLE001 — whatever comes, this test has not passed
+        return f"{step.text}: {_told(error)}"
+    return None
+
+
+def _told(error: BaseException) -> str:
+    text, name = str(error)[:_SHOWN], type(error).__name__[:_SHOWN]
+    return f"{name}: {text}" if text else name
+
+
+# The solution, seen from here
+
+
+class Far:
+    """The other end: what the solution is asked, and what it asks back."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._ledger = Ledger(_is_function, lambda number: Remote(self), of_tests=True)
+        self._errors = Errors(self._ledger)
+        self.names: frozenset[str] = frozenset()
+        if "ready" not in line.receive():
+            raise Lost("the solution's box does not answer")
+
+    def load(self) -> None:
+        """Have the solution's text run."""
+        told = map(str, self.ask("load"))
+        self.names = frozenset(n for n in told if n.isidentifier() and not n.startswith("__"))
+
+    def name(self, name: str) -> Any:
+        """What a name of the solution stands for."""
+        if name not in self.names:
+            raise NameError(f"the solution has no {name}", name=name)
+        kind, value = self.ask("name", name)
+        return self._errors.named(*map(str, value)) if kind == "error" else value
+
+    def as_module(self, own: Set[str]) -> types.ModuleType:
+        """For tests that import the solution. To import all of it replaces neither Python's names nor the tests' own."""
+        module = types.ModuleType(MODULE)
+        module.__dict__["__all__"] = sorted(self.names - own - _BUILTINS - sys.stdlib_module_names)
+        module.__dict__["__getattr__"] = self._attribute_of_module
+        return module
+
+    def _attribute_of_module(self, name: str) -> Any:
+        if name not in self.names:
+            raise AttributeError(name)
+        return self.name(name)
+
+    def ask(self, do: str, *arguments: Any, **named: Any) -> Any:
+        """Have something done over there; its result, or what it raises."""
+        self._ledger.showing.clear()
+        question = {
+            "do": do,
+            "arguments": [self._ledger.written(each, shown=True) for each in arguments],
+            "named": [[key, self._ledger.written(each, shown=True)] for key, each in named.items()],
+        }
+        shown = sorted(self._ledger.showing)
+        self._line.send({**question, "shown": shown})
+        while "call" in (answer := self._line.receive()):
+            self._line.send({"answer": self._called(answer)})
+        try:
+            return self._result(answer, shown)
+        except (StopIteration, StopAsyncIteration) as error:
+            if do == "next":
+                raise
+            # Else `map` and `filter` would end here in silence; generators turn it into this, too (PEP 479).
+            raise RuntimeError(f"{type(error).__name__} was raised") from error
+
+    def _result(self, answer: dict[str, Json], shown: list[int]) -> Any:
+        try:
+            for number, content in answer["changes"]:
+                if number in shown:
+                    self._ledger.put(number, content)
+            if "raised" not in answer:
+                return self._ledger.read(answer["result"])
+            raised = self._errors.read(answer["raised"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Lost(f"no answer: {error}") from error
+        raise raised
+
+    def _called(self, question: dict[str, Json]) -> dict[str, Json]:
+        """What a function of the tests says that the solution was given."""
+        try:
+            function = self._ledger.own(question["call"])
+            arguments = [self._ledger.read(each) for each in question["arguments"]]
+            named = {name: self._ledger.read(each) for name, each in question["named"]}
+            return {"result": self._ledger.written(function(*arguments, **named))}
+        except Exception as error:  # noqa: BLE001 — the solution's to catch, as it would be without a box
+            return {"raised": written_error(self._ledger, error)}
+
+
+def _is_function(value: Any) -> bool:
+    """Whether a solution may be given something to call that runs here. Of Python's own functions it has those that are harmless."""
+    return callable(value) and getattr(value, "__module__", None) != "builtins"
+
+
+def _operation(do: str) -> Callable[..., Any]:
+    def ask(self: Remote, *arguments: Any) -> Any:
+        return _ask(self, do, *arguments)
+
+    return ask
+
+
+def _between_remotes(do: str) -> Callable[..., Any]:
+    def ask(self: Remote, other: object) -> Any:
+        return _ask(self, do, other) if isinstance(other, Remote) else NotImplemented
+
+    return ask
+
+
+def _ask(remote: Remote, do: str, *arguments: Any, **named: Any) -> Any:
+    far: Far = object.__getattribute__(remote, "_far")
+    return far.ask(do, remote, *arguments, **named)
+
+
+class Remote:
+    """An object of the solution that is no plain value."""
+
+    __slots__ = ("__weakref__", "_far")
+
+    def __init__(self, far: Far) -> None:
+        object.__setattr__(self, "_far", far)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__doc__"):
+            raise AttributeError(
+                name
+            )  # what Python looks for by itself is not asked for over there
+        return _ask(self, "attribute", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "assign", name, value)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return _ask(self, "call", *arguments, **named)
+
+    def __hash__(self) -> int:
+        return _ask(self, "hash")
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, Remote) and bool(_ask(value, "is a", self))
+
+    __getitem__ = _operation("item")
+    __setitem__ = _operation("put")
+    __iter__, __next__, __len__ = _operation("iter"), _operation("next"), _operation("len")
+    __bool__ = _operation("bool")
+    __int__, __float__ = _operation("int"), _operation("float")
+    __str__, __repr__, __neg__ = _operation("str"), _operation("repr"), _operation("neg")
+    __eq__ = _between_remotes("eq")
+    __lt__, __le__ = _between_remotes("lt"), _between_remotes("le")
+    __gt__, __ge__ = _between_remotes("gt"), _between_remotes("ge")
+    __add__, __sub__ = _between_remotes("add"), _between_remotes("sub")
+    __mul__, __truediv__ = _between_remotes("mul"), _between_remotes("truediv")

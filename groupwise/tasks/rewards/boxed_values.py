@@ -1,0 +1,398 @@
+"""How two boxes talk: the tests in one of them call functions that stand in the other.
+
+Plain values (numbers, text, bytes, lists, dictionaries, dates and their kin) go over as what they say: whoever receives them holds
+objects of Python itself, whatever they were before. So the side that compares is the side whose `==` is used. Anything else stays
+where it is, and the other side gets its number: `mine` is an object of the sender, `yours` one of the receiver.
+
+A line carries one JSON message after the other, in turns: whoever waits for an answer serves what the other asks meanwhile.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import datetime
+import importlib
+import itertools
+import json
+import math
+import operator
+import socket
+import types
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
+from decimal import Decimal
+from fractions import Fraction
+from itertools import islice
+from typing import Any, cast
+
+from groupwise.core.processes.frames import send_frame
+
+Json = Any
+MAX_MESSAGE = 4 << 20
+"""Bytes. A longer one is no value of a test, and could fill the memory of whoever reads it."""
+
+SHARED: Mapping[str, Sequence[str]] = {
+    "builtins": (
+        "abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format frozenset hash hex int "
+        "isinstance issubclass iter len list map max min next object oct ord pow range repr reversed round set slice sorted str sum tuple "
+        "zip"
+    ).split(),
+    "datetime": ["date", "datetime", "time", "timedelta"],
+    "decimal": ["Decimal"],
+    "fractions": ["Fraction"],
+    "collections": ["ChainMap", "Counter", "OrderedDict", "defaultdict", "deque"],
+    "functools": ["cmp_to_key", "reduce"],
+    "itertools": [name for name in dir(itertools) if not name.startswith("_")],
+    "math": [name for name in dir(math) if not name.startswith("_")],
+    "operator": [
+        name
+        for name in dir(operator)
+        if not name.startswith("_") and name not in ("attrgetter", "call", "methodcaller")
+    ],
+}
+"""Functions and types that both sides have, and that go over by their names, as Python's exceptions do: whoever calls one of them with
+plain values gets a plain value. None runs a text, reads attributes by name, or opens anything, so that a solution gains nothing where a
+test calls what it was given."""
+
+_OF_ASSERTS = tuple(each.__name__ for each in AssertionError.__mro__ if each is not object)
+MOST_ITEMS = 100_000
+"""Of an iterator that goes over: what it has is taken at once."""
+_HEADER = 8
+"""Bytes of a frame before its content: they say how long that is."""
+_SMALL = 1 << 63
+_TIMES: dict[str, Any] = {
+    "datetime": datetime.datetime,
+    "date": datetime.date,
+    "time": datetime.time,
+}
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: kind.fromisoformat for name, kind in _TIMES.items()},
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": lambda content: complex(*content),
+    "decimal": Decimal,
+    "global": lambda content: _from_module(*content),
+    "int": lambda content: int(content, 16),
+    "span": lambda content: datetime.timedelta(*content),
+}
+"""What a value is made of that holds no others, by kind."""
+MUTABLE = (list, dict, set, bytearray, collections.deque)
+
+
+class Lost(BaseException):
+    """The other side is gone, or says what nobody could. No test's `except Exception` catches it."""
+
+
+class NotPlain(BaseException):
+    """A value that the other side cannot be given."""
+
+
+class Line:
+    """One end of a stream socket, for whole messages."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._reader = self._socket.makefile("rb")
+
+    def send(self, message: Json) -> None:
+        """Send a message. Raises Lost where nobody is there, NotPlain for one that is too long."""
+        text = json.dumps(message).encode()
+        if len(text) > MAX_MESSAGE:
+            raise NotPlain(f"a value of {len(text)} bytes is too large")
+        try:
+            send_frame(self._socket, text)
+        except OSError as error:
+            raise Lost(str(error)) from error
+
+    def receive(self) -> dict[str, Json]:
+        """The next message. Raises Lost where there is none."""
+        try:
+            length = int.from_bytes(self._read(_HEADER), "big")
+            if length > MAX_MESSAGE:
+                raise Lost(f"a message of {length} bytes")
+            message = json.loads(self._read(length))
+        except (OSError, ValueError, RecursionError) as error:
+            raise Lost(str(error)) from error
+        if not isinstance(message, dict):
+            raise Lost("no message")
+        return cast("dict[str, Json]", message)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._reader.close()
+        self._socket.close()
+
+    def _read(self, count: int) -> bytes:
+        piece = self._reader.read(count)
+        if len(piece) < count:
+            raise Lost("the other side has ended")
+        return piece
+
+
+class Ledger:
+    """The objects that this side has shown the other, and what it holds of the other's."""
+
+    def __init__(
+        self,
+        stays: Callable[[Any], bool],
+        stand_in: Callable[[int], object],
+        *,
+        of_tests: bool = False,
+    ) -> None:
+        """`stays` says which values that are not plain may be shown by number; `stand_in` makes what stands for the other's.
+
+        `of_tests`: this is their side. What it iterates over goes over by its items; no class comes that the error of an assert is of.
+        """
+        self._of_tests = of_tests
+        self._stays = stays
+        self._stand_in = stand_in
+        self._own: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._stand_ins: dict[int, Any] = {}
+        self._theirs: dict[int, int] = {}
+        self._earlier: list[Any] = []
+        self.showing: set[int] = set()
+        """Numbers of the objects that were written as shown; whoever writes clears it."""
+
+    def number_of(self, value: object) -> int:
+        """The number of an object here."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._own)
+            self._own.append(value)
+        return self._numbers[id(value)]
+
+    def own(self, number: int) -> Any:
+        """The object here that has a number."""
+        return self._own[number]
+
+    def theirs(self, number: int) -> Any:
+        """What stands here for the other side's object of that number."""
+        return self._stand_ins[number]
+
+    # Values that go
+
+    def written(self, value: Any, *, shown: bool = False) -> Json:
+        """A value as JSON. Of `shown` lists and their kin the other side can tell how it changed them."""
+        if value is None or isinstance(value, bool):
+            return value
+        if id(value) in self._theirs:
+            return {"yours": self._theirs[id(value)]}
+        if isinstance(value, int):
+            number = int.__int__(value)
+            return number if -_SMALL < number < _SMALL else {"int": hex(number)}
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, MUTABLE):
+            return self._shown(value) if shown else self.content(value)
+        return self._of_other_kind(value, shown)
+
+    def content(self, value: Any, *, shown: bool = False) -> dict[str, Json]:
+        """What a list, dictionary, set, deque or bytearray holds."""
+        match value:
+            case list():
+                return {"list": self._each(cast("list[Any]", value), shown)}
+            case dict():
+                items = cast("dict[Any, Any]", value).items()
+                return {"dict": [self._each(pair, shown) for pair in items]}
+            case set():
+                return {"set": self._each(cast("set[Any]", value), shown)}
+            case collections.deque():
+                held = cast("collections.deque[Any]", value)
+                return {"deque": [self._each(held, shown), held.maxlen]}
+            case _:
+                return {"bytearray": bytes(value).hex()}
+
+    def _shown(self, value: Any) -> Json:
+        number = self.number_of(value)
+        if number in self.showing:
+            return {"again": number}
+        self.showing.add(number)
+        return {**self.content(value, shown=True), "at": number}
+
+    def _each(self, values: Iterable[Any], shown: bool) -> list[Json]:
+        return [self.written(each, shown=shown) for each in values]
+
+    def _of_other_kind(self, value: Any, shown: bool) -> Json:
+        match value:
+            case tuple():
+                return {"tuple": self._each(cast("tuple[Any, ...]", value), shown)}
+            case frozenset():
+                return {"frozenset": self._each(cast("frozenset[Any]", value), shown)}
+            case bytes():
+                return {"bytes": value.hex()}
+            case complex():
+                return {"complex": [value.real, value.imag]}
+            case Decimal():
+                return {"decimal": str(value)}
+            case Fraction():
+                return {"fraction": self._each((value.numerator, value.denominator), shown)}
+            case range():
+                return {"range": self._each((value.start, value.stop, value.step), shown)}
+            case datetime.timedelta():
+                return {"span": [value.days, value.seconds, value.microseconds]}
+            case datetime.date() | datetime.time():
+                kind = next(name for name, each in _TIMES.items() if isinstance(value, each))
+                return {kind: value.isoformat()}
+            case _:
+                return self._by_name(value) or self._by_number(value)
+
+    def _by_name(self, value: Any) -> Json:
+        module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+        if not (isinstance(module, str) and isinstance(name, str)):
+            return None
+        module = module.removeprefix("_")  # that part of it which is written in C
+        known = is_shared(module, name) and _from_module(module, name) is value
+        return {"global": [module, name]} if known else None
+
+    def _by_number(self, value: Any) -> Json:
+        if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
+            held = self._each(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
+            return {"iterator" if isinstance(value, Iterator) else "list": held}
+        if not self._stays(value):
+            raise NotPlain(f"{type(value).__name__}")
+        return self.by_number(value)
+
+    def by_number(self, value: object) -> Json:
+        """An object that stays here."""
+        return {"mine": self.number_of(value)}
+
+    # Values that come
+
+    def read(self, told: Json) -> Any:
+        """The value that was written. Raises Lost for what nobody writes."""
+        if not isinstance(told, dict):
+            return told
+        try:
+            return self._read_one(cast("dict[str, Json]", told))
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Lost(f"no value: {error}") from error
+
+    def _read_one(self, told: dict[str, Json]) -> Any:
+        (kind, content), *_ = told.items()
+        value = self._made(kind, content)
+        if "at" in told:
+            self._represent(told["at"], value)
+        return value
+
+    def _made(self, kind: str, content: Json) -> Any:
+        match kind:
+            case "yours":
+                return self._own[content]
+            case "again":
+                return self._stand_ins[content]
+            case "mine":
+                return self._stand_in_for(content)
+            case "list" | "tuple" | "set" | "frozenset":
+                return getattr(builtins, kind)(self._read_each(content))
+            case "dict":
+                return {self.read(key): self.read(value) for key, value in content}
+            case "deque":
+                return collections.deque(self._read_each(content[0]), content[1])
+            case "fraction" | "range":
+                return {"fraction": Fraction, "range": range}[kind](*self._read_each(content))
+            case "global" if self._of_tests and content[1] in _OF_ASSERTS:
+                return types.new_class(content[1], (Exception,))
+            case "iterator":
+                return iter(self._read_each(content))
+            case _:
+                return _READERS[kind](content)
+
+    def _read_each(self, content: list[Json]) -> list[Any]:
+        return [self.read(each) for each in content]
+
+    def _stand_in_for(self, number: Json) -> Any:
+        if number not in self._stand_ins:
+            self._represent(number, self._stand_in(number))
+        return self._stand_ins[number]
+
+    def _represent(self, number: int, value: Any) -> None:
+        self._earlier.append(value)  # for good: else its id would be another object's some day
+        self._stand_ins[number] = value
+        self._theirs[id(value)] = number
+
+    def put(self, number: int, told: dict[str, Json]) -> None:
+        """Make an object here hold what the other side has made of it."""
+        target, value = self._own[number], self.read(told)
+        if isinstance(target, dict | set):
+            cast("dict[Any, Any]", target).clear()
+            cast("dict[Any, Any]", target).update(value)
+        else:
+            target.clear()
+            target.extend(value)
+
+
+def is_shared(module: str, name: str) -> bool:
+    """Whether both boxes may speak of it: one of `SHARED`, or an exception of Python's."""
+    if name in SHARED.get(module, ()):
+        return True
+    value = getattr(builtins, name, None) if module == "builtins" else None
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
+def _from_module(module: str, name: str) -> Any:
+    if not is_shared(module, name):
+        raise ValueError(f"{module}.{name}")
+    return getattr(importlib.import_module(module), name)
+
+
+# Exceptions
+
+
+def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
+    """An exception as JSON: its name, the nearest that Python itself has, what it was made of, its text."""
+    try:
+        made_of = [ledger.written(each) for each in error.args]
+    except (NotPlain, RecursionError):
+        made_of = None
+    text = str(error)[:2000]
+    kind = type(error)
+    return {"name": kind.__name__[:200], "kind": builtin_of(kind), "args": made_of, "text": text}
+
+
+def builtin_of(kind: type[BaseException]) -> str:
+    """The name of the nearest exception above a class that Python itself has."""
+    return next(each.__name__ for each in kind.__mro__ if each.__module__ == "builtins")
+
+
+class Errors:
+    """Makes exceptions of what the other side tells; those that Python does not have are one class for each name."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._kinds: dict[str, type[Exception]] = {}
+
+    def kind(self, name: str, known: str) -> type[Exception]:
+        """The class for a name. What ends programs, such as SystemExit, becomes a RuntimeError: it shall end nothing here."""
+        base = getattr(builtins, known, None)
+        if not (isinstance(base, type) and issubclass(base, Exception)):
+            base = RuntimeError
+        if base.__name__ == name:
+            return base
+        if name not in self._kinds:
+            self._kinds[name] = cast("type[Exception]", types.new_class(name, (base,)))
+        return self._kinds[name]
+
+    def named(self, name: str, known: str) -> type[Exception]:
+        """The same of a class that the other side has under a name: it catches no assert of this side."""
+        kind = self.kind(name[:200], known)
+        return types.new_class(name, (Exception,)) if issubclass(AssertionError, kind) else kind
+
+    def read(self, told: Mapping[str, Json]) -> Exception:
+        """The exception that was written."""
+        kind = self.kind(str(told.get("name")), str(told.get("kind")))
+        made_of, text = told.get("args"), str(told.get("text"))
+        try:
+            return kind(*[self._ledger.read(each) for each in made_of or [text]])
+        except TypeError:  # some want other arguments than they keep
+            return RuntimeError(f"{kind.__name__}: {text}")

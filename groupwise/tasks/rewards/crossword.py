@@ -1,0 +1,270 @@
+"""Rewards for crosswords: the letters of the gold answer, wherever they stand or in the answer tag alone.
+
+Texts are compared by their letters A–Z: accents go (é is E, æ is AE), & is AND, case, spaces and punctuation do not matter. Such a
+comparison knows no digits and no other alphabets, so a gold answer with any of these in it is refused instead of graded, and an answer
+tag that holds them beside the gold answer holds something else.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from groupwise.core.reward_call.tags import THINK, Tag, Tags, after_reasoning, last_tagged
+from groupwise.core.reward_call.text import CompletionText, completion_texts
+from groupwise.tasks.rewards.extracted import LogExtra, record_answers
+from groupwise.tasks.rewards.formats import without_empty_pairs
+from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
+from groupwise.tasks.rewards.registry import reward
+
+_LATIN = str.maketrans({"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"})
+"""Letters that no accent makes."""
+
+Mode: TypeAlias = Literal["any", "contiguous", "word"]
+
+ENUMERATIONS = ("enumeration", "lengths", "expected_len", "n_letters")
+"""Columns that say how many letters the answer has: a number, a list, or text such as `(3,4)`; the first that says it counts."""
+
+
+@reward("crossword_accuracy")
+@dataclass(frozen=True, slots=True)
+class CrosswordAccuracy:
+    """1 if the gold answer occurs in the completion, else 0; `scaled` multiplies by tag share and length ramp."""
+
+    answer_column: str | None = None
+    mode: Mode = "any"
+    """any: the letters follow each other, whatever stands between them. contiguous: the words follow each other, perhaps inside
+    longer ones. word: they stand as words of their own."""
+    scaled: bool = False
+    """Multiply by the share of the four tags that occur and by the ramp, so that blurting the answer out earns little."""
+    min_words: int = 25
+    """Words up to which the ramp is 0: shorter completions hold no reasoning."""
+    full_words: int = 80
+    """Words from which the ramp is 1; more earn no more."""
+    reasoning_tag: Tag = THINK.reasoning
+    answer_tag: Tag = THINK.answer
+
+    def __post_init__(self) -> None:
+        _check_ramp(self.min_words, self.full_words)
+        Tags(self.reasoning_tag, self.answer_tag)
+        if not self.scaled:
+            _refuse_idle(self, ("min_words", "full_words", "reasoning_tag"))
+
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """Between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
+        golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
+        texts = completion_texts(completions, columns, self.reasoning_tag)
+        record_answers(log_extra, map(self._answer, texts))
+        return [self.value(text, forms) for text, forms in zip(texts, golds, strict=True)]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a gold answer in letters."""
+        _check_letters(gold_of_row(row, self.answer_column, self.answer_tag))
+
+    def value(self, text: str, forms: Sequence[str]) -> float:
+        """What a completion earns, given the accepted forms of its gold answer."""
+        said = text if self.scaled else after_reasoning(text, self.reasoning_tag)
+        found = any(occurs(form, said, self.mode) for form in forms)
+        if not (found and self.scaled):
+            return float(found)
+        tags = Tags(self.reasoning_tag, self.answer_tag)
+        return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
+
+    def _answer(self, text: str) -> str:
+        """What stands in the answer tags, or else anywhere behind the reasoning."""
+        tagged = last_tagged(text, self.answer_tag)
+        return one_spelling(after_reasoning(text) if tagged is None else tagged)
+
+
+@reward("pure_accuracy")
+@dataclass(frozen=True, slots=True)
+class PureAccuracy:
+    """At most 1: the answer tag holds the gold answer alone (1), that stands as a word, it occurs in reasoning of some length."""
+
+    answer_column: str | None = None
+    word_bonus: float = 0.02
+    """Times the tag share, where the gold answer stands as a word: breaks ties among wrong answers, and no more."""
+    occurrence: float = 0.25
+    """Times `crossword_accuracy` with `scaled`: a quarter of a right answer for having thought of it."""
+    mode: Mode = "any"
+    min_words: int = 25
+    full_words: int = 80
+    reasoning_tag: Tag = THINK.reasoning
+    answer_tag: Tag = THINK.answer
+
+    def __post_init__(self) -> None:
+        _check_ramp(self.min_words, self.full_words)
+        Tags(self.reasoning_tag, self.answer_tag)
+
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """Between 0 and 1 for each completion, if the bonuses are not below 0.
+
+        Raises ValueError for a row without a gold answer in letters, and for one whose enumeration no gold answer has.
+        """
+        golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
+        said = {name: columns[name] for name in ENUMERATIONS if name in columns}
+        wanted = [
+            _fitting(forms, _length({name: values[at] for name, values in said.items()}))
+            for at, forms in enumerate(golds)
+        ]
+        texts = completion_texts(completions, columns, self.reasoning_tag)
+        answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
+        record_answers(log_extra, map(one_spelling, answers))
+        rows = zip(texts, golds, wanted, strict=True)
+        return [self._value(text, forms, exact) for text, forms, exact in rows]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row that `__call__` would refuse."""
+        _fitting(gold_of_row(row, self.answer_column, self.answer_tag), _length(row))
+
+    def _value(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
+        tags = Tags(self.reasoning_tag, self.answer_tag)
+        answer = tags.last_answer(text) or ""
+        right = letters(answer) in exact and not _other_signs(answer)
+        word = any(occurs(form, text, "word") for form in forms)
+        thought = self._scaled().value(text, forms)
+        bonuses = self.word_bonus * tag_share(tags, text) * word + self.occurrence * thought
+        return min(1.0, right + bonuses)
+
+    def _scaled(self) -> CrosswordAccuracy:
+        return CrosswordAccuracy(
+            mode=self.mode,
+            scaled=True,
+            min_words=self.min_words,
+            full_words=self.full_words,
+            reasoning_tag=self.reasoning_tag,
+            answer_tag=self.answer_tag,
+        )
+
+
+def letters(text: str) -> str:
+    """The letters A–Z of a text: `Crème & Co.` is CREMEANDCO."""
+    return re.sub("[^A-Z]", "", _plain(text))
+
+
+def one_spelling(answer: str) -> str:
+    """The letters of an answer, and what keeps it from being made of these alone: digits, and letters of other alphabets."""
+    return "".join(sign for sign in _plain(answer) if sign.isalnum())
+
+
+def occurs(gold: str, text: str, mode: Mode) -> bool:
+    """Whether a gold answer stands in a text. Raises ValueError for one that cannot be told by its letters."""
+    sought = _graded(gold)
+    if mode == "any":
+        return sought in letters(text)
+    there = " ".join(_words(text))
+    spelt = {" ".join(_words(gold)), sought}
+    if mode == "contiguous":
+        return any(words in there for words in spelt)
+    return any(f" {words} " in f" {there} " for words in spelt)
+
+
+def tag_share(tags: Tags, text: str) -> float:
+    """How many of the four tags occur, of four; those of an empty pair do not count."""
+    return tags.share(without_empty_pairs(tags, text))
+
+
+def length_ramp(text: str, min_words: int, full_words: int) -> float:
+    """From 0 for `min_words` words to 1 for `full_words`, in a straight line."""
+    progress = (len(text.split()) - min_words) / (full_words - min_words)
+    return min(max(progress, 0.0), 1.0)
+
+
+def _plain(text: str) -> str:
+    """Capitals without accents, and AND, as a word of its own, for &."""
+    apart = unicodedata.normalize("NFKD", text.replace("&", " AND "))
+    bare = "".join(sign for sign in apart if not unicodedata.combining(sign))
+    return bare.upper().translate(_LATIN)
+
+
+def _other_signs(text: str) -> bool:
+    """Whether there are digits, or letters of another alphabet."""
+    return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain(text))
+
+
+def _words(text: str) -> list[str]:
+    """Runs of letters of any alphabet; an apostrophe within belongs to the word."""
+    return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain(text)))
+
+
+def _golds(
+    columns: Mapping[str, Any], count: int, answer_column: str | None, tag: Tag
+) -> list[tuple[str, ...]]:
+    """The accepted forms of each row, all of which must be made of letters."""
+    golds = gold_answers(columns, count, answer_column, tag)
+    for forms in golds:
+        _check_letters(forms)
+    return golds
+
+
+def _check_letters(forms: Sequence[str]) -> None:
+    for form in forms:
+        _graded(form)
+
+
+def _graded(gold: str) -> str:
+    """The letters of a gold answer, which must be made of letters."""
+    found = letters(gold)
+    if not found or _other_signs(gold):
+        raise ValueError(
+            f"the gold answer {gold!r:.60} cannot be told by its letters A–Z; expected words. "
+            "For numbers take math_answer or pure_accuracy_math"
+        )
+    return found
+
+
+def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
+    """The letters of the accepted forms that have the expected length."""
+    graded = {_graded(form) for form in forms}
+    fitting = frozenset(each for each in graded if length is None or len(each) == length)
+    if not fitting:
+        lengths = " or ".join(str(len(each)) for each in sorted(graded))
+        raise ValueError(
+            f"the row's enumeration asks for {length} letters, but its gold answer {forms[0]!r:.60} "
+            f"has {lengths}; nothing could be right. Mend the row"
+        )
+    return fitting
+
+
+def _length(row: Mapping[str, Any]) -> int | None:
+    """How many letters the row says that its answer has; None where it does not say."""
+    for name in ENUMERATIONS:
+        value = row.get(name)
+        said = (
+            "" if value is None else str(value).removesuffix(".0")
+        )  # tables with gaps hold floats
+        numbers = [int(number) for number in re.findall(r"[0-9]+", said)]
+        if numbers:
+            return sum(numbers)
+    return None
+
+
+def _check_ramp(min_words: int, full_words: int) -> None:
+    if not 0 <= min_words < full_words:
+        raise ValueError(
+            f"the ramp goes from {min_words} to {full_words} words; expected 0 ≤ min_words < full_words."
+        )
+
+
+def _refuse_idle(given: CrosswordAccuracy, names: Sequence[str]) -> None:
+    """Raise ValueError for parameters that were set though they do nothing unless `scaled`."""
+    idle = [
+        f.name for f in fields(given) if f.name in names and getattr(given, f.name) != f.default
+    ]
+    if idle:
+        raise ValueError(
+            f"{' and '.join(idle)} can have no effect unless scaled is true. Set it, or leave them out."
+        )

@@ -1,0 +1,426 @@
+"""Whether two mathematical expressions are equal.
+
+They are if they have the same value at several points, where each letter is a number drawn from its name. Values are exact where the
+expression is rational; elsewhere they are computed to 200 and to 400 digits, and a difference counts as none if it vanishes with them
+(see `_vanishes`). So `2^{-99}` and `2^{-98}`, or 5 and 5 + e^{-200}, are told apart. Numbers are bounded before they are computed
+(`_MAX_BITS`, `_MAX_EXPONENT`), so that no tower of powers fills the memory: what is beyond equals nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, TypeAlias, cast
+
+import mpmath as untyped  # pyright: ignore[reportMissingTypeStubs]
+
+from groupwise.tasks.rewards.math_parser import Node, number_node
+
+mpmath: Any = cast("Any", untyped)
+
+ROUNDING_RELATIVE = Fraction(1, 1_000_000)
+"""By how much a decimal may differ from the exact value that it stands for, relative to it: six digits."""
+ROUNDING_ABSOLUTE = Fraction(1, 100)
+"""And at most, however large the number is."""
+
+_MAX_BITS = 40_000
+"""Size of an exact numerator or denominator that is computed."""
+
+_MAX_EXPONENT = 1_000_000
+"""Largest exponent (base e) that is computed."""
+_MAX_FACTORIAL_EXACT, _MAX_FACTORIAL = 3_000, 10_000
+"""Largest numbers of which a factorial or binomial is computed, exactly and by the gamma function."""
+
+DIGITS, _MORE_DIGITS = 200, 400
+POINTS = 3
+
+Value: TypeAlias = Any
+"""A Fraction where exact, else a number of mpmath."""
+
+
+class Undecided(ArithmeticError):
+    """No value can be computed here: it is beyond the bounds, or there is none."""
+
+
+# Values
+
+
+class Point:
+    """A value for each letter, and how many digits count."""
+
+    def __init__(self, number: int, digits: int, log_base: str) -> None:
+        self.number = number
+        self.context = mpmath.mp.clone()
+        self.context.dps = digits
+        self.log_base = log_base
+
+    def of(self, name: str) -> Fraction:
+        """The value of a letter: the same for the same name, positive at the last point."""
+        drawn = hashlib.sha256(f"{self.number}:{name}".encode()).digest()
+        size = Fraction(
+            int.from_bytes(drawn[:2], "big") % 997 + 101,
+            int.from_bytes(drawn[2:4], "big") % 499 + 211,
+        )
+        return -size if drawn[4] & 1 and self.number < POINTS - 1 else size
+
+
+def value_at(node: Node, point: Point) -> Value:
+    """The value of an expression. Raises Undecided."""
+    try:
+        return _value(node, point)
+    except (
+        ZeroDivisionError,
+        OverflowError,
+        ValueError,
+        TypeError,
+        mpmath.libmp.ComplexResult,
+    ) as error:
+        raise Undecided(str(error)) from None
+
+
+def _value(node: Node, point: Point) -> Value:
+    how = _HOW.get(node.kind)
+    if how is None:
+        raise Undecided(f"a {node.kind} has no value")
+    return how(node, point)
+
+
+def _sum(node: Node, point: Point) -> Value:
+    total: Value = Fraction(0)
+    for part in node.parts:
+        total = _bounded(_both(operator.add, total, _value(part, point), point))
+    return total
+
+
+def _product(node: Node, point: Point) -> Value:
+    product: Value = Fraction(1)
+    for part in node.parts:
+        product = _bounded(_both(operator.mul, product, _value(part, point), point))
+    return product
+
+
+def _quotient(node: Node, point: Point) -> Value:
+    over, under = (_value(part, point) for part in node.parts)
+    if under == 0:
+        raise Undecided("a division by zero")
+    return _bounded(divided(over, under, point))
+
+
+def _constant(node: Node, point: Point) -> Value:
+    context = point.context
+    values = {"π": context.pi, "e": context.e, "i": context.mpc(0, 1)}
+    if node.name not in values:
+        raise Undecided(node.name)
+    return +values[node.name]
+
+
+def _real(value: Value, point: Point) -> Value:
+    if isinstance(value, Fraction):
+        return point.context.mpf(value.numerator) / value.denominator
+    return value
+
+
+def _both(how: Callable[[Any, Any], Any], one: Value, other: Value, point: Point) -> Value:
+    if isinstance(one, Fraction) and isinstance(other, Fraction):
+        return how(one, other)
+    return how(_real(one, point), _real(other, point))
+
+
+def _bounded(value: Value) -> Value:
+    if isinstance(value, Fraction):
+        if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+            raise Undecided("too large a number")
+    elif not mpmath.isfinite(value):
+        raise Undecided("no finite number")
+    return value
+
+
+def _power(base: Value, exponent: Value, point: Point) -> Value:
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        if exponent.denominator == 1:
+            bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+            if abs(base) != 1 and base != 0 and bits * abs(exponent) > _MAX_BITS:
+                raise Undecided("too large a power")
+            if base == 0 and exponent <= 0:
+                raise Undecided("zero to such a power")
+            return base ** (int(exponent) % 2 if abs(base) == 1 else int(exponent))
+        if base == 0:
+            return Fraction(0)
+    low, high = _real(base, point), _real(exponent, point)
+    if low == 0:
+        return Fraction(0)
+    if abs(high) * (abs(point.context.log(abs(low))) + 4) > _MAX_EXPONENT:
+        raise Undecided("too large a power")
+    return point.context.power(low, high)
+
+
+def _raised(node: Node, point: Point) -> Value:
+    base, exponent = (_value(part, point) for part in node.parts)
+    return _bounded(_power(base, exponent, point))
+
+
+def _call(node: Node, point: Point) -> Value:
+    if node.name == "determinant":
+        return _determinant(node.parts[0], point)
+    return _of_numbers(node.name, [_value(part, point) for part in node.parts], point)
+
+
+def _of_numbers(name: str, values: list[Value], point: Point) -> Value:
+    context = point.context
+    exact = all(isinstance(value, Fraction) for value in values)
+    match name, values:
+        case "abs", [of]:
+            return abs(of)
+        case (("floor" | "ceil"), [Fraction() as of]):
+            return Fraction(math.floor(of) if name == "floor" else math.ceil(of))
+        case "factorial", [Fraction() as of] if (
+            of.denominator == 1 and 0 <= of <= _MAX_FACTORIAL_EXACT
+        ):
+            return Fraction(math.factorial(int(of)))
+        case "binom", [Fraction() as n, Fraction() as k] if (
+            k.denominator == n.denominator == 1 and 0 <= k <= n <= _MAX_FACTORIAL_EXACT
+        ):
+            return Fraction(math.comb(int(n), int(k)))
+        case ("factorial", [of]) if abs(of) <= _MAX_FACTORIAL:
+            return context.factorial(_real(of, point))
+        case ("binom", [n, k]) if max(abs(n), abs(k)) <= _MAX_FACTORIAL:
+            return context.binomial(_real(n, point), _real(k, point))
+        case (("max" | "min"), [_, *_]) if exact:
+            return max(values) if name == "max" else min(values)
+        case (("gcd" | "lcm"), [_, *_]) if exact and all(
+            value.denominator == 1 for value in values
+        ):
+            return Fraction((math.gcd if name == "gcd" else math.lcm)(*map(int, values)))
+        case "root", [of, degree]:
+            return _root(of, degree, point)
+        case _:
+            return _of_analysis(name, [_real(value, point) for value in values], context, point)
+
+
+def _root(of: Value, degree: Value, point: Point) -> Value:
+    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 2 <= degree <= 1_000:
+        return _power(of, 1 / degree, point)
+    if isinstance(of, Fraction):
+        over, under = (_whole_root(part, int(degree)) for part in (of.numerator, of.denominator))
+        if over is not None and under is not None:
+            return Fraction(over, under)
+        if of < 0 and degree % 2:
+            return -point.context.root(_real(-of, point), int(degree))
+    return point.context.root(_real(of, point), int(degree))
+
+
+def _whole_root(number: int, degree: int) -> int | None:
+    """The root of a whole number, if it is whole; else None."""
+    if number < 0:
+        root = _whole_root(-number, degree) if degree % 2 else None
+        return None if root is None else -root
+    root = (
+        int(mpmath.nint(mpmath.root(number, degree)))
+        if number.bit_length() < 150
+        else math.isqrt(number)
+        if degree == 2
+        else 0
+    )
+    return root if root**degree == number else None
+
+
+def _of_analysis(name: str, values: list[Value], context: Any, point: Point) -> Value:
+    if len(values) == 2 and name == "log_":
+        return _logarithm(values[0], context) / _logarithm(values[1], context)
+    if len(values) != 1:
+        raise Undecided(f"{name} of {len(values)}")
+    (of,) = values
+    if name == "degrees":
+        return of * context.pi / 180
+    if name in ("ln", "log", "lg"):
+        found = _logarithm(of, context)
+        return (
+            found / context.log(10)
+            if name == "lg" or (name == "log" and point.log_base == "10")
+            else found
+        )
+    if name in ("exp", "sinh", "cosh", "tanh") and abs(of) > _MAX_EXPONENT:
+        raise Undecided("too large a power")
+    if name in ("sin", "cos", "tan", "cot", "sec", "csc") and abs(of) > 10**30:
+        raise Undecided("too large an angle")
+    functions: dict[str, Callable[[Any], Any]] = {
+        "exp": context.exp, "sin": context.sin, "cos": context.cos, "tan": context.tan, "cot": context.cot, "sec": context.sec,
+        "csc": context.csc, "arcsin": context.asin, "arccos": context.acos, "arctan": context.atan, "sinh": context.sinh,
+        "cosh": context.cosh, "tanh": context.tanh,
+    }  # fmt: skip
+    if name not in functions:
+        raise Undecided(name)
+    return functions[name](of)
+
+
+def _logarithm(of: Value, context: Any) -> Value:
+    if of == 0:
+        raise Undecided("the logarithm of zero")
+    return context.log(of)
+
+
+def _applied(node: Node, point: Point) -> Value:
+    """A function that is only named: a polynomial drawn from its name."""
+    total: Value = point.of(f"{node.name}(0)")
+    for place, part in enumerate(node.parts):
+        of = _value(part, point)
+        for power in (1, 2, 3):
+            factor = point.of(f"{node.name}({place},{power})")
+            term = _both(operator.mul, factor, _power(of, Fraction(power), point), point)
+            total = _bounded(_both(operator.add, total, term, point))
+    return total
+
+
+def _determinant(matrix: Node, point: Point) -> Value:
+    rows = [[_value(part, point) for part in row.parts] for row in matrix.parts]
+    if any(len(row) != len(rows) for row in rows) or len(rows) > 6:
+        raise Undecided("the determinant of no square")
+
+    def expand(part: Sequence[Sequence[Value]]) -> Value:
+        if len(part) == 1:
+            return part[0][0]
+        total: Value = Fraction(0)
+        for place, factor in enumerate(part[0]):
+            minor = [[*row[:place], *row[place + 1 :]] for row in part[1:]]
+            term = _both(operator.mul, factor, expand(minor), point)
+            total = _both(operator.sub if place % 2 else operator.add, total, term, point)
+        return total
+
+    return expand(rows)
+
+
+_HOW: dict[str, Callable[[Node, Point], Value]] = {
+    "number": lambda node, point: node.value,
+    "name": lambda node, point: point.of(node.name),
+    "constant": _constant,
+    "+": _sum,
+    "*": _product,
+    "/": _quotient,
+    "^": _raised,
+    "call": lambda node, point: _bounded(_call(node, point)),
+    "applied": _applied,
+}
+SCALARS = frozenset({*_HOW, "±", "group"})
+"""Kinds of parts that are one number."""
+
+
+# Equal expressions
+
+_BASES = ("e", "10")
+
+
+def expressions_equal(one: Node, other: Node, rounded: bool = False) -> bool:
+    """Whether two expressions have the same value at all points; `rounded`: one may be the other to six digits."""
+    if one == other:
+        return True
+    bases = _BASES if _has_log(one) or _has_log(other) else _BASES[:1]
+    return any(_equal(one, other, rounded, base) for base in bases)
+
+
+def _has_log(node: Node) -> bool:
+    return (node.kind == "call" and node.name == "log") or any(map(_has_log, node.parts))
+
+
+def names_in(node: Node) -> set[str]:
+    """The letters of an expression."""
+    own: set[str] = {node.name} if node.kind in ("name", "applied") else set()
+    return own.union(*map(names_in, node.parts))
+
+
+def numeric_value(node: Node) -> Fraction | None:
+    """The number that is written there in digits: whole, decimal, a fraction of such, with a power of ten; None for all else."""
+    match node.kind, node.parts:
+        case "number", ():
+            return node.value
+        case (("percent" | "quantity"), (of,)):
+            return numeric_value(of)
+        case "relation", (Node(kind="name" | "applied"), of) if node.name == "=":
+            return numeric_value(of)
+        case "*", (sign, of) if sign == number_node(-1):
+            found = numeric_value(of)
+            return None if found is None else -found
+        case "*", (of, Node(kind="^", parts=(ten, exponent))) if ten == number_node(10):
+            found, power = numeric_value(of), numeric_value(exponent)
+            small = power is not None and power.denominator == 1 and abs(power) < 1_000
+            return (
+                found * Fraction(10) ** int(power)
+                if found is not None and power is not None and small
+                else None
+            )
+        case "/", (over, under):
+            top, bottom = numeric_value(over), numeric_value(under)
+            return top / bottom if top is not None and bottom else None
+        case "+", (Node(kind="number") as whole, Node(kind="/") as part) if (
+            whole.value.denominator == 1
+        ):  # a mixed number
+            found = numeric_value(part)
+            return None if found is None else whole.value + found
+        case _:
+            return None
+
+
+def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
+    points = range(POINTS) if names_in(one) | names_in(other) else range(1)
+    for number in points:
+        try:
+            if not _equal_at(one, other, rounded, number, base):
+                return False
+        except Undecided:
+            return False
+    return True
+
+
+def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> bool:
+    """At one point. Values that are not exact are equal where their difference is only what rounding leaves: with twice the digits it
+    vanishes, where that of different numbers stays."""
+    points = [Point(number, digits, base) for digits in (DIGITS, _MORE_DIGITS)]
+    left, right = value_at(one, points[0]), value_at(other, points[0])
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return left == right or (rounded and _within_rounding(left, right))
+    coarse, size = _difference(left, right, points[0])
+    if rounded and coarse <= min(size * float(ROUNDING_RELATIVE), float(ROUNDING_ABSOLUTE)):
+        return True
+    beside_zero = left == 0 or right == 0
+    if coarse > (1 if beside_zero else size) * points[0].context.mpf(10) ** -9:
+        return False
+    fine, _ = _difference(value_at(one, points[1]), value_at(other, points[1]), points[1])
+    return _vanishes(coarse, fine, size, points[1].context)
+
+
+def _difference(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
+    """How far two values are apart, and how large the larger one is."""
+    left, right = _real(left, point), _real(right, point)
+    return abs(left - right), max(abs(left), abs(right))
+
+
+def divided(over: Value, under: Value, point: Point) -> Value:
+    """A quotient, exact if both are."""
+    return _both(lambda left, right: left / right, over, under, point)
+
+
+def nearly_equal(one: Value, other: Value) -> bool:
+    """Whether two values are equal, to half of `DIGITS` where they are not exact."""
+    if isinstance(one, Fraction) and isinstance(other, Fraction):
+        return one == other
+    point = Point(0, DIGITS, "e")
+    left, right = _real(one, point), _real(other, point)
+    return bool(abs(left - right) <= abs(left) * point.context.mpf(10) ** -(DIGITS // 2))
+
+
+def _within_rounding(one: Fraction, other: Fraction) -> bool:
+    whole = one.denominator == 1 or other.denominator == 1
+    return not whole and abs(one - other) <= min(
+        ROUNDING_RELATIVE * max(abs(one), abs(other)), ROUNDING_ABSOLUTE
+    )
+
+
+def _vanishes(coarse: Any, fine: Any, size: Any, context: Any) -> bool:
+    """Whether a difference is only what rounding leaves: it shrinks as digits are added."""
+    if fine == 0:
+        return True
+    if coarse == 0:
+        return bool(fine <= size * context.mpf(10) ** -(_MORE_DIGITS - 20))
+    return bool(fine <= coarse * context.mpf(10) ** -100)

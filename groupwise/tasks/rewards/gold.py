@@ -1,0 +1,155 @@
+r"""The gold answer of a row: the column it stands in, and the forms in which it is accepted.
+
+A column holds text or a number, a list of accepted forms, or a worked solution in which the answer is marked: by the last answer tag,
+else by `####` before the end of the text, else, for rewards that read mathematics, by the last `\boxed{}`. Without
+`rewards.answer_column` it is the first of `GOLD_COLUMNS` that holds something in the row; None, empty text and the NaN of tables hold
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
+
+from groupwise.core.reward_call.call import RESERVED
+from groupwise.core.reward_call.tags import Tag, last_tagged
+from groupwise.tasks.rewards.boxes import last_boxed
+
+GOLD_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution", "label")
+"""Where a gold answer is looked for, in this order."""
+
+MARK = "####"
+"""Stands before the answer at the end of a solution, as in GSM8K. With lines below it is a heading of Markdown."""
+
+LONGEST_MARKED = 120
+"""Characters of an answer behind the mark; more is a paragraph."""
+
+
+def gold_answers(
+    columns: Mapping[str, Any],
+    count: int,
+    answer_column: str | None = None,
+    tag: Tag = "answer",
+    boxes: bool = False,
+) -> list[tuple[str, ...]]:
+    r"""For each of `count` completions the forms in which its gold answer is accepted: at least one, without white space around it.
+
+    `columns` are those that a reward function gets, each with an entry for each completion; `boxes` says whether `\boxed{}` marks an
+    answer. Raises ValueError for a row without a gold answer, and for one of another kind.
+    """
+    entries = {
+        name: _entries(name, columns[name], count)
+        for name in _sought(answer_column)
+        if name in columns
+    }
+    found: list[tuple[str, ...]] = []
+    for index in range(count):
+        try:
+            row = {name: values[index] for name, values in entries.items()}
+            found.append(_first_forms(row, columns, answer_column, tag, boxes))
+        except ValueError as error:
+            raise ValueError(f"completion {index}: {error}") from None
+    return found
+
+
+def gold_of_row(
+    row: Mapping[str, Any],
+    answer_column: str | None = None,
+    tag: Tag = "answer",
+    boxes: bool = False,
+) -> tuple[str, ...]:
+    """The accepted forms of one row of a dataset. Raises ValueError as `gold_answers` does."""
+    return _first_forms(row, row, answer_column, tag, boxes)
+
+
+def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | None:
+    """The answer that is marked in a text, perhaps an empty one; None where nothing marks one."""
+    tagged = last_tagged(text, tag)
+    if tagged is not None:
+        return tagged
+    divided = at_mark(text)
+    if divided is not None:
+        return divided[1]
+    inner = last_boxed(text) if boxes else None
+    return None if inner is None else inner.strip()
+
+
+def at_mark(text: str) -> tuple[str, str] | None:
+    """What stands before the mark and the answer behind it; None unless that is one short line, with which the text ends."""
+    before, mark, after = text.rpartition(MARK)
+    answer = after.strip()
+    stands_alone = mark and not before[-1:].strip()
+    if not stands_alone or "\n" in answer or len(answer) > LONGEST_MARKED:
+        return None
+    return before, answer
+
+
+def _sought(answer_column: str | None) -> tuple[str, ...]:
+    return GOLD_COLUMNS if answer_column is None else (answer_column,)
+
+
+def _first_forms(
+    row: Mapping[str, Any],
+    columns: Collection[str],
+    answer_column: str | None,
+    tag: Tag,
+    boxes: bool,
+) -> tuple[str, ...]:
+    for name in _sought(answer_column):
+        if forms := _forms(name, row.get(name), tag, boxes):
+            return forms
+    raise ValueError(_no_gold(columns, answer_column))
+
+
+def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
+    if isinstance(values, str) or len(values) != count:
+        raise ValueError(f"the column `{name}` has no list with one entry for each completion")
+    return values
+
+
+def _forms(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
+    """The accepted forms in the order of the column, each once; none where it holds nothing."""
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
+    forms = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
+    return tuple(dict.fromkeys(form for form in forms if form))
+
+
+def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
+    """One entry's answer; a marked number with commas between its thousands also without them."""
+    if not isinstance(value, str):
+        return (_plain(name, value),)
+    marked = marked_answer(value, tag, boxes)
+    if marked is None:
+        return (value.strip(),)
+    grouped = re.fullmatch(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?", marked)
+    return (marked, marked.replace(",", "")) if grouped else (marked,)
+
+
+def _plain(name: str, value: Any) -> str:
+    """What is no text, as text; empty where there is nothing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, float) and value.is_integer():  # what tables make of a column with gaps
+        return str(int(value))
+    if isinstance(value, int | float):
+        return str(value)
+    raise ValueError(
+        f"the gold answer in the column `{name}` is {type(value).__name__}; "
+        "expected text, a number, or a list of accepted forms"
+    )
+
+
+def _no_gold(columns: Collection[str], answer_column: str | None) -> str:
+    there = sorted(set(columns).difference(RESERVED))
+    exists = f"The dataset has: {', '.join(there) or 'none but prompt'}."
+    if answer_column is None:
+        return (
+            f"there is no gold answer in {', '.join(GOLD_COLUMNS)}. {exists} "
+            "Name the column that holds it in rewards.answer_column."
+        )
+    if answer_column in columns:
+        return f"the gold answer's column `{answer_column}` is empty. {exists}"
+    return f"there is no column `{answer_column}` for the gold answer. {exists}"

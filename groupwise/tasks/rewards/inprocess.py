@@ -1,0 +1,231 @@
+"""A rubric with the task's metrics, and its scoring in one thread of this process.
+
+The thread is for functions that another process cannot import (closures of a notebook) and for those that keep state
+between calls. A thread cannot be killed: one with a call that exceeds its limit is left behind, its group comes back unscored as
+from a worker, and the next call has a fresh thread. That ends the run where too many of them hang. Nor are they waited for when the
+run ends: they are daemons and go with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+from groupwise.core.errors import GroupwiseError, RewardWorkerError, RunError
+from groupwise.core.plugins import explain
+from groupwise.core.processes.threads import DaemonThreads
+from groupwise.core.reward_call.call import loop_of_thread
+from groupwise.core.reward_call.plain import plain
+from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unscored
+from groupwise.core.reward_call.text import CompletionText
+from groupwise.core.types import Prompt
+from groupwise.tasks.rewards.rubric import NO_REWARD, Rubric
+
+ComputeMetrics = Callable[
+    [Sequence[Prompt], Sequence[CompletionText], Sequence[dict[str, Any]]], dict[str, Any]
+]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_HANGING = 3
+"""Threads of rewards that may hang at a time. One that computes takes computing time from the run, and all keep their memory."""
+_END_LIMIT = 1.0
+"""Seconds that an idle thread may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RubricScorer:
+    """What a factory for `RewardWorkers` returns: a rubric and the task's metrics, both ready to be called."""
+
+    rubric: Rubric | None
+    """None: the task has no reward functions, and none applies."""
+    compute_metrics: ComputeMetrics
+
+    async def score(self, request: ScoreRequest, started: Callable[[str], None]) -> GroupScore:
+        """See `Rubric.score`."""
+        if self.rubric is None:  # the rewards are those of the task's environment
+            return unscored(len(request.completions), "failed", NO_REWARD)
+        return await self.rubric.score(request, started)
+
+
+class TooSlow(Exception):
+    """A call exceeded its limit and was left behind with its thread; the next one has another."""
+
+
+class LimitedThread:
+    """One thread that does one call after the other; a call that exceeds its limit is left behind with it, or ends the run."""
+
+    def __init__(
+        self, name: str, too_slow: Callable[[str, float], RunError], spare: int = 0
+    ) -> None:
+        """`too_slow` makes the error from what was running and its limit in seconds, where more than `spare` threads hang at a time."""
+        self._name = name
+        self._too_slow = too_slow
+        self._spare = spare
+        self._left: list[DaemonThreads[Work]] = []
+        self._given_up: RunError | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._runner = _Runner()
+        self._thread: DaemonThreads[Work] = DaemonThreads([self._runner], self._name)
+
+    async def call(self, call: Callable[[Work], Awaitable[T]], limit: float | None = None) -> T:
+        """The result of a coroutine function, run there; it notes when a piece of user code begins, which has the whole limit.
+
+        When that is exceeded, raises TooSlow; where too many threads hang what `too_slow` makes, then and ever after.
+        """
+        while self._given_up is None:
+            thread, job = self._thread, Work(call)
+            done = asyncio.wrap_future(thread.submit(job))
+            await _ended(job, done, limit)
+            if done.done() and not done.cancelled():
+                return done.result()
+            done.cancel()  # nobody hears what the thread may still answer
+            job.left_behind = True
+            if thread is self._thread and self._given_up is None:
+                self._leave_behind(job.running, limit or 0.0)
+        raise self._given_up
+
+    def _leave_behind(self, running: str, limit: float) -> NoReturn:
+        """The calls that wait in the thread are cancelled there, and `call` has them done by the one that takes its place."""
+        self._thread.close()
+        self._left = [*(each for each in self._left if not each.join(0.0)), self._thread]
+        if len(self._left) > self._spare:
+            self._given_up = self._too_slow(running, limit)
+            raise self._given_up
+        self._begin()
+        raise TooSlow(f"the call took longer than {limit:g} s; `{running}` was running")
+
+    async def close(self) -> None:
+        """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
+        self._spare = 0  # no thread takes its place
+        self._thread.close()
+        if not self._runner.busy:
+            await asyncio.to_thread(self._thread.join, _END_LIMIT)
+
+
+async def _ended(job: Work, done: asyncio.Future[Any], limit: float | None) -> None:
+    """Wait until a call is done or cancelled, or has exceeded its limit."""
+    begun = asyncio.wrap_future(job.begun)
+    await asyncio.wait({done, begun}, return_when=asyncio.FIRST_COMPLETED)
+    while not done.done():
+        left = None if limit is None else job.since + limit - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        await asyncio.wait({done}, timeout=left)
+
+
+class InProcessScorer:
+    """Scores groups one after the other in a thread of this process; a `Scorer`."""
+
+    def __init__(
+        self, rubric: Rubric | None, compute_metrics: ComputeMetrics, *, time_limit: float = 30.0
+    ) -> None:
+        """`time_limit` in seconds for a reward function's call; None for `rubric`: see `RubricScorer`."""
+        self._scorer = RubricScorer(rubric, compute_metrics)
+        self._time_limit = time_limit
+        self._thread = LimitedThread("rewards", _too_slow, MOST_HANGING)
+
+    async def start(self) -> None:
+        """The thread is ready as soon as it is made."""
+
+    async def score(self, request: ScoreRequest) -> GroupScore:
+        """Score one group; `timed_out` if it takes too long. Raises RewardWorkerError where too many hang, then and ever after."""
+
+        async def work(job: Work) -> GroupScore:
+            try:
+                return await self._scorer.score(request, job.note)
+            except Exception as error:  # noqa: BLE001 — whatever user code did, only its group fails
+                reason = f"scoring raised {explain(error).strip()}"
+                return unscored(len(request.completions), "failed", reason)
+
+        try:
+            return await self._thread.call(work, self._time_limit)
+        except TooSlow as error:
+            logger.warning("rewards: %s; its thread is left behind", error)
+            return unscored(len(request.completions), "timed_out", str(error))
+
+    async def compute_metrics(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[CompletionText],
+        rows: Sequence[dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The task's metrics, as JSON values; without a time limit, because nothing could be done about it."""
+
+        async def work(job: Work) -> dict[str, Any]:
+            with loop_of_thread():
+                return plain(self._scorer.compute_metrics(prompts, completions, rows))
+
+        try:
+            return await self._thread.call(work)
+        except GroupwiseError as error:
+            raise RewardWorkerError(str(error)) from error
+        except Exception as error:  # user code may raise anything
+            raise RewardWorkerError(f"compute_metrics raised {explain(error).strip()}") from error
+
+    async def close(self) -> None:
+        """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
+        await self._thread.close()
+
+
+def _too_slow(running: str, limit: float) -> RunError:
+    return RewardWorkerError(
+        f"The reward function `{running}` took longer than {limit:g} s, and {MOST_HANGING} calls before it still hang. They run "
+        "inside this process, where nothing can be killed, because a function keeps state or cannot be imported by another "
+        "process. Make it faster, raise the limit, or move it into a task file."
+    )
+
+
+@dataclass(slots=True)
+class Work:
+    """A call for the thread, and what the thread notes about it."""
+
+    call: Callable[[Work], Awaitable[Any]]
+    begun: Future[None] = field(default_factory=Future[None])
+    running: str = "?"
+    since: float = 0.0
+    """When the function that is `running` was begun, on the monotonic clock."""
+    left_behind: bool = False
+
+    def note(self, name: str, *, repeated: bool = False) -> None:
+        """Hear that a function begins; each has the whole time limit, and nothing is repeated in a process that lives.
+
+        Raises TooSlow for a call that was left behind, so that its other functions do not run beside those of the next one.
+        """
+        if self.left_behind:
+            raise TooSlow
+        self.running, self.since = name, time.monotonic()
+
+
+class _Runner:
+    """Runs coroutines in the thread's own event loop, so that a blocking one blocks nothing else."""
+
+    def __init__(self) -> None:
+        self.busy = False
+
+    def begin(self) -> None:
+        self._loop = asyncio.Runner()
+
+    def do(self, job: Work) -> Any:
+        self.busy, job.since = True, time.monotonic()
+        job.begun.set_result(None)
+
+        async def run() -> Any:
+            return await job.call(job)
+
+        try:
+            return self._loop.run(run())
+        finally:
+            self.busy = False
+
+    def end(self) -> None:
+        self._loop.close()

@@ -1,0 +1,328 @@
+"""The reward of a judge: another model scores completions by a rubric.
+
+    {name: judge, endpoint: "https://api.example.com/v1", model: some-model, rubric: "Correct, short, polite."}
+
+`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, so that a judge who prefers the first
+place prefers nobody; `group` about all of them in one question. Equal completions are asked about once and score the same.
+
+Only a verdict is a score: an answer that cannot be read is asked for once more, and then it is a failure of the completions that it was
+about, as are an endpoint that does not answer and time that runs out. What was answered is kept on disk, so a resumed run does not pay
+for it again. `judge_prompts` says what is asked and how a completion is kept from answering for the judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.plugins import printable
+from groupwise.core.reward_call.call import Failed
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.core.types import Message, Prompt
+from groupwise.tasks.rewards.judge_cache import JudgeCache
+from groupwise.tasks.rewards.judge_prompts import (
+    TEMPLATE,
+    Malformed,
+    Mode,
+    Question,
+    check_template,
+    names_of,
+    prompt_text,
+    question,
+)
+from groupwise.tasks.rewards.registry import reward
+
+if TYPE_CHECKING:
+    from groupwise.api.openai_client.client import Client, Endpoint
+
+_SHOWN = 300
+"""Characters of an unreadable answer that a reason shows."""
+
+
+@reward("judge")
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """A number from 0 to 1 from a judge: the score's place on the scale, or the share of comparisons won."""
+
+    endpoint: str
+    """The base URL of an OpenAI-compatible service."""
+    model: str
+    mode: Mode = "alone"
+    rubric: str | None = None
+    """For every row; None takes the column."""
+    rubric_column: str = "rubric"
+    scale: tuple[float, float] = (0.0, 10.0)
+    """The lowest and the highest score, which become 0 and 1."""
+    template: str = TEMPLATE
+    api_key_env: str = "OPENAI_API_KEY"
+    temperature: float | None = 0.0
+    """None leaves it to the service; some models take no other."""
+    max_tokens: int | None = 1024
+    concurrency: int = 8
+    """Requests that are under way at once, of each worker."""
+    time_limit: float = 25.0
+    """Seconds for a group; what is not answered by then is a failure of its completions alone."""
+    retries: int = 3
+    """How often a request is repeated that may yet succeed."""
+    cache: str | None = None
+    """Folder for answers; None for the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        check_template(self.template)
+        low, high = self.scale
+        if not low < high:
+            raise ValueError(
+                f"scale is [{low:g}, {high:g}]; expected the lowest score, then a higher one."
+            )
+        if self.concurrency < 1 or not self.time_limit > 0 or self.retries < 0:
+            raise ValueError(
+                f"concurrency is {self.concurrency}, time_limit {self.time_limit:g} and retries {self.retries}; "
+                "expected at least 1, more than 0 and at least 0."
+            )
+        if self.rubric is not None and not self.rubric.strip():
+            raise ValueError(
+                "rubric is empty. Write what a good answer is, or leave it out and name a rubric_column."
+            )
+        try:
+            self._service()
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a rubric."""
+        self._rubric_of(row)
+
+    async def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[CompletionText],
+        log_metric: Callable[[str, float], None] | None = None,
+        log_extra: Callable[[str, Sequence[Any]], None] | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """A number for each completion; `Failed` where the judge gave no verdict, None for one that has nobody to be compared with."""
+        texts = [printable(completion_text(each)) for each in completions]
+        values: list[float | None] = [None] * len(texts)
+        said: list[str | None] = [None] * len(texts)
+        groups: dict[tuple[str, str], list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            try:
+                rubric = self._rubric_of({name: each[index] for name, each in columns.items()})
+            except ValueError as problem:
+                values[index] = Failed(f"cannot judge this row: it {problem}")
+            else:
+                groups.setdefault((printable(prompt_text(prompt)), rubric), []).append(index)
+        async with self._session() as session:
+            judged = [
+                _MODES[self.mode](self, session, prompt, rubric, [texts[i] for i in members])
+                for (prompt, rubric), members in groups.items()
+            ]
+            for members, found in zip(groups.values(), await asyncio.gather(*judged), strict=True):
+                for index, opinion in zip(members, found, strict=True):
+                    values[index], said[index] = opinion.value, opinion.said
+        if log_metric is not None:
+            for name, count in session.counts.items():
+                log_metric(f"judge/{name}", count)
+        if log_extra is not None and self.mode != "pairs":
+            log_extra("judge", said)
+        return values
+
+    async def alone(
+        self, session: _Session, prompt: str, rubric: str, texts: list[str]
+    ) -> list[_Opinion]:
+        """An opinion on each text by itself."""
+        different = list(dict.fromkeys(texts))
+        questions = [self._question(prompt, rubric, [text]) for text in different]
+        verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
+        found = {
+            text: self._opinion(verdict, question.names[0])
+            for text, question, verdict in zip(different, questions, verdicts, strict=True)
+        }
+        return [found[text] for text in texts]
+
+    async def group(
+        self, session: _Session, prompt: str, rubric: str, texts: list[str]
+    ) -> list[_Opinion]:
+        """An opinion on each text from one look at all of them."""
+        asked = self._question(prompt, rubric, list(dict.fromkeys(texts)))
+        verdict = await session.ask(asked)
+        names = names_of(asked.mark, texts)
+        return [self._opinion(verdict, name) for name in names]
+
+    async def pairs(
+        self, session: _Session, prompt: str, rubric: str, texts: list[str]
+    ) -> list[_Opinion]:
+        """For each text the share of the others that it beats, a tie being half of one."""
+        orders = list(permutations(dict.fromkeys(texts), 2))
+        questions = [self._question(prompt, rubric, pair) for pair in orders]
+        verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
+        firsts = {
+            pair: verdict.of(question.names[0])
+            for pair, question, verdict in zip(orders, questions, verdicts, strict=True)
+        }
+        return [_Opinion(_won(index, texts, firsts), None) for index in range(len(texts))]
+
+    def _question(self, prompt: str, rubric: str, texts: Sequence[str]) -> Question:
+        return question(self.mode, self.template, rubric, prompt, texts, self.scale)
+
+    def _opinion(self, verdict: _Verdict, name: str) -> _Opinion:
+        low, high = self.scale
+        score = verdict.of(name)
+        placed = score if isinstance(score, Failed) else (score - low) / (high - low)
+        return _Opinion(placed, verdict.said)
+
+    def _rubric_of(self, row: Mapping[str, Any]) -> str:
+        if self.rubric is not None:
+            return self.rubric
+        rubric = row.get(self.rubric_column)
+        if not isinstance(rubric, str) or not rubric.strip():
+            raise ValueError(
+                f"has no rubric in the column `{self.rubric_column}`; expected text there, or `rubric` in the config"
+            )
+        return printable(rubric)
+
+    def _service(self) -> Endpoint:
+        from groupwise.api.openai_client.client import Endpoint
+
+        return Endpoint(
+            self.endpoint, self.model, self.api_key_env, self.time_limit, retries=self.retries
+        )
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncGenerator[_Session]:
+        from groupwise.api.openai_client.client import Client
+
+        cache = JudgeCache(None if self.cache is None else Path(self.cache))
+        async with Client(self._service(), concurrency=self.concurrency) as client:
+            deadline = asyncio.get_running_loop().time() + self.time_limit
+            yield _Session(self, client, cache, deadline)
+
+
+_MODES = {"alone": Judge.alone, "pairs": Judge.pairs, "group": Judge.group}
+
+
+@dataclass(frozen=True, slots=True)
+class _Opinion:
+    value: float | None
+    said: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The answer to one question: scores by name, and why some or all may be missing."""
+
+    scores: Mapping[str, float]
+    failure: Failed | None = None
+    said: str | None = None
+
+    def of(self, name: str) -> float:
+        """The score of a completion, or `Failed`."""
+        missing = self.failure or Failed("got no score for this completion")
+        return self.scores.get(name, missing)
+
+
+def _won(index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], float]) -> float | None:
+    """The mean over the other members of what this one scored against them: shown first, and shown second."""
+    own, points = texts[index], list[float]()
+    for place, other in enumerate(texts):
+        if other == own:
+            points += [0.5] if place != index else []
+            continue
+        first, second = firsts[own, other], firsts[other, own]
+        for each in (first, second):
+            if isinstance(each, Failed):
+                return each
+        points.append((first + 1 - second) / 2)
+    return fmean(points) if points else None
+
+
+class _Session:
+    """Asks the questions of one call, and counts what that costs."""
+
+    def __init__(self, judge: Judge, client: Client, cache: JudgeCache, deadline: float) -> None:
+        self.counts = dict.fromkeys(("requests", "cached", "prompt_tokens", "completion_tokens"), 0)
+        self._judge = judge
+        self._client = client
+        self._cache = cache
+        self._deadline = deadline
+
+    async def ask(self, asked: Question) -> _Verdict:
+        """The verdict, from the cache or the judge; never raises for what the service does."""
+        key = self._key(asked)
+        if (said := self._cache.get(key)) is not None and not _problem(asked, said):
+            self.counts["cached"] += 1
+            return _Verdict(asked.read(said), said=said)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                verdict = await self._answered(asked)
+        except TimeoutError:
+            limit = self._judge.time_limit
+            return _Verdict({}, Failed(f"got no verdict within time_limit, {limit:g} s"))
+        except EndpointError as error:
+            return _Verdict({}, Failed(f"got no verdict: {error}"))
+        if verdict.said is not None and verdict.failure is None:
+            self._cache.put(key, verdict.said)
+        return verdict
+
+    async def _answered(self, asked: Question) -> _Verdict:
+        """The verdict after at most two questions; of a group the scores that there are."""
+        said, problem, scores = await self._heard(asked, asked.messages)
+        if problem:
+            again = asked.again(said, problem)
+            said, problem, later = await self._heard(asked, again)
+            scores = later or scores
+        failure = Failed(f"got no verdict: {problem}, in {said[:_SHOWN]!r}") if problem else None
+        return _Verdict(scores, failure, said)
+
+    async def _heard(
+        self, asked: Question, messages: list[Message]
+    ) -> tuple[str, str | None, dict[str, float]]:
+        """What was said, why that is not the whole verdict, if it is not, and the scores in it."""
+        said, whole = await self._said(messages)
+        if not whole:
+            return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
+        return said, _problem(asked, said), _partial(asked, said)
+
+    async def _said(self, messages: list[Message]) -> tuple[str, bool]:
+        """An answer, and whether that is all of it: what stands in a part might have been taken back in the rest."""
+        self.counts["requests"] += 1
+        answer = await self._client.chat(
+            messages, temperature=self._judge.temperature, max_tokens=self._judge.max_tokens
+        )
+        self.counts["prompt_tokens"] += answer.usage.prompt_tokens or 0
+        self.counts["completion_tokens"] += answer.usage.completion_tokens or 0
+        return printable(answer.texts[0]), answer.finish_reasons[0] != "length"
+
+    def _key(self, asked: Question) -> dict[str, Any]:
+        """What an answer depends on, as far as it is known here."""
+        judge = self._judge
+        return {
+            "endpoint": self._client.endpoint.base_url,
+            "model": judge.model,
+            "temperature": judge.temperature,
+            "max_tokens": judge.max_tokens,
+            "messages": asked.messages,
+        }
+
+
+def _problem(asked: Question, said: str) -> str | None:
+    """Why an answer is not the whole verdict."""
+    try:
+        missing = [name for name in asked.names if name not in asked.read(said)]
+    except Malformed as malformed:
+        return str(malformed)
+    return f"there is no {asked.scale_text} for {', '.join(missing)}" if missing else None
+
+
+def _partial(asked: Question, said: str) -> dict[str, float]:
+    try:
+        return asked.read(said)
+    except Malformed:
+        return {}

@@ -1,0 +1,1039 @@
+r"""Mathematical notation parsed whole: LaTeX, Unicode symbols and plain text become one tree, or `ParseError` is raised.
+
+Nothing is skipped. Where this grammar does not know something (an integral, a word that is no unit, a bracket that is not closed), the
+whole text is refused, so that no part of an answer is ever compared in place of all of it. Parsing takes linear time in the length of a
+text.
+
+    elements   relation (`,` `;` `or` `and` relation)*
+    relation   quantity ((`=` `<` `≤` `∈` …) quantity)*  a chain is one relation
+    quantity   currency? sum (`%` | unit)?
+    sum        product ((`+` `-` `±` `∪` `∩` `∖`) product)*
+    product    factor ((`·` `/` or nothing) factor)*      side by side is a product
+    factor     base (`^` exponent | `!` | `°`)*
+    base       number (`_` base of digits)? | letter (`_` index)? `'`* | function factor | bracket elements bracket | …
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from groupwise.tasks.rewards.units import (
+    can_follow_number,
+    is_joined_unit,
+    is_rate,
+    is_unit,
+    unit_of,
+)
+
+LONGEST = 2_000
+"""Characters of a text that is read."""
+
+DEEPEST = 40
+"""Brackets within brackets."""
+
+
+class ParseError(ValueError):
+    """The text, or a part of it, is not in the grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part of a formula: what it is, and its parts."""
+
+    kind: str
+    """`number`, `name`, `constant`, `+`, `*`, `/`, `^`, `±`, `call`, `tuple`, `interval`, `set`, `list`, `relation`, …"""
+    parts: tuple[Node, ...] = ()
+    name: str = ""
+    """Of a name, a constant, a function; the signs of a relation or of an interval's ends; the unit of a quantity."""
+    value: Fraction = Fraction(0)
+    """Of a number."""
+    decimal: bool = False
+    """A number that is written with a decimal point, and so may be rounded."""
+
+
+def number_node(value: int | Fraction, decimal: bool = False) -> Node:
+    """A number."""
+    return Node("number", value=Fraction(value), decimal=decimal)
+
+
+# What is written otherwise, but says the same
+
+_SIGNS = {
+    "−": "-", "–": "-", "—": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/",
+    "π": r"\pi ", "∞": r"\infty ", "∅": r"\emptyset ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ",
+    "≈": r"\approx ", "°": r"^\circ ", "**": "^", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ",
+    "…": r"\ldots ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
+    "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne ", "→": r"\to ", "′": "'", "’": "'", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    "∖": r"\setminus ", "℃": r"^\circ C", "℉": r"^\circ F", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+    "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}",
+}  # fmt: skip
+_GREEK = dict(
+    zip(
+        "αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
+        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
+        "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega".split(),
+        strict=True,
+    )
+)
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {
+    ord("，"): ord(","),
+    ord("、"): ord(","),
+    ord("。"): ord("."),
+}
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_SAME_COMMANDS = {
+    r"\frac": "dfrac tfrac cfrac", r"\binom": "dbinom tbinom", r"\le": "leq leqslant", r"\ge": "geq geqslant", r"\ne": "neq",
+    "<": "lt", ">": "gt", r"\emptyset": "varnothing O", r"\ldots": "dots cdots dotsc dotsb dotso",
+    "|": "lvert rvert vert lVert rVert Vert", r"\{": "lbrace", r"\}": "rbrace", "[": "lbrack", "]": "rbrack",
+    " and ": "land wedge", " or ": "lor vee",
+}  # fmt: skip
+"""LaTeX's other commands for the same sign."""
+_REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"(?<=\d)\s*m([²³])(?=\s*\.?\s*$)", r"\\text{ m}\1"),
+    (r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ", lambda found: f"^{{{found.group().translate(_RAISED)}}}"),
+    (r"[₀₁₂₃₄₅₆₇₈₉]+", lambda found: f"_{{{found.group().translate(_LOWERED)}}}"),
+    (r"([∛∜])", lambda found: rf"\sqrt[{'34'['∛∜'.index(found.group())]}]"),
+    (r"√", r"\\sqrt "),
+    (
+        r"\\(?:left|right|middle|displaystyle|textstyle|limits|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|Biggl?|Biggr)(?![a-zA-Z])\.?",
+        "",
+    ),
+    *(
+        (rf"\\(?:{'|'.join(names.split())})(?![a-zA-Z])", command.replace("\\", r"\\"))
+        for command, names in _SAME_COMMANDS.items()
+    ),
+    (r"\.\.\.", r"\\ldots"),
+    (
+        r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:boldsymbol|mathbf|bf|underline|mathit)(?=\s*\{?\s*[-\d])",
+        "",
+    ),
+    (r"(\.\d*)\\dot\s*\{?(\d)\}?$", r"\1\\overline{\2}"),
+    (r"(?<![\d.])(\d*\.\d*?)(\d{1,3}?)\2{2,}\s*\\ldots\s*$", r"\1\\overline{\2}"),
+    (r"(?<!\w)\(?([0-9A-F]+)\)?\s*(?:\\text\s*\{\s*)?(?:in\s+)?base\s*\}?\s*(\d+)\}?$", r"\1_{\2}"),
+    (r"^\(([0-9]+)\)_", r"\1_"),
+    (r"\\var(epsilon|phi|theta|rho|sigma)(?![a-zA-Z])", r"\\\1"),
+    (
+        r"\\textdegree(?![a-zA-Z])|\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}|\^\s*\\circ(?![a-zA-Z])",
+        "°",
+    ),
+    (r"\\%", "%"),
+    (r"(?<!\\)\\[,;:!\s]|\\quad(?![a-zA-Z])|\\qquad(?![a-zA-Z])|~", " "),
+)
+_REWRITTEN = tuple((re.compile(pattern), replacement) for pattern, replacement in _REWRITES)
+
+
+def plain_signs(text: str) -> str:
+    """The text with one spelling for each sign."""
+    text = text.translate(_FULL_WIDTH)
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    for sign, name in _GREEK.items():
+        text = text.replace(sign, f"\\{name} ")
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+# Tokens
+
+_TOKEN = re.compile(
+    r"""
+    (?P<space>\s+)
+  | (?P<number>(?:\d{1,3}(?:(?:,|\{,\})\s?\d{3})+(?![\d,]|\{,)(?:\.\d+)?|\d+\{,\}\d+|\d+(?:\.\d*)?|\.\d+)
+        (?:\\overline\{?\d+\}?|[eE][+-]?\d+(?![\d.a-zA-Z]))?)
+  | (?P<styled>\\(?:text|textrm|textbf|textit|textsf|mbox|mathrm|mathit|operatorname|rm)\s*\{(?P<inside>[^{}$]*)\})
+  | (?P<bold>\\(?:mathbf|boldsymbol|vec|hat|bar|overline|mathbb|mathcal|mathfrak|underline|tilde|widehat|overrightarrow)\s*
+        \{?\s*(?P<letters>\\?[A-Za-z]+)\s*\}?)
+  | (?P<command>\\(?:[a-zA-Z]+|[{}\\]))
+  | (?P<word>[A-Za-z]+)
+  | (?P<sign>[-+*/^_=<>(){}\[\]|!%°',;:.‰$€£¥&])
+    """,
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A piece of notation."""
+
+    kind: str
+    text: str
+    spaced: bool
+    """Whether white space stands before it."""
+
+
+def tokens_of(text: str) -> list[Token]:
+    """All of a text. Raises ParseError at a sign that is none of mathematics."""
+    tokens: list[Token] = []
+    place, spaced, depth = 0, False, 0
+    while place < len(text):
+        found = _TOKEN.match(text, place)
+        if found is None:
+            raise ParseError(f"{text[place]!r}")
+        place = found.end()
+        kind = found.lastgroup or ""
+        if found["space"] is not None:
+            spaced = True
+            continue
+        piece = found.group()
+        if found["styled"] is not None:
+            kind, piece = "styled", found["inside"]
+        elif found["bold"] is not None:
+            kind, piece = "bold", piece.replace(" ", "")
+        elif found["number"] is not None:
+            kind = "number"
+            if depth and "," in piece and "{" not in piece:  # within brackets a comma separates
+                piece = piece.partition(",")[0]
+                place = found.start() + len(piece)
+        elif found["word"] is not None:
+            kind = "word"
+        elif found["command"] is not None:
+            kind = "command"
+        else:
+            kind = "sign"
+        depth += (piece in ("(", "[", r"\{")) - (piece in (")", "]", r"\}"))
+        tokens.append(Token(kind, piece, spaced))
+        spaced = False
+    return tokens
+
+
+# The grammar
+
+RELATIONS = {
+    "=": "=", "<": "<", ">": ">", r"\le": "≤", r"\ge": "≥", r"\ne": "≠", r"\in": "∈", r"\approx": "≈", ":": ":",
+}  # fmt: skip
+FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp min max gcd lcm abs floor ceil".split()
+)
+_GREEK_NAMES = frozenset(_GREEK.values())
+_CONSTANTS = {"pi": "π", "infty": "∞", "emptyset": "∅", "e": "e", "i": "i"}
+_PLAIN_WORDS = {
+    "pi": Node("constant", name="π"),
+    "infinity": Node("constant", name="∞"),
+    "inf": Node("constant", name="∞"),
+    "infty": Node("constant", name="∞"),
+}
+_SEPARATORS = frozenset({"or", "and"})
+_MATRICES = frozenset(
+    {"matrix", "pmatrix", "bmatrix", "Bmatrix", "vmatrix", "smallmatrix", "array"}
+)
+_APPLIED = frozenset("fghFGHPTQ")
+_BASES = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "sixteen": 16,
+}
+_NUMBER_WORDS = {
+    "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+}  # fmt: skip
+
+
+def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
+    """The tree of a text. Raises ParseError where any of it is not in the grammar.
+
+    `known` are words that can stand behind a number as its unit, beside units and plurals (`groupwise.tasks.rewards.units.words_of`).
+    """
+    if len(text) > LONGEST:
+        raise ParseError("longer than an answer is")
+    parser = _Parser(tokens_of(plain_signs(text)), known)
+    try:
+        return parser.whole()
+    except RecursionError:
+        raise ParseError("nested too deep") from None
+
+
+def _at_most_one(node: Node) -> bool:
+    """Whether it is a number of which one says `1 apple` or `1/2 apple`."""
+    numbers = [part.value for part in (node, *node.parts) if part.kind == "number"]
+    of = numbers[0] / numbers[1] if node.kind == "/" and len(numbers) == 2 else None
+    return 0 < (numbers[0] if node.kind == "number" else of or 2) <= 1
+
+
+class _Parser:
+    """Recursive descent over the tokens."""
+
+    def __init__(self, tokens: list[Token], known: frozenset[str]) -> None:
+        self._tokens = tokens
+        self._known = known
+        self._place = 0
+        self._depth = 0
+        self._bars = 0
+        """How many `|…` are open, where a bar closes the last one and opens no other."""
+        self._in_function = 0
+        """How many arguments of functions the place is in: only there are degrees numbers."""
+        self._in_set = 0
+        """How many sets the place is in: only there `:` means `such that`."""
+
+    # Looking and moving on
+
+    def _peek(self, ahead: int = 0) -> Token:
+        place = self._place + ahead
+        return self._tokens[place] if place < len(self._tokens) else Token("end", "", False)
+
+    def _next(self) -> Token:
+        token = self._peek()
+        self._place += 1
+        return token
+
+    def _is(self, *texts: str) -> bool:
+        token = self._peek()
+        return token.kind in ("sign", "command") and token.text in texts
+
+    def _take(self, *texts: str) -> bool:
+        if self._is(*texts):
+            self._place += 1
+            return True
+        return False
+
+    def _expect(self, text: str) -> None:
+        if not self._take(text):
+            raise ParseError(f"{self._peek().text or 'the end'!r} where {text!r} was expected")
+
+    # Lists and relations
+
+    def whole(self) -> Node:
+        """All tokens."""
+        found = self._elements()
+        if self._peek().kind != "end":
+            raise ParseError(f"{self._peek().text!r} is left over")
+        return found
+
+    def _separator(self) -> str | None:
+        """Take `,`, `;`, `or` or `and`, also a comma and a word."""
+        start = self._place
+        comma = self._take(",", ";")
+        token = self._peek()
+        word = token.text.strip().casefold() if token.kind in ("word", "styled") else ""
+        if word in _SEPARATORS:
+            self._place += 1
+            return word
+        if comma:
+            return ","
+        self._place = start
+        return None
+
+    def _elements(self) -> Node:
+        elements = [self._relation()]
+        separators: list[str] = []
+        while (separator := self._separator()) is not None:
+            separators.append(separator)
+            elements.append(self._relation())
+        if not separators:
+            return elements[0]
+        kinds = set(separators) - {","}
+        if len(kinds) > 1:
+            raise ParseError("`and` beside `or`")
+        return Node("list", tuple(elements), name=kinds.pop() if kinds else ",")
+
+    def _relation(self) -> Node:
+        sides = [self._worded_name() or self._quantity()]
+        signs: list[str] = []
+        while True:
+            token = self._peek()
+            if token.kind not in ("sign", "command") or token.text not in RELATIONS:
+                break
+            self._place += 1
+            signs.append(RELATIONS[token.text])
+            sides.append(self._quantity())
+        if not signs:
+            return sides[0]
+        if set(signs) == {":"}:
+            return Node("ratio", tuple(sides))
+        if signs[0] == ":" and ":" not in signs[1:] and self._in_set:
+            return Node(
+                "such", (sides[0], Node("relation", tuple(sides[1:]), name="".join(signs[1:])))
+            )
+        if ":" in signs:
+            raise ParseError("`:` beside a relation")
+        return Node("relation", tuple(sides), name="".join(signs))
+
+    def _worded_name(self) -> Node | None:
+        r"""The name in `Area = 5` and `\text{Area of } \triangle ABC = 5`."""
+        token, ahead = self._peek(), 1
+        long = token.kind == "styled" or (token.kind == "word" and len(token.text) > 3)
+        if not long or not is_unit(token.text, upright=False):
+            return None
+        while (
+            self._peek(ahead).text in (r"\triangle", r"\angle") or self._peek(ahead).text.isupper()
+        ):
+            ahead += 1
+        if self._peek(ahead).text != "=":
+            return None
+        words = [self._next().text.strip() for _ in range(ahead)]
+        return Node("name", name=" ".join(words))
+
+    def _quantity(self) -> Node:
+        """A sum, with a unit before or behind it."""
+        negative = False
+        start = self._place
+        if self._is("-") and self._peek(1).text in ("$", "€", "£", "¥"):
+            self._place += 1
+            negative = True
+        currency = self._next().text if self._is("$", "€", "£", "¥", r"\$") else ""
+        if negative and not currency:
+            self._place = start
+        found = self._sum()
+        if negative:
+            found = Node("*", (number_node(-1), found))
+        unit, scale, percent = self._unit(currency)
+        if unit and not can_follow_number(unit, self._known, scale == 1 and _at_most_one(found)):
+            raise ParseError(f"{unit!r} is no unit")
+        if scale != 1:
+            found = Node("*", (found, number_node(scale)))
+        if percent:
+            return Node("percent", (found,))
+        return Node("quantity", (found,), name=unit_of(unit)) if unit else found
+
+    def _unit(self, currency: str) -> tuple[str, int, bool]:
+        """What stands around a number: its unit, a number word's factor, and whether it is a percentage."""
+        scale = self._number_words()
+        if self._take("%") or self._take_word("percent", "per cent"):
+            self._of_what()
+            return "", scale, True
+        pieces = [currency] if currency else []
+        while (piece := self._piece_of_unit(bool(pieces))) is not None:
+            if piece.startswith("^"):
+                if pieces[-1] in ("degree", "celsius", "fahrenheit"):
+                    raise ParseError("a power of degrees")
+                pieces[-1] += piece
+            else:
+                pieces.append(piece)
+        return " ".join(pieces), scale, False
+
+    def _of_what(self) -> None:
+        """Behind a percentage: `of the students`."""
+        token = self._peek()
+        if token.kind in ("word", "styled") and token.text.strip().startswith("of"):
+            while self._peek().kind in ("word", "styled"):
+                token = self._next()
+                self._word_of_unit(token.text.strip(), token.kind == "styled", later=True)
+
+    def _number_words(self) -> int:
+        """Multiply a number by the word behind it, such as `million`."""
+        scale = 1
+        while (token := self._peek()).kind in ("word", "styled"):
+            word = token.text.strip().casefold()
+            factor = _NUMBER_WORDS.get(word) or _NUMBER_WORDS.get(word.removesuffix("s"))
+            if factor is None:
+                break
+            self._place += 1
+            scale *= factor
+        return scale
+
+    def _take_word(self, *words: str) -> bool:
+        token = self._peek()
+        found = token.kind in ("word", "styled") and token.text.strip().casefold() in words
+        self._place += found
+        return found
+
+    def _piece_of_unit(self, later: bool) -> str | None:
+        """One word or sign of a unit; `later`: others stand before it. None where the unit ends."""
+        token = self._peek()
+        if token.kind in ("word", "styled"):
+            if token.text.strip().casefold() in _SEPARATORS:
+                return None
+            if later and self._take_word("per"):
+                return "/"
+            if later and (power := {"squared": "^2", "cubed": "^3"}.get(token.text.strip())):
+                self._place += 1
+                return power
+            self._place += 1
+            return self._word_of_unit(token.text.strip(), token.kind == "styled", later)
+        if not later:
+            return self._degrees() if self._take("°") else None
+        if self._take("/"):
+            if self._peek().kind not in ("word", "styled"):
+                raise ParseError("a unit divided by what is none")
+            return "/"
+        if self._take("^"):
+            return f"^{self._whole_exponent()}"
+        return "" if self._take(r"\cdot", "*", ".") else None
+
+    def _degrees(self) -> str:
+        """Behind the sign: of an angle, Celsius or Fahrenheit."""
+        scale = self._peek().text.strip()
+        if scale in ("C", "F") and self._next():
+            return "celsius" if scale == "C" else "fahrenheit"
+        return "degree"
+
+    def _word_of_unit(self, words: str, upright: bool, later: bool) -> str:
+        inner = plain_signs(words).strip()
+        bare = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
+        of_rate = not upright and len(words) == 1 and (later or self._is("/"))
+        if not is_unit(bare, upright or of_rate, later):
+            raise ParseError(f"{words!r} is no unit")
+        return inner
+
+    def _whole_exponent(self) -> str:
+        braced = self._take("{")
+        sign = "-" if self._take("-") else ""
+        token = self._next()
+        if token.kind != "number" or not token.text.isdigit():
+            raise ParseError("a unit to no whole power")
+        if braced:
+            self._expect("}")
+        return sign + token.text
+
+    # Sums and products
+
+    def _deeper(self) -> None:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise ParseError("nested too deep")
+
+    def _sum(self) -> Node:
+        self._deeper()
+        terms = [self._signed_product()]
+        while self._is("+", "-", r"\pm", r"\mp", r"\cup", r"\cap", r"\setminus", r"\backslash"):
+            sign = self._next().text
+            term = self._signed_product()
+            if sign == "-":
+                term = Node("*", (number_node(-1), term))
+            elif sign in (r"\pm", r"\mp"):
+                term = Node("±", (term,), name=sign[1:])
+            elif sign != "+":
+                kind = {r"\cup": "∪", r"\cap": "∩"}.get(sign, "∖")
+                left = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
+                terms = [Node(kind, (left, term))]
+                continue
+            terms.append(term)
+        found = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
+        if self._take(r"\over"):  # it and `\choose` divide all of a group
+            found = Node("/", (found, self._sum()))
+        elif self._take(r"\choose"):
+            found = Node("call", (found, self._sum()), name="binom")
+        self._depth -= 1
+        return found
+
+    def _signed_product(self) -> Node:
+        if self._take("-"):
+            if self._is("-", "+"):
+                raise ParseError("two signs")
+            return Node("*", (number_node(-1), self._signed_product()))
+        if self._take("+"):
+            return self._signed_product()
+        if self._is(r"\pm", r"\mp"):
+            sign = self._next().text
+            return Node("±", (self._product(),), name=sign[1:])
+        return self._product()
+
+    def _product(self) -> Node:
+        found = self._factor()
+        while True:
+            if self._take(r"\cdot", r"\times", "*"):
+                found = Node("*", (found, self._signed_factor()))
+            elif not self._is_rate() and self._take("/", r"\div"):
+                found = Node("/", (found, self._signed_factor()))
+            elif self._is_times_letter():
+                self._place += 1
+                found = Node("*", (found, self._factor()))
+            elif self._begins_factor(found):
+                found = self._side_by_side(found)
+            else:
+                return found
+
+    def _signed_factor(self) -> Node:
+        if self._take("-"):
+            return Node("*", (number_node(-1), self._factor()))
+        self._take("+")
+        return self._factor()
+
+    def _is_rate(self) -> bool:
+        """`$5/year`: a line and the word of a unit."""
+        word = self._peek(1)
+        long = (
+            word.kind == "word" and len(word.text) > 3 and word.text not in FUNCTIONS | _GREEK_NAMES
+        )
+        return long and self._is("/") and is_unit(word.text, upright=False)
+
+    def _is_times_letter(self) -> bool:
+        """`2 x 10^3`: the letter between two numbers."""
+        before = self._tokens[self._place - 1] if self._place else Token("end", "", False)
+        return (
+            self._peek().text == "x" and before.kind == "number" and self._peek(1).kind == "number"
+        )
+
+    def _begins_factor(self, left: Node) -> bool:
+        """Whether what follows is one more factor, with nothing between. Raises ParseError for a number behind a letter or bracket."""
+        token = self._peek()
+        if token.kind == "bold":
+            return True
+        if token.kind == "number":
+            if left.kind != "number" and left.name != "factorial":
+                raise ParseError(f"{token.text!r} directly behind another factor")
+            return left.name == "factorial"
+        if token.kind == "word":
+            return self._is_letters(token, True)
+        if token.kind == "styled":
+            return token.text.strip() in ("e", "i") or token.text.strip() in FUNCTIONS
+        if token.kind == "command":
+            name = token.text[1:]
+            return (
+                name in ("frac", "sqrt", "binom", "pi", "lfloor", "lceil", "infty")
+                or name in FUNCTIONS
+                or name in _GREEK_NAMES
+            )
+        if token.text == "(":
+            return True
+        if token.text == "|":
+            return not self._bars
+        return token.text == "{"
+
+    def _is_letters(self, token: Token, after: bool) -> bool:
+        """Whether a run of letters stands for factors, not for a unit or another word."""
+        word = token.text
+        if word in FUNCTIONS or word in _PLAIN_WORDS or word in _GREEK_NAMES or word == "sqrt":
+            return True
+        if word.casefold() in _SEPARATORS:
+            return False
+        if after and is_joined_unit(word):
+            return False
+        if (
+            after
+            and token.spaced
+            and self._peek(1).text == "/"
+            and is_rate(word, self._peek(2).text)
+        ):
+            return False
+        if after and token.spaced and len(word) >= 2 and is_unit(word, False):
+            return False
+        return len(word) <= 3
+
+    def _side_by_side(self, left: Node) -> Node:
+        before = self._tokens[self._place - 1]
+        token = self._peek()
+        right = self._factor()
+        if (
+            before.kind == "number"
+            and left.kind == "number"
+            and token.text == r"\frac"
+            and right.kind == "/"
+            and all(part.kind == "number" and part.value.denominator == 1 for part in right.parts)
+        ):
+            return Node("+", (left, right))  # a mixed number
+        return Node("*", (left, right))
+
+    # Factors
+
+    def _factor(self) -> Node:
+        base = self._base()
+        while True:
+            if self._take("^"):
+                base = Node("^", (base, self._exponent()))
+            elif self._take("!"):
+                if self._is("!"):
+                    raise ParseError("a double factorial")
+                base = Node("call", (base,), name="factorial")
+            elif (
+                self._is("°") and self._peek(1).text.strip() not in ("C", "F") and self._in_function
+            ):
+                self._place += 1
+                base = Node("call", (base,), name="degrees")
+            else:
+                return base
+
+    def _exponent(self) -> Node:
+        if self._is("{"):
+            return self._braced()
+        if self._take("-"):
+            return Node("*", (number_node(-1), self._exponent()))
+        if self._take("+"):
+            return self._exponent()
+        token = self._peek()
+        if token.kind == "word" and len(token.text) > 1:
+            return self._split_letter()
+        if token.kind == "number":
+            return self._plain_number()
+        return self._base()
+
+    def _split_letter(self) -> Node:
+        """The first letter of a run; the rest stays."""
+        token = self._peek()
+        if token.text in _PLAIN_WORDS:
+            self._place += 1
+            return _PLAIN_WORDS[token.text]
+        if len(token.text) > 1:
+            self._tokens[self._place : self._place + 1] = [
+                Token("word", token.text[0], token.spaced),
+                Token("word", token.text[1:], False),
+            ]
+        return self._name(self._next().text)
+
+    def _base(self) -> Node:
+        token = self._peek()
+        if token.kind == "number":
+            return self._number()
+        if token.kind == "word":
+            return self._word()
+        if token.kind == "bold":
+            self._place += 1
+            return self._subscripted(Node("name", name=token.text))
+        if token.kind == "styled":
+            return self._styled()
+        if token.kind == "command":
+            return self._command()
+        if token.text == "|":
+            self._place += 1
+            self._bars += 1
+            inner = self._sum()
+            self._bars -= 1
+            self._expect("|")
+            return Node("call", (inner,), name="abs")
+        if token.text in ("(", "[", "]"):
+            return self._bracketed()
+        if token.text == "{":
+            return self._braced()
+        raise ParseError(
+            f"{token.text or 'the end'!r} where a number, a name or a bracket was expected"
+        )
+
+    def _number(self) -> Node:
+        text = self._next().text
+        plain, _, repeated = text.partition(r"\overline")
+        mantissa, _, exponent = plain.replace(" ", "").lower().partition("e")
+        decimal_comma = re.fullmatch(r"(\d+)\{,\}(\d+)", mantissa)
+        if decimal_comma and len(decimal_comma[2]) != 3:
+            mantissa = f"{decimal_comma[1]}.{decimal_comma[2]}"
+        mantissa = mantissa.replace("{,}", "").replace(",", "")
+        if len(exponent) > 5 or (exponent and abs(int(exponent)) > 999):
+            raise ParseError("an exponent beyond all numbers")
+        value = Fraction(mantissa.removesuffix(".") or "0") * Fraction(10) ** int(exponent or 0)
+        if repeated:
+            if "." not in mantissa:
+                raise ParseError("a line over a whole number")
+            digits = re.findall(r"\d+", repeated)[0]
+            places = len(mantissa.partition(".")[2])
+            value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
+            return number_node(value)
+        found = number_node(value, "." in mantissa or bool(decimal_comma))
+        if self._is("_"):
+            self._place += 1
+            base = self._base_of_digits()
+            if found.decimal or base.kind != "number":
+                raise ParseError("a number with an index")
+            if base.value == 10:
+                return found
+            return Node("based", (base,), name=mantissa)
+        return self._mixed(found)
+
+    def _base_of_digits(self) -> Node:
+        r"""`_8`, `_{8}` and `_{\text{eight}}`."""
+        braced = self._is("{") and self._peek(1).kind in ("styled", "word")
+        token = self._peek(braced)
+        if token.kind in ("styled", "word") and token.text.strip() in _BASES:
+            self._place += 1 + braced
+            if braced:
+                self._expect("}")
+            return number_node(_BASES[token.text.strip()])
+        return self._exponent()
+
+    def _mixed(self, whole: Node) -> Node:
+        """`1 1/2` is one and a half; `1 234` is a thousand and more."""
+        tokens = [self._peek(ahead) for ahead in range(3)]
+        if tokens[0].kind != "number" or not tokens[0].spaced or whole.value.denominator != 1:
+            return whole
+        if (
+            tokens[1].text == "/"
+            and tokens[2].kind == "number"
+            and all(t.text.isdigit() for t in (tokens[0], tokens[2]))
+        ):
+            self._place += 3
+            if int(tokens[2].text) == 0:
+                raise ParseError("a division by zero")
+            return number_node(whole.value + Fraction(int(tokens[0].text), int(tokens[2].text)))
+        if whole.value >= 1000 or whole.value == 0:
+            raise ParseError("two numbers side by side")
+        digits = str(whole.value)
+        while re.fullmatch(r"\d{3}(?:\.\d+)?", self._peek().text) and self._peek().spaced:
+            digits += self._next().text
+            if "." in digits:
+                break
+        if self._peek().kind == "number" or digits == str(whole.value):
+            raise ParseError("two numbers side by side")
+        return number_node(Fraction(digits), "." in digits)
+
+    def _word(self) -> Node:
+        token = self._peek()
+        word = token.text
+        if word in _PLAIN_WORDS:
+            self._place += 1
+            return _PLAIN_WORDS[word]
+        if word == "sqrt":
+            self._place += 1
+            return self._root()
+        if word in FUNCTIONS:
+            self._place += 1
+            return self._call(word)
+        if word in _GREEK_NAMES:
+            self._place += 1
+            return self._subscripted(Node("name", name=word))
+        if not self._is_letters(token, False):
+            raise ParseError(f"the word {word!r}")
+        return self._split_letter()
+
+    def _styled(self) -> Node:
+        token = self._next()
+        text = token.text.strip()
+        if text in FUNCTIONS:
+            return self._call(text)
+        if text in _CONSTANTS:
+            return Node("constant", name=_CONSTANTS[text])
+        if len(text) == 1 and text.isalpha():
+            return self._subscripted(Node("name", name=text))
+        raise ParseError(f"the words {text!r}")
+
+    def _name(self, letter: str) -> Node:
+        if letter in _CONSTANTS and not self._is("_"):
+            return Node("constant", name=_CONSTANTS[letter])
+        named = self._subscripted(Node("name", name=letter))
+        if letter in _APPLIED and self._is("("):
+            inside = self._bracketed()
+            arguments = inside.parts if inside.kind == "tuple" else (inside,)
+            return Node("applied", arguments, name=named.name)
+        return named
+
+    def _subscripted(self, named: Node) -> Node:
+        name = named.name
+        if self._take("_"):
+            index = self._index()
+            name += f"_{index}"
+        while self._take("'"):
+            name += "'"
+        return Node("name", name=name)
+
+    def _index(self) -> str:
+        if not self._take("{"):
+            return self._next().text
+        depth = 1
+        pieces: list[str] = []
+        while depth:
+            token = self._next()
+            if token.kind == "end":
+                raise ParseError("an index without an end")
+            depth += (token.text == "{") - (token.text == "}")
+            pieces.append(token.text)
+        return "".join(pieces[:-1])
+
+    def _command(self) -> Node:
+        name = self._next().text[1:]
+        if name in FUNCTIONS:
+            return self._call(name)
+        if name in _CONSTANTS and len(name) > 1:
+            return Node("constant", name=_CONSTANTS[name])
+        if name in _GREEK_NAMES:
+            return self._subscripted(Node("name", name=name))
+        commands: dict[str, Callable[[], Node]] = {
+            "frac": lambda: Node("/", (self._argument(), self._argument())),
+            "binom": lambda: Node("call", (self._argument(), self._argument()), name="binom"),
+            "sqrt": self._root,
+            "{": self._set,
+            "lfloor": lambda: self._rounded("floor"),
+            "lceil": lambda: self._rounded("ceil"),
+            "langle": self._angled,
+            "ldots": lambda: Node("dots"),
+            "begin": self._matrix,
+            "angle": lambda: Node("name", name=f"∠{self._next().text}"),
+        }
+        if name not in commands:
+            raise ParseError(f"\\{name}")
+        return commands[name]()
+
+    def _rounded(self, how: str) -> Node:
+        inner = self._sum()
+        self._expect(rf"\r{how}")
+        return Node("call", (inner,), name=how)
+
+    def _angled(self) -> Node:
+        inner = self._elements()
+        self._expect(r"\rangle")
+        return Node("tuple", inner.parts if inner.kind == "list" else (inner,))
+
+    def _argument(self) -> Node:
+        r"""What a command is about: in braces, or the next sign; of a number its next digit, as in `\frac12`."""
+        if self._is("{"):
+            return self._braced()
+        token = self._peek()
+        if token.kind == "number":
+            digits = re.match(r"\d", token.text)
+            if digits is None:
+                raise ParseError("a fraction of a point")
+            rest = token.text[1:]
+            self._tokens[self._place : self._place + 1] = [
+                Token("number", token.text[0], token.spaced),
+                *([Token("number", rest, False)] if rest else []),
+            ]
+            self._place += 1
+            return number_node(int(token.text[0]))
+        if token.kind == "word":
+            return self._split_letter()
+        return self._base()
+
+    def _root(self) -> Node:
+        degree = number_node(2)
+        if self._take("["):
+            degree = self._sum()
+            self._expect("]")
+        token = self._peek()
+        if token.kind == "number":  # `√12` and `\sqrt12` of those who mean twelve
+            inner = self._plain_number()
+        elif self._is("("):
+            inner = self._bracketed()
+        else:
+            inner = self._argument()
+        return Node("call", (inner, degree), name="root")
+
+    def _plain_number(self) -> Node:
+        token = self._next()
+        if not re.fullmatch(r"\d+(?:\.\d+)?", token.text):
+            raise ParseError("such a number here")
+        return number_node(Fraction(token.text), "." in token.text)
+
+    def _call(self, name: str) -> Node:
+        """A function and what it is of."""
+        base = self._exponent() if self._take("_") else None
+        power = self._exponent() if self._take("^") else None
+        if base is None and self._take("_"):
+            base = self._exponent()
+        if base is not None and name != "log":
+            raise ParseError(f"{name} with an index")
+        arguments = self._arguments_of_call()
+        if power == Node("*", (number_node(-1), number_node(1))):
+            if name not in ("sin", "cos", "tan"):
+                raise ParseError(f"the inverse of {name}")
+            return Node("call", arguments, name=f"arc{name}")
+        if base is not None:
+            arguments, name = (*arguments, base), "log_"
+        if name in ("gcd", "lcm", "min", "max"):
+            arguments = tuple(sorted(arguments, key=repr))
+        found = Node("call", arguments, name=name)
+        return found if power is None else Node("^", (found, power))
+
+    def _arguments_of_call(self) -> tuple[Node, ...]:
+        self._in_function += 1
+        if self._is("("):
+            inside = self._bracketed()
+            arguments = inside.parts if inside.kind == "tuple" else (inside,)
+            while self._take("°"):
+                arguments = (Node("call", arguments, name="degrees"),)
+            if self._is("^"):
+                raise ParseError("a power behind the bracket of a function")
+        else:
+            arguments = (self._product_of_call(),)
+        self._in_function -= 1
+        return arguments
+
+    def _product_of_call(self) -> Node:
+        """What a function without brackets is of: factors side by side, up to the next function."""
+        self._deeper()
+        if self._take("-"):
+            found = Node("*", (number_node(-1), self._factor()))
+        else:
+            found = self._factor()
+        while self._begins_factor(found):
+            token = self._peek()
+            text = token.text.strip().removeprefix("\\")
+            if text in FUNCTIONS or token.text == "(":
+                break
+            found = self._side_by_side(found)
+        while (
+            self._is("/")
+            and self._peek(1).kind == "number"
+            and found.kind in ("number", "constant")
+        ):
+            self._place += 1
+            found = Node("/", (found, self._factor()))
+        self._depth -= 1
+        return found
+
+    # Brackets
+
+    def _braced(self) -> Node:
+        self._expect("{")
+        inner = self._sum()
+        self._expect("}")
+        return inner
+
+    def _bracketed(self) -> Node:
+        self._deeper()
+        opened = self._next().text
+        bars, self._bars = self._bars, 0
+        inner = self._elements()
+        self._bars = bars
+        closed = self._next().text
+        self._depth -= 1
+        if closed not in (")", "]", "["):
+            raise ParseError(f"{closed or 'the end'!r} where a bracket should close")
+        parts = inner.parts if inner.kind == "list" else (inner,)
+        if inner.kind == "list" and inner.name != ",":
+            raise ParseError("`or` within brackets")
+        ends = {"(": "(", "[": "[", "]": "("}[opened] + {")": ")", "]": "]", "[": ")"}[closed]
+        if opened == "(" and closed == ")":
+            return (
+                Node("tuple", parts)
+                if len(parts) > 1
+                else Node("group", parts)
+                if inner.kind in ("relation", "quantity")
+                else inner
+            )
+        if len(parts) != 2:
+            if ends == "[]" and opened == "[" and len(parts) == 1:
+                return inner
+            raise ParseError("no interval")
+        return Node("interval", parts, name=ends)
+
+    def _set(self) -> Node:
+        if self._take(r"\}"):
+            return Node("constant", name="∅")
+        bars, self._bars = self._bars, 1  # a bar closes what stands before it
+        self._in_set += 1
+        inner = self._elements()
+        self._in_set -= 1
+        self._bars = bars
+        if self._take("|", r"\mid"):
+            condition = self._elements()
+            self._expect(r"\}")
+            return Node("such", (inner, condition))
+        self._expect(r"\}")
+        if inner.kind == "such":
+            return inner
+        return Node("set", inner.parts if inner.kind == "list" else (inner,))
+
+    def _matrix(self) -> Node:
+        kind = self._environment()
+        if kind not in _MATRICES:
+            raise ParseError(f"the environment {kind}")
+        rows: list[Node] = []
+        row = [self._sum()]
+        while True:
+            if self._take("&"):
+                row.append(self._sum())
+            elif self._take("\\\\"):
+                rows.append(Node("row", tuple(row)))
+                if self._is(r"\end"):
+                    break
+                row = [self._sum()]
+            else:
+                rows.append(Node("row", tuple(row)))
+                break
+        self._expect(r"\end")
+        if self._environment() != kind:
+            raise ParseError("another environment's end")
+        found = Node("matrix", tuple(rows))
+        return Node("call", (found,), name="determinant") if kind == "vmatrix" else found
+
+    def _environment(self) -> str:
+        self._expect("{")
+        name = self._next().text
+        self._expect("}")
+        return name

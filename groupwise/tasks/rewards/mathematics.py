@@ -1,0 +1,207 @@
+r"""Rewards for mathematical answers.
+
+An answer is what stands in the last answer tag; of a completion without one what stands in its last `\boxed{}`, or behind `####` or
+`Answer:` in its last line. It is right if it matches the gold answer; see `answers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from groupwise.core.reward_call.tags import (
+    THINK,
+    Tag,
+    Tags,
+    after_reasoning,
+    check_tag,
+    last_tagged,
+    marks,
+)
+from groupwise.core.reward_call.text import CompletionText, completion_texts
+from groupwise.tasks.rewards.answers import (
+    answer_matches,
+    final_line_answer,
+    literal_number,
+    matches_literally,
+    voting_key,
+)
+from groupwise.tasks.rewards.boxes import last_boxed
+from groupwise.tasks.rewards.extracted import LogExtra, record_answers
+from groupwise.tasks.rewards.formats import starts_with_both_pairs
+from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
+from groupwise.tasks.rewards.registry import reward
+
+_FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt min max gcd lcm mod".split()
+)
+
+
+@reward("math_answer")
+@dataclass(frozen=True, slots=True)
+class MathAnswer:
+    """1 for a right answer, else 0. With `tolerant`, one value for each way of being more or less right."""
+
+    answer_column: str | None = None
+    untagged: bool = True
+    """Whether a completion without an answer tag may give its answer in a box, or in a last line `#### 72` or `Answer: 72`."""
+    tolerant: bool = False
+    """Grade by how near the answer comes, for models that are seldom right."""
+    exact: float = 3.0
+    """Tolerant: the tag holds a gold answer character for character."""
+    trimmed: float = 1.5
+    """Tolerant: right, but with white space around it or written otherwise."""
+    within_10_percent: float = 0.5
+    """Tolerant: a number that is off by at most a tenth of the gold one."""
+    within_20_percent: float = 0.25
+    """Tolerant: a number that is off by at most a fifth of the gold one."""
+    wrong: float = -1.0
+    """Tolerant: any other number."""
+    not_numeric: float = -0.5
+    """Tolerant: there is no answer, or it or the gold answer is no number, so that no distance can be told."""
+    answer_tag: Tag = "answer"
+    reasoning_tag: Tag | None = None
+    """A reasoning tag beside those that models use, which are known."""
+
+    def __post_init__(self) -> None:
+        check_tag(self.answer_tag)
+        if self.reasoning_tag is not None:
+            Tags(self.reasoning_tag, self.answer_tag)
+        grades = (self.exact, self.trimmed, self.within_10_percent, self.within_20_percent)
+        if (
+            sorted(grades, reverse=True) != list(grades)
+            or max(self.wrong, self.not_numeric) > grades[-1]
+        ):
+            raise ValueError(
+                "a better answer would earn less. Expected exact ≥ trimmed ≥ within_10_percent ≥ within_20_percent ≥ "
+                "wrong and not_numeric."
+            )
+        if not self.tolerant and (*grades, self.wrong, self.not_numeric) != _GRADES:
+            raise ValueError(
+                "its grades have no effect unless tolerant is true. Set it, or leave them out."
+            )
+
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """One of the values above for each completion. Raises ValueError for a row without a gold answer."""
+        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
+        own = () if self.reasoning_tag is None else (self.reasoning_tag,)
+        texts = completion_texts(completions, columns, *own)
+        answers = [answer_of(text, self.answer_tag, *own, untagged=self.untagged) for text in texts]
+        record_answers(log_extra, (each and voting_key(each) for each in answers))
+        return [
+            self._value(text, answer, forms)
+            for text, answer, forms in zip(texts, answers, golds, strict=True)
+        ]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a gold answer."""
+        gold_of_row(row, self.answer_column, self.answer_tag, True)
+
+    def _value(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
+        right = answer is not None and matches_any(forms, answer)
+        if not self.tolerant:
+            return float(right)
+        if answer is None or not right:
+            return self._distance(answer or "", forms)
+        return self.exact if answer in forms and self._stands(answer, text) else self.trimmed
+
+    def _stands(self, answer: str, text: str) -> bool:
+        """Whether the last answer tag holds the answer with no white space around it."""
+        opened, closed = map(re.escape, marks(self.answer_tag))
+        pair = rf"{opened}{re.escape(answer)}{closed}(?!.*{opened})"
+        return re.search(pair, text, re.DOTALL | re.IGNORECASE) is not None
+
+    def _distance(self, answer: str, forms: Sequence[str]) -> float:
+        given = literal_number(answer)
+        golds = [gold for gold in map(literal_number, forms) if gold is not None]
+        if given is None or not golds:
+            return self.not_numeric
+        off = min(_off(gold, given) for gold in golds)
+        if off <= Fraction(1, 10):
+            return self.within_10_percent
+        return self.within_20_percent if off <= Fraction(1, 5) else self.wrong
+
+
+_GRADES = (3.0, 1.5, 0.5, 0.25, -1.0, -0.5)
+
+
+@reward("pure_accuracy_math")
+@dataclass(frozen=True, slots=True)
+class PureAccuracyMath:
+    """1 if the completion starts with reasoning and answer in their tags and the answer answer_matches with the gold one, else 0.
+
+    Nothing is worked out: the answer is the same number in digits, or the same characters.
+    """
+
+    answer_column: str | None = None
+    reasoning_opened: bool = False
+    """Whether prompt or chat template end with the opening reasoning tag, so that completions start behind it."""
+    reasoning_tag: Tag = THINK.reasoning
+    answer_tag: Tag = THINK.answer
+
+    def __post_init__(self) -> None:
+        Tags(self.reasoning_tag, self.answer_tag)
+
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """1 or 0 for each completion. Raises ValueError for a row without a gold answer."""
+        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
+        texts = completion_texts(completions, columns, self.reasoning_tag)
+        tagged = (last_tagged(text, self.answer_tag) or "" for text in texts)
+        record_answers(log_extra, map(voting_key, tagged))
+        return [float(self._right(text, forms)) for text, forms in zip(texts, golds, strict=True)]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a gold answer."""
+        gold_of_row(row, self.answer_column, self.answer_tag, True)
+
+    def _right(self, text: str, forms: Sequence[str]) -> bool:
+        tags = Tags(self.reasoning_tag, self.answer_tag)
+        opened = tags.four[0] if self.reasoning_opened else ""
+        whole = text if text.startswith(opened) else opened + text
+        answer = tags.last_answer(whole) or ""
+        return starts_with_both_pairs(tags, whole) and any(
+            matches_literally(form, answer) for form in forms
+        )
+
+
+def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> str | None:
+    """A completion's answer: in the last answer tag, and if it has none and `untagged`, in the last box or as its last line announces it.
+
+    What stands in `reasoning` tags, or in those that models use, is none. None where there is none or nothing is in it.
+    """
+    said = after_reasoning(text, *reasoning)
+    found = last_tagged(said, tag, listed=True)
+    if found is None and untagged:
+        found = final_line_answer(said) if (inner := last_boxed(said)) is None else inner
+    return (found or "").strip() or None
+
+
+def matches_any(golds: Sequence[str], answer: str) -> bool:
+    """Whether an answer matches one of the accepted ones."""
+    return any(answer_matches(gold, answer) for gold in golds)
+
+
+def in_words(text: str) -> bool:
+    """Whether it is written in letters alone, or has a word among its symbols."""
+    spelt = re.sub(r"\\text\{[^{}]*\}", " text ", text)
+    plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)
+    words = set(re.findall(r"[^\W\d_]{3,}", plain)) - _FUNCTIONS
+    return bool(words) or (re.search(r"[\d\\+*/^<>=|-]", text) is None and "," not in text)
+
+
+def _off(gold: Fraction, answer: Fraction) -> Fraction:
+    """How far a number is from the gold one, as a share of that; 1 for all but 0 itself where the gold one is 0."""
+    return abs(answer - gold) / abs(gold) if gold else Fraction(answer != 0)

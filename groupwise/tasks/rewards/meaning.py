@@ -1,0 +1,714 @@
+"""Whether two answers that were read say the same.
+
+Expressions are compared by their values (see `equality`); intervals, inequalities in one letter and sets as sets of numbers, equations as
+multiples of each other, pairs place by place, and lists in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
+
+import mpmath as untyped  # pyright: ignore[reportMissingTypeStubs]
+
+from groupwise.tasks.rewards.equality import (
+    DIGITS,
+    POINTS,
+    SCALARS,
+    Point,
+    Undecided,
+    Value,
+    divided,
+    expressions_equal,
+    names_in,
+    nearly_equal,
+    value_at,
+)
+from groupwise.tasks.rewards.math_parser import Node, number_node
+from groupwise.tasks.rewards.units import units_compatible
+
+mpmath: Any = cast("Any", untyped)
+
+_MANY = 30
+"""More intervals, members or conditions than this are not compared: what takes long to compare is no answer."""
+
+# Sets of numbers
+
+_LOW, _HIGH = Node("*", (number_node(-1), Node("constant", name="∞"))), Node("constant", name="∞")
+
+
+def _infinite(node: Node) -> int:
+    """1 for ∞, -1 for -∞, 0 for anything else."""
+    if node == _HIGH:
+        return 1
+    if (
+        node.kind == "*"
+        and len(node.parts) == 2
+        and node.parts[1] == _HIGH
+        and node.parts[0].kind == "number"
+    ):
+        return 1 if node.parts[0].value > 0 else -1
+    if node.kind == "+" and len(node.parts) == 1:
+        return _infinite(node.parts[0])
+    return 0
+
+
+@lru_cache(maxsize=1000)
+def _order(node: Node) -> Any:
+    """By which bounds are sorted. Raises Undecided for letters and complex numbers."""
+    if sign := _infinite(node):
+        return mpmath.mpf("inf") * sign
+    if names_in(node):
+        raise Undecided("a bound with letters")
+    value = value_at(node, Point(0, 60, "e"))
+    value = (
+        mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+    )
+    if isinstance(value, mpmath.mpc) or (hasattr(value, "imag") and value.imag != 0):
+        raise Undecided("a complex bound")
+    return mpmath.mpf(value.real if hasattr(value, "real") else value)
+
+
+Interval: TypeAlias = tuple[Node, bool, Node, bool]
+"""An interval: from, whether that belongs to it, to, whether that does."""
+
+
+def intervals_of(node: Node) -> list[Interval] | None:
+    """The intervals of a set of numbers, apart and in order; None for what is no such set. Raises Undecided."""
+    match node.kind:
+        case "interval":
+            return _between(node, node.name)
+        case "tuple" if len(node.parts) == 2 and all(_is_scalar(part) for part in node.parts):
+            return _between(node, "()")
+        case "set" if all(_is_scalar(part) for part in node.parts):
+            return _union([(part, True, part, True) for part in node.parts])
+        case "constant" if node.name == "∅":
+            return []
+        case "name" if node.name.translate({123: None, 125: None}) == r"\mathbbR":
+            return [(_LOW, False, _HIGH, False)]
+        case "∪" | "∩" | "∖":
+            return _set_operation(node)
+        case _:
+            return None
+
+
+def _between(node: Node, ends: str) -> list[Interval]:
+    low, high = node.parts
+    if _order(low) > _order(high) or (ends == "()" and _order(low) == _order(high)):
+        raise Undecided("an interval from more to less, which may be a pair")
+    return _union([(low, ends[0] == "[", high, ends[1] == "]")])
+
+
+def _set_operation(node: Node) -> list[Interval] | None:
+    left, right = map(intervals_of, node.parts)
+    if left is None or right is None:
+        return None
+    if node.kind == "∪":
+        return _union(left + right)
+    return _intersection(left, right if node.kind == "∩" else _complement(right))
+
+
+def _is_scalar(node: Node) -> bool:
+    return node.kind in SCALARS
+
+
+def _union(parts: Iterable[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    known = [
+        part
+        for part in parts
+        if _order(part[0]) < _order(part[2])
+        or (part[1] and part[3] and _order(part[0]) == _order(part[2]))
+    ]
+    if len(known) > _MANY:
+        raise Undecided("many intervals")
+    for part in sorted(known, key=lambda part: (_order(part[0]), not part[1])):
+        if found and _touch(found[-1], part):
+            last = found[-1]
+            farther = max((last, part), key=lambda each: (_order(each[2]), each[3]))
+            found[-1] = (last[0], last[1], farther[2], farther[3])
+        else:
+            found.append(part)
+    return found
+
+
+def _touch(left: Interval, right: Interval) -> bool:
+    end, start = _order(left[2]), _order(right[0])
+    return bool(start < end or (start == end and (left[3] or right[1])))
+
+
+def _complement(parts: Sequence[Interval]) -> list[Interval]:
+    gaps: list[Interval] = []
+    start, closed = _LOW, False
+    for low, low_closed, high, high_closed in parts:
+        gaps.append((start, closed, low, not low_closed))
+        start, closed = high, not high_closed
+    gaps.append((start, closed, _HIGH, False))
+    return _union(gaps)
+
+
+def _intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    found: list[Interval] = []
+    for one in left:
+        for other in right:
+            low = max((one[:2], other[:2]), key=lambda end: (_order(end[0]), not end[1]))
+            high = min((one[2:], other[2:]), key=lambda end: (_order(end[0]), end[1]))
+            found.append((*low, *high))
+    return _union(found)
+
+
+def _solved(node: Node) -> tuple[str, list[Interval]] | None:
+    """The letter that an inequality (or a chain of them) bounds, and its intervals; None if it bounds none or several."""
+    if node.kind != "relation" or not set(node.name) <= set("<>≤≥≠"):
+        return None
+    if len(node.name) == 1 and (without := _without_bars(node)) is not None:
+        return without
+    places = [place for place, part in enumerate(node.parts) if part.kind == "name"]
+    others = [part for part in node.parts if part.kind != "name"]
+    if len(places) != 1 or any(names_in(part) for part in others):
+        return None
+    name = node.parts[places[0]].name
+    if len(node.name) > 1 and (
+        len(node.name) != 2 or len({each in "<≤" for each in node.name}) != 1
+    ):
+        return None
+    regions: list[list[Interval]] = []
+    for place, sign in enumerate(node.name):
+        left, right = node.parts[place], node.parts[place + 1]
+        if left.kind != "name" and right.kind != "name":
+            return None
+        if left.kind != "name":
+            left, right, sign = (
+                right,
+                left,
+                _flipped(sign),
+            )
+        regions.append(
+            {
+                "<": [(_LOW, False, right, False)],
+                "≤": [(_LOW, False, right, True)],
+                ">": [(right, False, _HIGH, False)],
+                "≥": [(right, True, _HIGH, False)],
+                "≠": [(_LOW, False, right, False), (right, False, _HIGH, False)],
+            }[sign]
+        )
+    region = _union(regions[0])
+    for other in regions[1:]:
+        region = _intersection(region, _union(other))
+    return name, region
+
+
+def _without_bars(node: Node) -> tuple[str, list[Interval]] | None:
+    """`|x| < 3` and `|x| > 3`: the letter and its values; None for other inequalities."""
+    left, right = node.parts
+    sign = node.name
+    if right.kind == "call":
+        left, right, sign = right, left, _flipped(sign)
+    if left.name != "abs" or left.parts[0].kind != "name" or names_in(right) or sign == "≠":
+        return None
+    lower, ends = Node("*", (number_node(-1), right)), sign in "≤>"
+    inside = _union([(lower, ends, right, ends)])
+    return left.parts[0].name, inside if sign in "<≤" else _complement(inside)
+
+
+def _same_intervals(one: Sequence[Interval], other: Sequence[Interval]) -> bool:
+    return len(one) == len(other) and all(
+        left[1] == right[1]
+        and left[3] == right[3]
+        and _same_bound(left[0], right[0])
+        and _same_bound(left[2], right[2])
+        for left, right in zip(one, other, strict=True)
+    )
+
+
+def _same_bound(one: Node, other: Node) -> bool:
+    if _infinite(one) or _infinite(other):
+        return _infinite(one) == _infinite(other)
+    return expressions_equal(one, other)
+
+
+# What is said
+
+_ORDERED = ("x", "y", "z", "w")
+"""The order of these letters in a pair or triple; that of others is the alphabet's."""
+
+
+def trees_match(gold: Node, answer: Node) -> bool:
+    """Whether an answer means what the gold one means. A name on the left, `x =`, may be missing on one side."""
+    try:
+        expected, given = _meant(gold), _meant(answer)
+        named = _named(expected), _named(given)
+        if named[0] and not named[1] and given.kind != "relation":
+            expected = _meant(named[0][1])
+        elif named[1] and not named[0] and expected.kind != "relation":
+            given = _meant(named[1][1])
+        return _matches(expected, given)
+    except Undecided:
+        return False
+
+
+def _matches(gold: Node, answer: Node) -> bool:
+    """By the first of `_RULES` that knows answers of their kinds. Raises Undecided."""
+    verdicts = (rule(gold, answer) for rule in _RULES)
+    return next((verdict for verdict in verdicts if verdict is not None), False)
+
+
+def _meant(node: Node) -> Node:
+    """What there is to compare: without brackets that only group, chains as the one value that they come to, and `±` as the list of both
+    values. Raises Undecided for a chain of different values."""
+    if node.kind == "group":
+        return _meant(node.parts[0])
+    numbers = all(map(_is_scalar, node.parts)) and not names_in(node)
+    if node.kind == "relation" and set(node.name) == {"="} and (numbers or len(node.parts) > 2):
+        return _chain(node)
+    if node.kind == "relation" and "≈" in node.name:
+        return _approximate(node)
+    if (pairs := _named_places(node)) is not None:
+        return Node("list", tuple(_as_relations(pairs)), name="and")
+    if node.kind == "set" or (node.kind == "list" and node.name in (",", "or", "and")):
+        parts = [each for part in node.parts for each in _branches(_meant(part))]
+        if node.kind == "set":
+            parts = list(dict.fromkeys(parts))
+        return Node(node.kind, tuple(parts), name=node.name)
+    if (
+        (node.kind == "relation" and node.name == "=")
+        or _is_scalar(node)
+        or node.kind == "quantity"
+    ):
+        branches = _branches(node)
+        return node if branches == [node] else Node("list", tuple(branches), name="or")
+    return node
+
+
+def _branches(node: Node) -> list[Node]:
+    """Of an expression with `±` both it can be; of any other that alone. Raises Undecided for several that are independent."""
+    count = _count(node, "±")
+    if count == 0 or node.kind in ("list", "set"):
+        return [node]
+    if count > 3:
+        raise Undecided("many signs")
+    return [_signed(node, sign) for sign in (1, -1)]
+
+
+def _count(node: Node, kind: str) -> int:
+    return (node.kind == kind) + sum(_count(part, kind) for part in node.parts)
+
+
+def _signed(node: Node, sign: int) -> Node:
+    parts = tuple(_signed(part, sign) for part in node.parts)
+    if node.kind == "±":
+        factor = sign if node.name == "pm" else -sign
+        return parts[0] if factor > 0 else Node("*", (number_node(-1), *parts))
+    return Node(node.kind, parts, node.name, node.value, node.decimal)
+
+
+def _chain(node: Node) -> Node:
+    """`x = 2 + 3 = 5`: a name and one value, however often that is written. Raises Undecided where the values differ."""
+    first, *rest = node.parts
+    named = first.kind in ("name", "applied")
+    values = [each for each in rest if each.kind != "name"] or rest if named else node.parts
+    if any(not expressions_equal(values[0], each) for each in values[1:]):
+        raise Undecided("a chain of different values")
+    return Node("relation", (first, values[-1]), name="=") if named else values[-1]
+
+
+def _approximate(node: Node) -> Node:
+    """`1/3 ≈ 0.333`: the exact value, if the other is near it."""
+    if node.name == "=≈" and node.parts[0].kind == "name":
+        return Node(
+            "relation",
+            (node.parts[0], _approximate(Node("relation", node.parts[1:], name="≈"))),
+            name="=",
+        )
+    if node.name != "≈":
+        raise Undecided("an approximation in a chain")
+    exact, near = node.parts
+    if exact.kind == "name":
+        return Node("relation", (exact, near), name="=")
+    left, right = _order(exact), _order(near)
+    if abs(left - right) > abs(left) / 20:
+        raise Undecided("an approximation that is none")
+    return exact
+
+
+def _named(node: Node) -> tuple[str, Node] | None:
+    """`x = 3` and `f(x) = 2x`: what is named and what it is."""
+    if node.kind != "relation" or node.name not in ("=", "∈"):
+        return None
+    left, right = node.parts
+    for one, other in ((left, right), (right, left)):
+        if one.kind == "name" and one.name not in names_in(other):
+            return one.name, other
+        if _is_measure(one) and not names_in(other):
+            return "·".join(sorted(names_in(one))), other
+        if one.kind == "applied" and all(part.kind in ("name", "number") for part in one.parts):
+            return (
+                f"{one.name}({','.join(part.name or str(part.value) for part in one.parts)})",
+                other,
+            )
+        if node.name == "∈":
+            break
+    return None
+
+
+def _named_places(node: Node) -> list[tuple[str, Node]] | None:
+    """`(x, y) = (1, 2)` as a value for each name."""
+    if node.kind != "relation" or node.name != "=" or len(node.parts) != 2:
+        return None
+    left, right = node.parts
+    if left.kind != "tuple" or right.kind != "tuple" or len(left.parts) != len(right.parts):
+        return None
+    if any(part.kind != "name" for part in left.parts):
+        return None
+    return [(name.name, value) for name, value in zip(left.parts, right.parts, strict=True)]
+
+
+def _is_measure(node: Node) -> bool:
+    """`AB`, `|AB|` and `m∠A`: capital letters side by side that name a length, an angle or an area."""
+    if node.kind == "call" and node.name == "abs":
+        return _is_measure(node.parts[0])
+    if node.kind == "*":
+        return all(part.name == "m" or _is_measure(part) for part in node.parts)
+    return node.kind == "name" and node.name[0] in "∠ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+# Rules: each knows some kinds of answers, and says nothing (None) of others
+
+Verdict: TypeAlias = bool | None
+
+
+def _by_name(gold: Node, answer: Node) -> Verdict:
+    named, given = _named(gold), _named(answer)
+    if not named or not given:
+        return None
+    if named[0] != given[0]:
+        return gold.name == answer.name == "=" and _same_equations(gold, answer)
+    return _matches(_meant(named[1]), _meant(given[1]))
+
+
+def _by_relation(gold: Node, answer: Node) -> Verdict:
+    related = any(node.kind == "relation" or _of_relations(node) for node in (gold, answer))
+    return _same_relations(gold, answer) if related else None
+
+
+def _by_unit(gold: Node, answer: Node) -> Verdict:
+    if "quantity" not in (gold.kind, answer.kind):
+        return None
+    if "percent" in (gold.kind, answer.kind):
+        return False
+    units = [node.name if node.kind == "quantity" else "" for node in (gold, answer)]
+    inner = [node.parts[0] if node.kind == "quantity" else node for node in (gold, answer)]
+    return units_compatible(*units) and _matches(*inner)
+
+
+def _by_angle(gold: Node, answer: Node) -> Verdict:
+    """Degrees beside multiples of π, which are radians."""
+    for degrees, radians in ((gold, answer), (answer, gold)):
+        if degrees.kind == "quantity" and degrees.name == "°" and _has_pi(radians):
+            if radians.kind == "quantity" or not _is_scalar(degrees.parts[0]):
+                return None
+            return _is_scalar(radians) and expressions_equal(
+                Node("call", degrees.parts, name="degrees"), radians
+            )
+    return None
+
+
+def _has_pi(node: Node) -> bool:
+    return node == Node("constant", name="π") or any(map(_has_pi, node.parts))
+
+
+def _by_percent(gold: Node, answer: Node) -> Verdict:
+    """`50 %` may stand for itself and for 0.5 where it meets a plain number."""
+    if "percent" not in (gold.kind, answer.kind):
+        return None
+    inner = [node.parts[0] if node.kind == "percent" else node for node in (gold, answer)]
+    if not all(map(_is_scalar, inner)):
+        return False
+    alike = _same_value(*inner)
+    if gold.kind == answer.kind:
+        return alike
+    if alike and _is_below_one(inner[0]):  # 0.5 is 50 %, and not 0.5 %
+        return False
+    return alike or _same_value(
+        *(
+            Node("/", (node.parts[0], number_node(100))) if node.kind == "percent" else node
+            for node in (gold, answer)
+        )
+    )
+
+
+def _is_below_one(node: Node) -> bool:
+    return not names_in(node) and abs(_order(node)) < 1
+
+
+def _by_value(gold: Node, answer: Node) -> Verdict:
+    return _same_value(gold, answer) if _is_scalar(gold) and _is_scalar(answer) else None
+
+
+def _same_value(gold: Node, answer: Node) -> bool:
+    """A decimal may stand for a number that has none; letters are not rounded."""
+    if _infinite(gold) or _infinite(answer):
+        return _infinite(gold) == _infinite(answer)
+    rounded = _has_decimal(gold) != _has_decimal(answer) and not names_in(gold) | names_in(answer)
+    return expressions_equal(gold, answer, rounded)
+
+
+def _by_ratio(gold: Node, answer: Node) -> Verdict:
+    """`3:4` beside the fraction 3/4."""
+    one, other = (
+        Node("/", node.parts) if node.kind == "ratio" and len(node.parts) == 2 else node
+        for node in (gold, answer)
+    )
+    beside = gold.kind != answer.kind and "ratio" in (gold.kind, answer.kind)
+    return _by_value(one, other) if beside else None
+
+
+def _by_place(gold: Node, answer: Node) -> Verdict:
+    kinds = {gold.kind, answer.kind}
+    if kinds == {"ratio"}:
+        return _same_ratios(gold.parts, answer.parts)
+    if len(kinds) == 1 and kinds <= {"tuple", "matrix", "row"}:
+        return _each(gold.parts, answer.parts)
+    if kinds == {"interval"} and gold.name == answer.name and _each(gold.parts, answer.parts):
+        return True
+    return False if "matrix" in kinds else None
+
+
+def _same_ratios(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
+    """`3:4` and `6:8`, by cross products."""
+    return len(golds) == len(answers) and all(
+        expressions_equal(Node("*", (one, answers[0])), Node("*", (golds[0], other)))
+        for one, other in zip(golds[1:], answers[1:], strict=True)
+    )
+
+
+def _by_base(gold: Node, answer: Node) -> Verdict:
+    if "based" not in (gold.kind, answer.kind):
+        return None
+    return (
+        gold.kind == answer.kind
+        and gold.name.lstrip("0") == answer.name.lstrip("0")
+        and gold.parts == answer.parts
+    )
+
+
+def _by_members(gold: Node, answer: Node) -> Verdict:
+    kinds = {gold.kind, answer.kind}
+    if "list" in kinds:
+        return _same_lists(gold, answer)
+    if "set" in kinds and (len(kinds) == 1 or _is_scalar(gold) or _is_scalar(answer)):
+        return _in_any_order(_items(gold), _items(answer))
+    return None
+
+
+def _by_condition(gold: Node, answer: Node) -> Verdict:
+    """`{x | x > 2}` is what solves the condition."""
+    if "such" not in (gold.kind, answer.kind):
+        return None
+    if gold.kind == answer.kind:
+        return gold == answer
+    one, other = (node.parts[1] if node.kind == "such" else node for node in (gold, answer))
+    return _same_relations(_meant(one), _meant(other))
+
+
+def _by_region(gold: Node, answer: Node) -> Verdict:
+    left = intervals_of(gold)
+    right = intervals_of(answer) if left is not None else None
+    return left is not None and right is not None and _same_intervals(left, right)
+
+
+_RULES = (
+    _by_condition, _by_name, _by_relation, _by_angle, _by_unit, _by_percent, _by_value, _by_ratio, _by_place, _by_base, _by_members,
+    _by_region,
+)  # fmt: skip
+
+
+def _items(node: Node) -> tuple[Node, ...]:
+    return node.parts if node.kind in ("set", "list") else (node,)
+
+
+def _each(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
+    return len(golds) == len(answers) and all(
+        _matches(_meant(one), _meant(other)) for one, other in zip(golds, answers, strict=True)
+    )
+
+
+def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
+    """Whether each has its like, and none twice."""
+    if len(golds) != len(answers) or len(golds) > _MANY:
+        return False
+    left = list(answers)
+    for gold in golds:
+        same_kind = ((gold.kind == "set") == (each.kind == "set") for each in left)
+        found = next(
+            (place for place, kind in enumerate(same_kind) if kind and _matches(gold, left[place])),
+            None,
+        )
+        if found is None:
+            return False
+        del left[found]
+    return True
+
+
+def _same_lists(gold: Node, answer: Node) -> bool:
+    if any(part.kind == "dots" for part in (*_items(gold), *_items(answer))):
+        one, other = _items(gold), _items(answer)
+        return len(one) == len(other) and all(
+            left.kind == right.kind == "dots" or _matches(left, right)
+            for left, right in zip(one, other, strict=True)
+        )
+    if gold.kind not in ("list", "set") or answer.kind not in ("list", "set"):
+        return False
+    letters = any(part.kind == "name" for part in (*gold.parts, *answer.parts))
+    if letters and {gold.name, answer.name} == {"or", "and"}:
+        return False
+    return _in_any_order(gold.parts, answer.parts)
+
+
+def _has_decimal(node: Node) -> bool:
+    return node.decimal or any(map(_has_decimal, node.parts))
+
+
+# Relations
+
+
+def _of_relations(node: Node) -> bool:
+    return node.kind == "list" and any(part.kind == "relation" for part in node.parts)
+
+
+def _same_relations(gold: Node, answer: Node) -> bool:
+    known = _region_of_relations(gold)
+    given = _region_of_relations(answer) if known is not None else None
+    if known is not None and given is not None:
+        (one, left), (other, right) = known, given
+        return (one == other or "" in (one, other)) and _same_intervals(left, right)
+    if _of_relations(gold) or _of_relations(answer):
+        return _same_systems(gold, answer)
+    if gold.kind != "relation" or answer.kind != "relation":
+        return False
+    if gold.name == answer.name == "=":
+        return _same_equations(gold, answer)
+    return _same_inequalities(gold, answer)
+
+
+def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
+    """The letter, if one is named, and its values."""
+    if node.kind == "relation":
+        if node.name == "∈" and node.parts[0].kind == "name":
+            region = intervals_of(node.parts[1])
+            return None if region is None else (node.parts[0].name, region)
+        return _solved(node)
+    if node.kind == "list" and node.parts and node.name in ("or", "and"):
+        if len(node.parts) > _MANY:
+            raise Undecided("many conditions")
+        solved = [_region_of_relations(part) for part in node.parts]
+        if any(part is None or part[0] != solved[0][0] for part in solved):  # type: ignore[index]
+            return None
+        regions = [part[1] for part in solved if part is not None]
+        region = regions[0]
+        for other in regions[1:]:
+            region = _union(region + other) if node.name == "or" else _intersection(region, other)
+        return solved[0][0], region  # type: ignore[index]
+    region = intervals_of(node)
+    return None if region is None else ("", region)
+
+
+def _same_systems(gold: Node, answer: Node) -> bool:
+    """Lists of equations: `x = 1, x = 2` beside `1, 2`, and `x = 1, y = 2` beside `(1, 2)`."""
+    one, other = _assignments(gold), _assignments(answer)
+    if one is None or other is None:
+        return (
+            gold.kind == answer.kind == "list"
+            and (gold.name == "or") == (answer.name == "or")
+            and _in_any_order(gold.parts, answer.parts)
+        )
+    names, given = [sorted({name for name, _ in each if name}) for each in (one, other)]
+    if len(names) > 1 and (gold.name == "or") != (answer.name == "or"):
+        return False
+    if names and given:
+        if names != given:
+            return False
+        return _in_any_order(_as_relations(one), _as_relations(other))
+    known = names or given
+    if (
+        len({name.partition("_")[0] for name in known}) == 1
+    ):  # `x = 1, x = 2` and `x_1 = 1, x_2 = 2`
+        return _in_any_order([node for _, node in one], [node for _, node in other])
+    pair = answer if names else gold
+    by_name = dict(one if names else other)
+    if pair.kind not in ("tuple", "list") or not len(by_name) == len(pair.parts) == len(known):
+        return False
+    in_order = _ORDERED[: len(known)] if set(known) == set(_ORDERED[: len(known)]) else known
+    return _each([by_name[name] for name in in_order], pair.parts)
+
+
+def _as_relations(pairs: Sequence[tuple[str, Node]]) -> list[Node]:
+    return [Node("relation", (Node("name", name=name), node), name="=") for name, node in pairs]
+
+
+def _assignments(node: Node) -> list[tuple[str, Node]] | None:
+    """A name and a value each; without names for values alone, None where one is neither."""
+    if node.kind != "list":
+        return [("", node)]
+    found: list[tuple[str, Node]] = []
+    for part in node.parts:
+        named = _named(part)
+        if named is None and part.kind == "relation":
+            return None
+        found.append(named or ("", part))
+    kinds = {bool(name) for name, _ in found}
+    if kinds == {True, False}:  # `x = 1, 2`: the name is said once
+        if found[0][0] and not any(name for name, _ in found[1:]):
+            return [(found[0][0], value) for _, value in found]
+        return None
+    return found
+
+
+def _difference(node: Node) -> Node:
+    left, right = node.parts
+    return Node("+", (left, Node("*", (number_node(-1), right))))
+
+
+def _same_equations(gold: Node, answer: Node) -> bool:
+    """Whether one is a multiple of the other."""
+    if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
+        return _each(gold.parts, answer.parts)
+    return _multiple(gold, answer) is not None
+
+
+def _multiple(gold: Node, answer: Node) -> Value | None:
+    """The constant by which the gold equation must be multiplied to give the answer; None if there is none."""
+    ratios: list[Value] = []
+    for number in range(POINTS):
+        one, other = (
+            value_at(_difference(node), Point(number, DIGITS, "e")) for node in (gold, answer)
+        )
+        if one == 0 or other == 0:
+            return None
+        ratios.append(divided(other, one, Point(number, DIGITS, "e")))
+    return ratios[0] if all(nearly_equal(ratios[0], ratio) for ratio in ratios[1:]) else None
+
+
+def _same_inequalities(gold: Node, answer: Node) -> bool:
+    """One inequality each, with letters on both sides or several letters; chains side by side."""
+    if len(gold.name) != len(answer.name):
+        return False
+    if len(gold.name) > 1:
+        turned = Node(
+            "relation", answer.parts[::-1], name="".join(map(_flipped, answer.name[::-1]))
+        )
+        return any(
+            gold.name == each.name and _each(gold.parts, each.parts) for each in (answer, turned)
+        )
+    if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
+        return gold.name == answer.name and _each(gold.parts, answer.parts)
+    factor = _multiple(gold, answer)
+    if factor is None or not isinstance(factor, Fraction):
+        return False
+    return answer.name == (gold.name if factor > 0 else _flipped(gold.name))
+
+
+def _flipped(sign: str) -> str:
+    return {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}.get(sign, sign)

@@ -1,0 +1,112 @@
+"""Reward functions for whoever calls them without a run: completions may come flat, or nested as prompts × members.
+
+    scores = correctness(prompts=["2+2?"], completions=[["4", "5"]], answer=["4"])     # [[1.0, 0.0]]
+
+What has an entry for each prompt, prompts and columns alike, is repeated for each of its completions; the answer has the shape of
+the completions. A call that is flat already goes to the function as it is, which is how a run calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, cast
+
+from groupwise.core.reward_call.call import RewardCallable
+
+STANDS_FOR = "_stands_for"
+"""The attribute that holds the function within."""
+
+
+def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
+    """The function with its own signature, called `name`, for completions of either shape."""
+    signature = inspect.signature(function)
+
+    def reward(*arguments: Any, **keywords: Any) -> Any:
+        named = signature.bind_partial(*arguments).arguments
+        given = {**named, **keywords}
+        shape = _shape(given.get("prompts"), given.get("completions"))
+        if shape is None:
+            return function(*arguments, **keywords)
+        answer = function(**{name: shape.flat(name, value) for name, value in given.items()})
+        return _later(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
+
+    return standing_for(function, reward, name)
+
+
+def standing_for(function: RewardCallable, around: RewardCallable, name: str) -> RewardCallable:
+    """`around`, which calls the function, with its signature and all that a rubric asks of it; called `name`."""
+    functools.update_wrapper(around, function, updated=())
+    around.__name__ = around.__qualname__ = name
+    setattr(around, STANDS_FOR, function)
+    for kept in ("stateful", "check_row"):
+        if hasattr(function, kept):
+            setattr(around, kept, getattr(function, kept))
+    return around
+
+
+def stood_for(function: Any) -> Any:
+    """What somebody gave, behind all that was put around it by `standing_for`."""
+    while hasattr(function, STANDS_FOR):
+        within = getattr(function, STANDS_FOR)
+        if getattr(function, "__wrapped__", None) is not within:
+            break  # somebody's own wrapper around such a function, which `functools.wraps` gave its attributes
+        function = within
+    return function
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How many completions each prompt has, and whether they came nested."""
+
+    sizes: tuple[int, ...]
+    is_nested: bool
+
+    def flat(self, name: str, value: Any) -> Any:
+        """An argument with an entry for each completion; what is no list stays as it is."""
+        if not isinstance(value, list | tuple):
+            return value
+        entries = cast("Sequence[Any]", value)
+        if self.is_nested and name in ("completions", "completion_ids"):
+            return [entry for members in entries for entry in members]
+        if len(entries) != len(self.sizes):
+            return list(entries)
+        return [entry for entry, size in zip(entries, self.sizes, strict=True) for _ in range(size)]
+
+    def nested(self, answer: Any) -> Any:
+        """The answer in the shape in which the completions came."""
+        if not self.is_nested:
+            return answer
+        values = list(answer)
+        ends = accumulate(self.sizes, initial=0)
+        return [values[start:end] for start, end in pairwise(ends)]
+
+
+async def _later(answer: Awaitable[Any], shape: _Shape) -> Any:
+    return shape.nested(await answer)
+
+
+def _shape(prompts: Any, completions: Any) -> _Shape | None:
+    """None where there is an entry for each completion already."""
+    if not isinstance(completions, list | tuple):
+        return None
+    entries = cast("Sequence[Any]", completions)
+    if any(_is_group(entry) for entry in entries):
+        if any(isinstance(entry, str) for entry in entries):
+            raise ValueError("some completions stand in a list for their prompt, and some do not")
+        return _Shape(tuple(len(members) for members in entries), is_nested=True)
+    count = len(cast("Sequence[Any]", prompts)) if isinstance(prompts, list | tuple) else 0
+    if count in (0, len(entries)) or len(entries) % count:
+        return None
+    return _Shape((len(entries) // count,) * count, is_nested=False)
+
+
+def _is_group(entry: Any) -> bool:
+    """Whether it is several completions, and not the messages of one."""
+    if not isinstance(entry, list | tuple):
+        return False
+    members = cast("Sequence[Any]", entry)
+    return len(members) > 0 and not isinstance(members[0], Mapping)

@@ -1,0 +1,158 @@
+"""How much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
+
+A cheap stand-in for a judge: it knows words, not what is said with them. To repeat the prompt would win, so runs of words that a
+completion copies from it do not count. Where the rubric itself stands in the prompt, no word of the prompt counts, in whatever order:
+all points are then for the likeness of the other words to those of the reference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, cast
+
+from groupwise.core.reward_call.tags import after_reasoning
+from groupwise.core.reward_call.text import CompletionText, completion_texts
+from groupwise.core.types import Prompt
+from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
+from groupwise.tasks.rewards.registry import reward
+
+RUBRIC_COLUMNS = ("rubric", "rubrics", "grading_rubric", "rubric_text")
+"""Where a rubric is looked for, in this order."""
+
+COMPARED = 500
+"""Words of each text of which the similarity is taken; it can take cubic time."""
+
+COPIED_RUN = 5
+"""Words in a row that are seldom the same by chance."""
+
+_SHORT = 2
+"""Letters of a word that says nothing about the subject."""
+
+
+@reward("rubric_overlap")
+@dataclass(frozen=True, slots=True)
+class RubricOverlap:
+    """`rubric_points` × share of the rubric's vocabulary + `reference_points` × similarity to the reference; None without a rubric.
+
+    A word of the rubric weighs 1/count, so that its own refrains count for little.
+    """
+
+    answer_column: str | None = None
+    rubric_column: str | None = None
+    """null: the first of `RUBRIC_COLUMNS` that there is."""
+    rubric_points: float = 10.0
+    reference_points: float = 5.0
+    """Half of the rubric's: a good answer need not be worded like the reference."""
+    copied_run: int | None = None
+    """Words: so many or more in a row that stand in the prompt like this do not count. 1: no word of the prompt counts. 0: all do.
+    null: 5, and 1 where the rubric stands in the prompt, with all points for the likeness of what is not copied."""
+
+    def __post_init__(self) -> None:
+        if self.copied_run is not None and self.copied_run < 0:
+            raise ValueError(f"copied_run is {self.copied_run}; expected 0 or more words.")
+
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[CompletionText], **columns: Any
+    ) -> list[float | None]:
+        """Between 0 and the sum of both points. Raises ValueError without a column of rubrics, or a row without a reference."""
+        rubrics = columns[self._rubric_in(columns)]
+        references = gold_answers(columns, len(completions), self.answer_column)
+        said = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
+        rows = zip(prompts, said, rubrics, references, strict=True)
+        return [self._value(prompt, text, rubric, forms) for prompt, text, rubric, forms in rows]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row that `__call__` would refuse."""
+        self._rubric_in(row)
+        gold_of_row(row, self.answer_column)
+
+    def _rubric_in(self, columns: Mapping[str, Any]) -> str:
+        sought = RUBRIC_COLUMNS if self.rubric_column is None else (self.rubric_column,)
+        for name in sought:
+            if name in columns:
+                return name
+        raise ValueError(
+            f"there is no rubric: looked for the column {' or '.join(sought)}. "
+            f"The dataset has: {', '.join(sorted(columns)) or 'none but prompt'}. Name it in rubric_column"
+        )
+
+    def _value(
+        self, prompt: Prompt, text: str, rubric: Any, references: Sequence[str]
+    ) -> float | None:
+        vocabulary = [word for word in words(_text(rubric)) if len(word) > _SHORT]
+        if not vocabulary:
+            return None
+        written, asked = words(text), words(_text(prompt))
+        models = [words(reference) for reference in references]
+        if self.copied_run is None and stands_in(rubric, prompt):
+            points = self.rubric_points + self.reference_points
+            return points * max(likeness_of_own(written, model, asked) for model in models)
+        run = COPIED_RUN if self.copied_run is None else self.copied_run
+        own = set(own_words(written, asked, run))
+        likeness = max(similarity(written, model) for model in models)
+        return self.rubric_points * overlap(own, vocabulary) + self.reference_points * likeness
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in small letters; a number is one too."""
+    return re.findall(r"\w+", text.lower())
+
+
+def overlap(written: set[str], vocabulary: Sequence[str]) -> float:
+    """Σ 1/count over the words of the vocabulary that are written / Σ 1/count over all of them."""
+    counts = Counter(vocabulary)
+    found = sum(1 / count for word, count in counts.items() if word in written)
+    return found / sum(1 / count for count in counts.values())
+
+
+def similarity(one: Sequence[str], other: Sequence[str]) -> float:
+    """2 × words in matching runs / words of both, from 0 to 1; see difflib. 0 where nothing is written."""
+    if not one or not other:
+        return 0.0
+    # autojunk would leave out the words that are frequent in texts of 200 and more.
+    return SequenceMatcher(None, one[:COMPARED], other[:COMPARED], autojunk=False).ratio()
+
+
+def stands_in(rubric: Any, prompt: Prompt) -> bool:
+    """Whether a prompt shows a rubric word by word: each of its lines or, of a list, some line of each criterion."""
+    asked = f" {' '.join(words(_text(prompt)))} "
+    listed = isinstance(rubric, list | tuple)
+    criteria = cast("Sequence[Any]", rubric) if listed else _text(rubric).splitlines()
+    lines = [[words(line) for line in _text(each).splitlines()] for each in criteria]
+    told = [[" ".join(line) for line in each if line] for each in lines]
+    return any(told) and all(any(f" {line} " in asked for line in each) for each in told if each)
+
+
+def likeness_of_own(written: Sequence[str], model: Sequence[str], prompt: Sequence[str]) -> float:
+    """Similarity of the words that are not in the prompt; where the model has none, only the model itself is like it."""
+    own = own_words(model, prompt, 1)
+    if not own:
+        return float(written == model)
+    return similarity(own_words(written, prompt, 1), own)
+
+
+def own_words(written: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
+    """What is written without the runs of `run` and more words that stand in the prompt like this; all of it for 0."""
+    if run == 0:
+        return list(written)
+    there = {tuple(prompt[at : at + run]) for at in range(len(prompt) - run + 1)}
+    copied: set[int] = set()
+    for at in range(len(written) - run + 1):
+        if tuple(written[at : at + run]) in there:
+            copied.update(range(at, at + run))
+    return [word for at, word in enumerate(written) if at not in copied]
+
+
+def _text(value: Any) -> str:
+    """All text in a value: a rubric may be text, or a list of criteria, each text or fields; a prompt may be messages."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "\n".join(_text(each) for each in cast("Mapping[str, Any]", value).values())
+    if isinstance(value, list | tuple):
+        return "\n".join(_text(each) for each in cast("Sequence[Any]", value))
+    return ""

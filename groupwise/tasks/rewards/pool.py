@@ -1,0 +1,406 @@
+"""Worker processes that can be killed and replaced at any time: one place for each, a queue, and limits.
+
+A `WorkerPool` has a thread here for each worker. The thread starts the process, sends it one request at a time, and waits for the
+answer. The worker says when it begins a piece of user code; one that then takes longer than the call's limit is killed with
+everything that it started. One that crashes is noticed. In both cases the call ends with a reason, and a new worker takes the
+next one. Threads take requests in the order in which they were asked for.
+
+A worker is a fresh interpreter (`python -P -m groupwise.tasks.rewards.workers`) on a socket pair, not a fork of this process and
+not multiprocessing: it holds no threads, locks or GPU of the run, and never runs the user's script a second time. With `-P` a
+`random.py` in the working directory does not stand in for Python's; files there are found after everything else.
+It sees no GPU, has one computing thread, no standard input and no Ctrl-C; what it prints goes to the log of `output`.
+See `processes` for what ends with it and what does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.core.errors import RunError
+from groupwise.core.processes.family import (
+    ENVIRONMENT,
+    MARK,
+    end_family,
+    has_ended,
+    how_it_ended,
+)
+from groupwise.core.processes.frames import FrameBuffer, send_frame
+from groupwise.core.processes.output import Output
+from groupwise.core.processes.threads import DaemonThreads
+
+logger = logging.getLogger(__name__)
+
+START_ATTEMPTS = 3
+"""How often a worker may crash while it starts before the run gives up."""
+_LOOK_EVERY = 0.05
+"""Seconds between two looks at whether a silent worker still lives. An answer never waits for it."""
+_LAST_BREATH = 1.0
+"""Seconds that a process gets to end by itself after its connection did, so that its exit code is its own."""
+_REAP_LIMIT = 10.0
+"""Seconds that a killed process may take to end (it may hang in the kernel, on a lost network disk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the workers of a pool are called in messages, and how their failure to work at all is raised."""
+
+    name: str
+    """`reward worker`."""
+    error: type[RunError]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The worker's message."""
+
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """User code took too long, and its process was ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The process ended by itself, or said nothing that can be read."""
+
+    reason: str
+
+
+Ended = Answered | TimedOut | Died
+
+
+class WorkerPool:
+    """Some workers of one kind that share a queue.
+
+    `factory` names a function (`package.module:function`); each worker calls it with `arguments`, which must be
+    expressible as JSON, as keywords, and asks what it returns; see `groupwise.tasks.rewards.worker_process`.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        factory: str,
+        arguments: Mapping[str, Any],
+        *,
+        workers: int,
+        start_limit: float,
+    ) -> None:
+        """`start_limit` in seconds, for the start of one worker."""
+        path = [str(folder) for folder in sys.path]
+        setup = {"factory": factory, "arguments": dict(arguments), "sys_path": path}
+        self._kind = kind
+        self._setup = json.dumps(setup).encode()
+        self._start_limit = start_limit
+        self._count = workers
+        self._slots: list[_Slot] = []
+        self._threads: DaemonThreads[_Call] | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the workers and wait until they are ready; optional. Raises the kind's error if one cannot be."""
+        self._launched()
+        for slot in self._slots:
+            await asyncio.wrap_future(slot.ready)
+
+    async def ask(self, payload: bytes, limit: float, repeat_limit: float | None = None) -> Ended:
+        """Have a pickled request answered; `limit` is in seconds for each piece of user code that the worker names.
+
+        `repeat_limit` is that of pieces which the worker says are repeated; None: the same.
+        Raises the kind's error where no worker can be started, or one reports that it cannot work.
+        """
+        ended = await asyncio.wrap_future(
+            self._launched().submit(_Call(payload, limit, repeat_limit))
+        )
+        if isinstance(ended, Answered) and "error" in ended.message:
+            raise self._kind.error(f"{_a(self._kind)} reports: {ended.message['error']}")
+        return ended
+
+    async def close(self) -> None:
+        """Kill the workers and all that they started, and wait until they are reaped."""
+        self._closed = True
+        threads, self._threads = self._threads, None
+        if threads is None:
+            return
+        threads.close()
+        for slot in self._slots:
+            slot.stop()
+        await asyncio.to_thread(threads.join, _REAP_LIMIT)
+
+    def _launched(self) -> DaemonThreads[_Call]:
+        if self._closed:
+            raise self._kind.error(f"The {self._kind.name}s are closed.")
+        if self._threads is None:
+            self._slots = [
+                _Slot(self._kind, index, self._setup, self._start_limit)
+                for index in range(self._count)
+            ]
+            self._threads = DaemonThreads(self._slots, self._kind.name.replace(" ", "-"))
+        return self._threads
+
+
+def _a(kind: Kind) -> str:
+    return f"{'An' if kind.name[0] in 'aeiou' else 'A'} {kind.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    payload: bytes
+    limit: float
+    repeat_limit: float | None = None
+
+
+class _Slot:
+    """One place for a worker: the process that fills it now, and how it is replaced. Runs in one thread.
+
+    The thread must live as long as the process, because the kernel's parent-death signal goes by threads.
+    """
+
+    def __init__(self, kind: Kind, index: int, setup: bytes, start_limit: float) -> None:
+        self.ready: Future[None] = Future()
+        self._kind = kind
+        self._index = index
+        self._setup = setup
+        self._start_limit = start_limit
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+        self._stopped = False
+        self._broken: RunError | None = None
+        self._calls = 0
+
+    def begin(self) -> None:
+        """Start the first process; `ready` tells how that went."""
+        try:
+            self._start()
+            self.ready.set_result(None)
+        except BaseException as error:  # noqa: BLE001 — belongs to whoever waits for it
+            self.ready.set_exception(error)
+
+    def do(self, job: _Call) -> Ended:
+        """Have one request answered; a process that did not survive it is replaced for the next."""
+        process = self._living()
+        self._calls += 1
+        ended = process.ask(self._calls, job)
+        if isinstance(ended, Answered):
+            return ended
+        if self._stopped:
+            ended = Died(f"the {self._kind.name}s were closed during the call")
+        else:
+            logger.warning("%s %d: %s", self._kind.name, self._index, ended.reason)
+        self._discard()
+        return ended
+
+    def end(self) -> None:
+        """End the process."""
+        self._discard()
+
+    def stop(self) -> None:
+        """End the process from another thread, whatever it is doing; no new one is started."""
+        with self._lock:
+            self._stopped = True
+            if self._process is not None:
+                self._process.kill()
+
+    def _living(self) -> _Process:
+        if self._process is not None and self._process.ended:
+            self._discard()
+        return self._process or self._start()
+
+    def _start(self) -> _Process:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return self._started()
+        except self._kind.error as error:
+            self._broken = error
+            self._discard()
+            raise
+
+    def _started(self) -> _Process:
+        how = ""
+        for _ in range(START_ATTEMPTS):
+            process = self._spawned()
+            ended = process.begin(self._setup, self._start_limit)
+            match ended:
+                case Answered({"start_failed": message}):
+                    raise self._kind.error(f"{_a(self._kind)} cannot start: {message}")
+                case Answered():
+                    return process
+                case TimedOut():
+                    self._discard()
+                    raise self._kind.error(
+                        f"{_a(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
+                        f"does when it is imported.{process.last_words()}"
+                    )
+                case Died(how):
+                    self._discard()
+                    how += process.last_words()
+        raise self._kind.error(
+            f"{_a(self._kind)} crashed {START_ATTEMPTS} times while it started: {how}"
+        )
+
+    def _spawned(self) -> _Process:
+        with self._lock:
+            if self._stopped:
+                raise self._kind.error(f"The {self._kind.name}s are closed.")
+            try:
+                self._process = _Process(self._kind, self._index)
+            except OSError as error:
+                message = f"{_a(self._kind)} cannot be started: {error}"
+                raise self._kind.error(message) from error
+            return self._process
+
+    def _discard(self) -> None:
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+
+class _Process:
+    """One worker process: its socket, its output, and its end."""
+
+    def __init__(self, kind: Kind, index: int) -> None:
+        self._kind = kind
+        self._mark = secrets.token_hex(8)
+        self._running: str | None = None
+        self._buffer = FrameBuffer()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._popen(theirs)
+        self._output = Output(self._process, f"{kind.name} {index}")
+
+    def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        number = theirs.fileno()
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "groupwise.tasks.rewards.workers",
+                str(number),
+                str(os.getpid()),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[number],
+            start_new_session=True,
+            env={**os.environ, **ENVIRONMENT, MARK: self._mark},
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is gone."""
+        return has_ended(self._process)
+
+    def begin(self, setup: bytes, limit: float) -> Ended:
+        """Tell it what to be, and hear whether it is ready."""
+        return self._exchange(setup, limit, lambda message: "running" not in message)
+
+    def ask(self, number: int, call: _Call) -> Ended:
+        """Send a request and wait for the answer that carries its number."""
+        self._output.begin_call()
+        self._running = None
+        payload = number.to_bytes(8, "big") + call.payload
+        return self._exchange(
+            payload,
+            call.limit,
+            lambda answer: answer.get("number") == number,
+            call.limit if call.repeat_limit is None else call.repeat_limit,
+        )
+
+    def last_words(self) -> str:
+        """What it printed last, for a message."""
+        return self._output.last_words()
+
+    def kill(self) -> None:
+        """Kill it and what it started. May be called from any thread while the process is not reaped."""
+        if self._process.returncode is None:
+            end_family(self._process.pid, self._mark)
+
+    def end(self) -> None:
+        """Kill and reap it."""
+        if self._process.returncode is not None:
+            return
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_REAP_LIMIT)
+        self._socket.close()
+        self._output.join()
+
+    def _exchange(
+        self,
+        payload: bytes,
+        limit: float,
+        wanted: Callable[[dict[str, Any]], bool],
+        repeat_limit: float = 0.0,
+    ) -> Ended:
+        allowed = max(limit, repeat_limit)  # nothing has been named yet
+        deadline = time.monotonic() + allowed
+        try:
+            self._socket.settimeout(allowed)
+            send_frame(self._socket, payload)
+            while not wanted(message := self._receive(deadline)):
+                if "running" in message:
+                    self._running = message["running"]
+                    allowed = repeat_limit if message.get("repeated") else limit
+                    deadline = time.monotonic() + allowed
+            return Answered(message)
+        except TimeoutError:
+            return TimedOut(f"the call took longer than {allowed:g} s{self._while()}")
+        except (OSError, EOFError):
+            return self._death()
+        except ValueError as error:
+            return Died(f"the {self._kind.name} sent no readable answer ({error}){self._while()}")
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        """The next message. Raises TimeoutError, EOFError where the process is gone, ValueError for rubbish."""
+        while (frame := self._buffer.take()) is None:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            self._receive_piece(min(remaining, _LOOK_EVERY))
+        return json.loads(frame)
+
+    def _receive_piece(self, patience: float) -> None:
+        # Before the look into the socket: what it sent before it ended is still there to read. The end of
+        # the stream alone would not do, because what the worker forked holds the socket open.
+        ended = self.ended
+        self._socket.settimeout(patience)
+        try:
+            piece = self._socket.recv(1 << 16)
+        except TimeoutError:
+            piece = None
+        if piece == b"" or (piece is None and ended):
+            raise EOFError
+        self._buffer.add(piece or b"")
+
+    def _death(self) -> Died:
+        deadline = time.monotonic() + _LAST_BREATH
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(0.005)
+        by_itself = self.ended
+        self.end()
+        how = how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
+        return Died(f"the {self._kind.name} ended during the call ({how}){self._while()}")
+
+    def _while(self) -> str:
+        return f"; `{self._running}` was running" if self._running else ""

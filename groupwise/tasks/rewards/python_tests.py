@@ -1,0 +1,933 @@
+"""The reward for code: what a completion wrote is run against the tests of its row, in boxes that can be thrown away.
+
+    {"prompt": "…", "tests": ["assert add(2, 2) == 4", "assert add(-1, 1) == 0"]}
+    {"prompt": "…", "tests": "def check(candidate): …", "entry_point": "add"}
+    {"prompt": "…", "test_cases": [{"input": "2 2\\n", "output": "4\\n"}]}
+    {"prompt": "…", "test_cases": {"fn_name": "add", "inputs": [[2, 2], [-1, 1]], "outputs": [4, 0]}}
+    {"prompt": "…", "test_cases": [{"type": "function_call", "fn_name": "add", "input": [2, 2], "output": 4}]}
+
+Data sets call these columns otherwise: `FORMS_OF_TESTS` and `FORMS_OF_CASES` are all that are read.
+
+Tests of functions run in one box, the completion's code in another (`boxed_tests` says how they talk); a program that reads standard
+input has a box for each case, and its output is compared here. So no test and no expected value ever stands where the code could read
+or change it, and leaving the process early, printing marks or replacing functions earns nothing.
+
+What the code does, time-outs included, is a value. What it cannot be blamed for (no box, tests that cannot be run, as they break off
+without it too) is a failure.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import base64
+import io
+import json
+import pickle
+import re
+import socket
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import cache
+from typing import Any, NoReturn, cast
+
+from groupwise.core.errors import SandboxError
+from groupwise.core.interruption import run_to_end
+from groupwise.core.processes.frames import FrameBuffer
+from groupwise.core.reward_call.call import Failed
+from groupwise.core.reward_call.tags import Tag, after_reasoning, last_tagged
+from groupwise.core.reward_call.text import CompletionText, completion_texts
+from groupwise.tasks.rewards.boxed_solution import WRAPPER
+from groupwise.tasks.rewards.boxed_tests import BrokenTests, Plan
+from groupwise.tasks.rewards.registry import reward
+from groupwise.tasks.rewards.sandbox import (
+    PROTECTIONS,
+    START_LIMIT,
+    Box,
+    Limits,
+    Result,
+    missing,
+    run,
+)
+
+FORMS_OF_TESTS = {
+    "tests": "ours",
+    "test_list": "MBPP, with `test_setup_code` or `test_imports`",
+    "test": "HumanEval, with `entry_point`",
+}
+"""Columns with tests of functions, and whose they are."""
+FORMS_OF_CASES = {
+    "test_cases": "ours",
+    "input_output": "APPS, TACO",
+    "public_test_cases": "LiveCodeBench, with `metadata`",
+    "private_test_cases": "LiveCodeBench, with `metadata`",
+    "public_tests": "CodeContests",
+    "private_tests": "CodeContests",
+    "official_tests": "open-r1's Codeforces",
+    "verification_info": "open-r1 and SYNTHETIC-1",
+    "ground_truth": "PRIME",
+    "reward_model": "verl and PRIME, by its `ground_truth`",
+}
+"""Columns with cases. Public and private ones count together; otherwise a row has one, or one of ours beside others, which then do not
+count. Those with a ground truth are looked at where there is no other, for they may have something else."""
+BESIDE = ("entry_point", "metadata", "starter_code", "test_setup_code", "test_imports")
+"""Columns that say more of the tests."""
+NOT_READ = {
+    "generated_checker": (None, "that program, which judges outputs, is not run here"),
+    "interaction_format": (None, "there is nobody here to interact with"),
+    "input_mode": ("file", "programs are given standard input alone"),
+}
+"""Columns of open-r1's Codeforces without which its tests would judge wrongly: the value concerned (None: any), and why."""
+_MOST_UNPACKED = 1 << 29
+_VERDICTS_LIMIT = 4 << 20
+_MIB = 1 << 20
+_FENCE = re.compile(
+    r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>`{3,}+|~{3,}+)[ \t]*+(?P<label>[^\s`]*+)[^`]*+"
+)
+_PYTHON = ("py", "python", "python3")
+_LONG_STRINGS = ('"""', "'''")
+"""In one of several lines code may well have a fence at the end of a line."""
+
+
+def code_in(text: str, answer_tag: Tag = "answer", wanted: Collection[str] = ()) -> str:
+    """The code of a completion: of what follows its reasoning, or of its last answer tag, a fenced block, else all of it.
+
+    Of blocks the last of those labelled as Python, else the last without a label; one that was cut off only where no other is. Where some
+    of them define a name that is `wanted`, the last of these: a later one shows how it is used.
+    """
+    said = after_reasoning(text)
+    said = last_tagged(said, answer_tag) or said
+    blocks = _blocks(said)
+    for labels in (_PYTHON, ("",)):
+        for whole in (True, False):
+            found = [each.code for each in blocks if each.label in labels and each.whole is whole]
+            if found:
+                defining = [each for each in found if _defines(each, wanted)]
+                return (defining or found)[-1]
+    return said
+
+
+def _defines(code: str, names: Collection[str]) -> bool:
+    some = "|".join(map(re.escape, names))
+    return bool(names) and bool(
+        re.search(rf"(?m)^[ \t]*+(?:async[ \t]+def|def|class)[ \t]+(?:{some})\b", code)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A fenced block of a text."""
+
+    label: str
+    code: str
+    whole: bool
+    """Whether it is closed."""
+
+
+def _blocks(text: str) -> list[_Block]:
+    lines = iter(text.split("\n"))  # of which a block takes its own
+    return [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
+
+
+def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
+    """The block that begins here; its lines are taken. A fence may also close it at the end of the last line of code."""
+    fence, label = opening["fence"], opening["label"].lower()
+    code: list[str] = []
+    quotes = dict.fromkeys(_LONG_STRINGS, 0)
+    for line in lines:
+        bare = line.rstrip()
+        content = bare.rstrip(fence[0])
+        in_a_string = any((n + content.count(each)) % 2 for each, n in quotes.items())
+        if bare.endswith(fence) and (not content.strip() or not in_a_string):
+            code += [content, ""] if content.strip() else [""]
+            return _Block(label, _dedented(code, len(opening["before"])), whole=True)
+        code.append(line)
+        quotes = {each: n + line.count(each) for each, n in quotes.items()}
+    return _Block(label, _dedented(code, len(opening["before"])), whole=False)
+
+
+def _dedented(lines: Sequence[str], indent: int) -> str:
+    """Without the indent of the fence, as far as all lines have it."""
+    widths = [len(line) - len(line.lstrip(" \t")) for line in lines if line.strip()]
+    cut = min([indent, *widths])
+    return "\n".join(line[cut:] for line in lines)
+
+
+# What a row asks for
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a program is given, and what it has to print."""
+
+    input: str
+    output: str
+
+    def passes(self, result: Result) -> bool:
+        """Whether the program ended well and printed that; see `_same_line`."""
+        if result.ending != "finished" or result.cut:
+            return False
+        printed = result.output.decode(errors="replace").rstrip().splitlines()
+        wanted = self.output.rstrip().splitlines()
+        return len(printed) == len(wanted) and all(map(_same_line, printed, wanted))
+
+
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,6})?", re.ASCII)
+
+
+def _same_line(printed: str, wanted: str) -> bool:
+    """White space at the end does not count. Numbers alone are compared as such, exactly: 0.50 is 0.5, and 0.5000001 is not."""
+    if printed.rstrip() == wanted.rstrip():
+        return True
+    both = printed.split(), wanted.split()
+    if len(both[0]) != len(both[1]) or not all(map(_NUMBER.fullmatch, both[1] + both[0])):
+        return False
+    return [*map(Decimal, both[0])] == [*map(Decimal, both[1])]
+
+
+@dataclass(frozen=True, slots=True)
+class RowTests:
+    """The tests of one row: either of functions or of a program."""
+
+    of_functions: str | tuple[str, ...] = ()
+    entry_point: str | None = None
+    of_program: tuple[Case, ...] = ()
+    common_imports: bool = False
+    """Whether common modules need no import, as in LiveCodeBench; see `known_names`."""
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> RowTests:
+        """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError where they do not say what to run."""
+        name, value = _source(row)
+        entry = row.get("entry_point") or _function_named(_parsed(row.get("metadata"))) or None
+        entry = _without_class(entry)
+        tests = _of_language(value)
+        if not isinstance(tests, str | list | Mapping):
+            raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
+        if _are_cases(tests) or (name in FORMS_OF_CASES and not _are_asserts(tests)):
+            cases: Any = cast("Any", [tests] if _is_one_case(tests) else tests)
+            if isinstance(cases, list) and any(map(_is_call, cast("list[Any]", cases))):
+                calls = cast("list[Any]", cases)
+                return cls._of_calls(*_listed_calls(calls, entry or _begun_in(row)))
+            table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
+            if function := table.get("fn_name"):
+                return cls._of_calls(function, [_call(*pair) for pair in _pairs(table)])
+            programs = tuple(_cases(cases, name, numbers=entry is None))
+            return cls(
+                of_program=programs,
+                common_imports=name == "public_test_cases" or _of_live_code_bench(cases),
+            )
+        listed: list[Any] = [tests] if isinstance(tests, str) else list(cast("Any", tests))
+        if not all(isinstance(each, str) and each.strip() for each in listed):
+            raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
+        if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
+            raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
+        prepared = _preparation(row) if name == "test_list" else []
+        texts = tests if isinstance(tests, str) else (*prepared, *listed)
+        return cls(of_functions=texts, entry_point=entry)
+
+    @classmethod
+    def _of_calls(cls, name: Any, calls: Sequence[_Call]) -> RowTests:
+        """An assert for each call."""
+        name = _without_class(name)
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"has the fn_name {name!r:.80}; expected the name of a function")
+        if strange := [given for given, _ in calls if not isinstance(given, list)]:
+            raise ValueError(
+                f"has inputs of {name} such as {strange[0]!r:.80}; expected a list of arguments for each call"
+            )
+        boxed = all(  # each result stands in a list of one, and may be meant without
+            isinstance(right[-1], list) and len(cast("list[Any]", right[-1])) == 1
+            for _, right in calls
+        )
+        texts = [
+            _call_test(name, given, [*right, right[-1][0]] if boxed else right)
+            for given, right in calls
+        ]
+        return cls(of_functions=tuple(texts), entry_point=name, common_imports=True)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What they need of a solution, as far as they can be read."""
+        if self.entry_point or not self.of_functions:
+            return frozenset() if self.entry_point is None else frozenset({self.entry_point})
+        try:
+            return Plan.of(self.of_functions, None).names
+        except BrokenTests:
+            return frozenset()
+
+    def check(self) -> None:
+        """Raise ValueError for tests of functions that cannot be run, or that no code could fail."""
+        if self.of_program:
+            return
+        try:
+            with warnings.catch_warnings():  # of Python, about the style of tests
+                warnings.simplefilter("ignore")
+                Plan.of(self.of_functions, self.entry_point, helped=False)
+        except BrokenTests as broken:
+            raise ValueError(f"has tests that cannot be run: {broken}") from broken
+
+
+def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
+    """A tuple is as good as a list, which is all that JSON has; any of the results is `right`."""
+    try:
+        arguments, results = (
+            repr(json.loads(json.dumps(each, allow_nan=False))) for each in (given, right)
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"has values for {name} that are no JSON: {error}") from error
+    return (
+        f"_answer_ = {name}(*{arguments})\n"  # no name of Python's: the function may be called like one
+        f"assert ([*_answer_] if _answer_.__class__ is ().__class__ else _answer_) in {results}"
+    )
+
+
+def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
+    """The column that says what to run, and what it has."""
+    names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
+    given = {name: value for name in names if (value := _parsed(row.get(name)))}
+    for name, value in given.items():
+        if name in FORMS_OF_CASES and isinstance(value, str) and _PACKED.fullmatch(value):
+            given[name] = _unpacked(value)
+    truths = [(name, given.pop(name)) for name in ("ground_truth", "reward_model") if name in given]
+    ours = {name: given[name] for name in ("tests", "test_cases") if name in given}
+    given = ours or _together(given)
+    given = given or dict([pair for name, each in truths for pair in _in_truth(name, each)][:1])
+    if len(given) > 1:
+        first, second, *_ = given
+        raise ValueError(
+            f"has both `{first}` and `{second}`; leave one empty, or give one alone as `tests` or `test_cases`"
+        )
+    if not given:
+        raise ValueError(
+            "has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`. Those of "
+            f"other data sets may stand in {', '.join(name for name in names if name not in ('tests', 'test_cases'))}"
+        )
+    ((name, value),) = given.items()
+    if name == "official_tests":
+        for column, (refused, why) in NOT_READ.items():
+            if (found := row.get(column)) and refused in (None, found):
+                raise ValueError(f"has `{column}` {found!r:.40}, and {why}")
+    return name, value
+
+
+def _together(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Public and private cases as those of one column."""
+    found = dict(given)
+    for public, private in (
+        ("public_test_cases", "private_test_cases"),
+        ("public_tests", "private_tests"),
+    ):
+        parts = [found.pop(each) for each in (public, private) if each in found]
+        if both := [case for part in parts for case in _listed(part)]:
+            found[public] = both
+    return found
+
+
+def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
+    """A column with a ground truth, where that is tests; else nothing."""
+    if isinstance(value, Mapping) and "ground_truth" in value:
+        value = _parsed(cast("Mapping[str, Any]", value)["ground_truth"])
+    return [(name, value)] if _are_asserts(value) or (value and _are_cases(value)) else []
+
+
+def _listed(cases: Any) -> list[Any]:
+    if isinstance(cases, Mapping):
+        table = cast("Mapping[str, Any]", cases)
+        pairs = _pairs(table) if any(table.values()) else []
+        named = {"fn_name": table["fn_name"]} if "fn_name" in table else {}
+        return [{"input": given, "output": wanted, **named} for given, wanted in pairs]
+    if not isinstance(cases, list):
+        raise ValueError(f"has test cases that are no list: {cases!r:.80}")
+    return cast("list[Any]", cases)
+
+
+def _are_cases(value: Any) -> bool:
+    """Whether a column for asserts has cases, as DeepCoder's."""
+    entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
+    return all(isinstance(each, Mapping) for each in entries)
+
+
+def _are_asserts(value: Any) -> bool:
+    """Whether a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
+    entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
+    return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
+
+
+_ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
+
+
+def _is_one_case(value: Any) -> bool:
+    """Whether it is a case and no table, which has lists for both and no type."""
+    match value:
+        case {"input": given, "output": wanted, **more}:
+            return not (isinstance(given, list) and isinstance(wanted, list)) or "type" in more
+        case _:
+            return False
+
+
+def _preparation(row: Mapping[str, Any]) -> list[str]:
+    """The code that tests of MBPP begin with."""
+    found: list[Any] = [
+        _parsed(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
+    ]
+    lines: list[Any] = [
+        line for each in found for line in ([each] if isinstance(each, str) else each)
+    ]
+    return [str(line) for line in lines if str(line).strip()]
+
+
+def _function_named(metadata: Any) -> Any:
+    if not isinstance(metadata, Mapping):
+        return None
+    return cast("Mapping[str, Any]", metadata).get("func_name")
+
+
+def _without_class(name: Any) -> Any:
+    """`add` of `Solution().add`, as LeetCodeDataset has it."""
+    return name.removeprefix("Solution().") if isinstance(name, str) else name
+
+
+def _begun_in(row: Mapping[str, Any]) -> str | None:
+    """The one function that LiveCodeBench's `starter_code` begins; None where it does not say which is meant."""
+    code = row.get("starter_code")
+    names = set(_DEFINED.findall(code)) if isinstance(code, str) else set[str]()
+    return names.pop() if len(names) == 1 else None
+
+
+_DEFINED = re.compile(r"(?m)^[ \t]*def[ \t]+(?!__)(\w+)[ \t]*\(")
+
+
+def _parsed(value: Any) -> Any:
+    """Lists may be written as JSON, also twice, because tables of some formats hold text only; arrays are lists."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [
+            _parsed(each) if hasattr(each, "tolist") else each for each in cast("list[Any]", value)
+        ]
+    if isinstance(value, Mapping):
+        table = cast("Mapping[Any, Any]", value)
+        return {
+            key: _parsed(each) if hasattr(each, "tolist") else each for key, each in table.items()
+        }
+    if not isinstance(value, str):
+        return value
+    if value.lstrip()[:1] in ("[", "{", '"'):
+        with suppress(ValueError):
+            inner = json.loads(value)
+            if not isinstance(inner, str):
+                return _parsed(inner)
+            return _parsed(inner) if inner.lstrip()[:1] in ("[", "{") else value
+    return value
+
+
+_PACKED = re.compile(r"e[JN][A-Za-z0-9+/]{10,}=*\s*")
+"""What zlib has compressed, in base64."""
+
+
+class _TextAlone(pickle.Unpickler):
+    """Reads text and numbers; nothing is imported or called."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+
+
+def _unpacked(text: str) -> Any:
+    """The private cases of LiveCodeBench: JSON, pickled, compressed, in base64."""
+    try:
+        unpacking = zlib.decompressobj()
+        packed = unpacking.decompress(base64.b64decode(text, validate=True), _MOST_UNPACKED)
+        if not unpacking.eof:
+            raise ValueError(f"it ends early, or is larger than {_MOST_UNPACKED >> 20} MiB")
+        return json.loads(_TextAlone(io.BytesIO(packed)).load())
+    except Exception as error:  # a pickle that is none raises anything
+        raise ValueError(
+            f"has packed test cases {text[:20]!r}… that cannot be read: {error}"
+        ) from error
+
+
+def _of_language(cases: Any) -> Any:
+    """What stands in {language, test_cases}, as some data sets have it."""
+    match cases:
+        case {"test_cases": inner, **more} if not more.keys() - {"language"}:
+            language = more.get("language", "python")
+            if language != "python":
+                raise ValueError(f"has tests for {language!r:.40}; only Python is run")
+            return _parsed(inner)
+        case _:
+            return cases
+
+
+_CALLS = ("functional", "function_call")
+"""What data sets call a case that calls a function: LiveCodeBench, and open-r1 and PrimeIntellect."""
+_Call = tuple[Any, list[Any]]
+"""Arguments, and results of which each is right."""
+
+
+def _is_call(case: Any) -> bool:
+    if not isinstance(case, Mapping):
+        return False
+    kind = _kind(cast("Mapping[str, Any]", case))
+    return kind in _CALLS or (kind is None and bool(cast("Any", case).get("fn_name")))
+
+
+def _of_live_code_bench(cases: Any) -> bool:
+    return isinstance(cases, list) and any("testtype" in case for case in cast("list[Any]", cases))
+
+
+def _kind(case: Mapping[str, Any]) -> Any:
+    return case.get("type", case.get("testtype"))
+
+
+def _listed_calls(cases: Sequence[Any], entry_point: Any) -> tuple[Any, list[_Call]]:
+    """The function that all cases call, and the calls."""
+    names = {_name_in(case) or entry_point for case in cases if _is_call(case)}
+    if not all(map(_is_call, cases)) or len(names) != 1 or None in names:
+        raise ValueError(
+            "has test cases that call functions; expected all of them to, with one `fn_name`, or an `entry_point` of the row"
+        )
+    if partial := [case for case in cases if not {"input", "output"} <= case.keys()]:
+        raise ValueError(f"has a test case {partial[0]!r:.80}; expected `input` and `output`")
+    calls = [
+        _call(case["input"], case["output"], listed=_kind(case) != "functional") for case in cases
+    ]
+    return names.pop(), calls
+
+
+def _name_in(case: Mapping[str, Any]) -> Any:
+    return case.get("fn_name") or _function_named(_parsed(case.get("metadata")))
+
+
+def _call(given: Any, wanted: Any, *, listed: bool = False) -> _Call:
+    """A call whose arguments stand in a list or in text, of which each line is the JSON of one; a number is one alone.
+
+    `listed`: text may also be the JSON of all of them in a list. A result in text beside arguments that are none may be JSON or itself.
+    """
+    if isinstance(given, str):
+        arguments = _arguments(given)
+        if listed and len(arguments) == 1 and isinstance(arguments[0], list):
+            arguments = cast("list[Any]", arguments[0])
+        return arguments, [_result(wanted)]
+    right = [wanted, _result(wanted)] if listed and isinstance(wanted, str) else [wanted]
+    return ([given] if isinstance(given, int | float) else given), right
+
+
+def _arguments(given: str) -> list[Any]:
+    with suppress(ValueError):
+        return [json.loads(given)]  # which may take several lines
+    try:
+        return [json.loads(line) for line in given.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(
+            f"has the input {given!r:.80}, whose lines are no JSON: {error}"
+        ) from error
+
+
+def _result(wanted: Any) -> Any:
+    if not isinstance(wanted, str):
+        return wanted
+    with suppress(ValueError):
+        return json.loads(wanted)
+    return wanted
+
+
+def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
+    """From a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers` a number stands for its text."""
+    if isinstance(value, str):
+        raise ValueError(
+            f"has `{name}` that are neither JSON nor what LiveCodeBench packs: {value!r:.80}"
+        )
+    if isinstance(value, Mapping):
+        pairs = _pairs(cast("Mapping[str, Any]", value))
+        value = [{"input": given, "output": wanted} for given, wanted in pairs]
+    return [_case(each, numbers=numbers) for each in value]
+
+
+def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    given, wanted = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
+    if unknown := [key for key in table if key not in _OF_A_TABLE]:
+        raise ValueError(
+            f"has `test_cases` with the key {unknown[0]!r:.80}; expected `inputs`, `outputs` and, for calls, `fn_name`"
+        )
+    if not (isinstance(given, list) and isinstance(wanted, list)):
+        raise ValueError(_NO_TABLE)
+    listed = cast("list[Any]", given), cast("list[Any]", wanted)
+    if not len(listed[0]) == len(listed[1]) > 0:
+        raise ValueError(_NO_TABLE)
+    return list(zip(*listed, strict=True))
+
+
+_OF_A_TABLE = ("inputs", "outputs", "input", "output", "fn_name")
+_NO_TABLE = "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, two lists of equal length"
+
+
+def _case(value: Any, *, numbers: bool) -> Case:
+    match value:
+        case {"input": given, "output": wanted, **more} if (
+            not more.keys() - _BESIDE and not more.get("fn_name") and _kind(more) in _PROGRAMS
+        ):
+            with suppress(TypeError):
+                return Case(_joined(given, numbers=numbers), _joined(wanted, numbers=numbers))
+        case _:
+            pass
+    raise ValueError(
+        f"has a test case {value!r:.80}; expected {{input: text, output: text}}, or "
+        "the type function_call, an `fn_name` and a list of arguments as input"
+    )
+
+
+def _joined(text: Any, *, numbers: bool) -> str:
+    """Text; APPS and TACO have it as a list of its lines, too."""
+    if numbers and isinstance(text, int | float) and not isinstance(text, bool):
+        return str(text)
+    if isinstance(text, list):
+        return "\n".join(cast("list[str]", text))
+    if not isinstance(text, str):
+        raise TypeError
+    return text
+
+
+_BESIDE = {"type", "testtype", "fn_name", "metadata"}
+"""What some data sets say beside a case."""
+_PROGRAMS = (None, "stdin", "stdin_stdout")
+"""What they call one of a program."""
+
+
+# The verdict on one completion
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many tests a piece of code passes, and why not the first that it fails."""
+
+    passed: int
+    of: int
+    why: str | None
+
+
+async def verdict(
+    code: str, tests: RowTests, limits: Limits, require: Sequence[str] = ()
+) -> Verdict:
+    """Run the tests; `limits.seconds` is for all of them together.
+
+    Raises SandboxError where there is no box with the protections that are required, ValueError for tests that cannot be run.
+    """
+    if tests.of_program:
+        return await _of_program(code, tests, limits, require)
+    return await _of_functions(code, tests, limits, require)
+
+
+def _common_imports(code: str, tests: RowTests) -> bool:
+    """Whether common modules need no import: where LiveCodeBench or LeetCode is meant."""
+    return tests.common_imports or _defines(code, (WRAPPER,))
+
+
+async def _of_program(
+    code: str, tests: RowTests, limits: Limits, require: Sequence[str]
+) -> Verdict:
+    passed, why, left = 0, None, limits.seconds
+    cases, common_imports = tests.of_program, _common_imports(code, tests)
+    for number, case in enumerate(cases):
+        if left <= 0:
+            break
+        output = max(limits.output, 2 * len(case.output) + 1024)
+        allowed = replace(limits, seconds=left, output=output)
+        stdin = case.input.encode()
+        result = await run(
+            code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
+        )
+        left -= result.seconds
+        if case.passes(result):
+            passed += 1
+        elif why is None:
+            why = f"case {number}: {_shown(result)}"
+    return Verdict(passed, len(cases), why)
+
+
+def _shown(result: Result) -> str:
+    errors = result.errors.decode(errors="replace").strip().splitlines()[-1:]
+    printed = result.output.decode(errors="replace")[:200]
+    return f"{result.ending}; printed {printed!r}{''.join(f'; {line[:200]}' for line in errors)}"
+
+
+class _BrokeOff(Exception):
+    """The tests stopped before their end. `_of_functions` finds out whether they or the code are to blame."""
+
+    def __init__(self, why: str, so_far: Verdict) -> None:
+        super().__init__(why)
+        self.so_far = replace(so_far, why=so_far.why or why)
+
+
+_ANYTHING = """
+class _Anything:
+    def __call__(self, *_, **__): return self
+    def __getattr__(self, _): return self
+"""
+
+
+async def _of_functions(
+    code: str, tests: RowTests, limits: Limits, require: Sequence[str]
+) -> Verdict:
+    """What the tests say of the code. Where they break off it is their fault if they also do so for code that does nothing."""
+    try:
+        return await _tested(code, tests, limits, require)
+    except _BrokeOff as broke_off:
+        if not broke_off.so_far.of:  # they had not begun
+            raise ValueError(str(broke_off)) from broke_off
+        found = broke_off.so_far
+    names = Plan.of(tests.of_functions, tests.entry_point).names
+    harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
+    try:
+        await _tested(harmless, tests, limits, require)
+    except _BrokeOff as broke_off:
+        raise ValueError(str(broke_off)) from broke_off
+    return found
+
+
+async def _tested(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
+    """One box for the code and one for the tests, joined by a line; verdicts come on another."""
+    theirs, line = socket.socketpair()
+    ours, verdicts = socket.socketpair()
+    patient = replace(limits, seconds=limits.seconds + START_LIMIT)  # the clock that counts is here
+    given = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
+    serving = _program(
+        "boxed_solution:serve", code=code, common_imports=_common_imports(code, tests)
+    )
+    judging = _program("boxed_tests:judge", tests=given, entry_point=tests.entry_point)
+    solution = Box(serving, limits=patient, channels=[theirs], require=require)
+    judge = Box(judging, limits=patient, channels=[line, verdicts], require=require)
+    with ours, theirs, line, verdicts:
+        async with solution, judge:
+            for end in (theirs, line, verdicts):
+                end.close()
+            await solution.begun()
+            await judge.begun()
+            docket = _Docket(ours)
+            if not await docket.fill(limits.seconds):
+                ended = await judge.result()
+                why = f"The box of the tests ended before them: {_shown(ended)}"
+                raise _BrokeOff(why, docket.verdict())
+            return docket.verdict()
+
+
+def _program(function: str, **arguments: Any) -> dict[str, Any]:
+    return {"function": f"groupwise.tasks.rewards.{function}", "arguments": arguments}
+
+
+class _Docket:
+    """Takes down what the box of the tests says."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._buffer = FrameBuffer()
+        self._outcomes: list[bool] = []
+        self._count = 0
+        self._why: str | None = None
+
+    async def fill(self, seconds: float) -> bool:
+        """Listen until the last verdict or until the time is over, which begins with the tests. False where it broke off.
+
+        Raises _BrokeOff where they say that they cannot be run, SandboxError where they do not begin.
+        """
+        try:
+            async with asyncio.timeout(START_LIMIT):
+                opening = await self._next()
+        except TimeoutError:
+            raise SandboxError(f"Tests had not begun after {START_LIMIT:g} s.") from None
+        if opening is None:
+            return False
+        self._count = self._unbroken(opening)["tests"]
+        try:
+            async with asyncio.timeout(seconds):
+                while (message := await self._next()) is not None and "done" not in message:
+                    self._enter(self._unbroken(message))
+        except TimeoutError:
+            self._why = self._why or f"time ran out in test {len(self._outcomes)}"
+            return True
+        return message is not None
+
+    def verdict(self) -> Verdict:
+        """What was said; tests of which nothing was said have not passed."""
+        return Verdict(sum(self._outcomes), self._count, self._why)
+
+    def _unbroken(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "broken" in message:
+            raise _BrokeOff(message["broken"], self.verdict())
+        return message
+
+    def _enter(self, message: Mapping[str, Any]) -> None:
+        self._outcomes.append(message["passed"])
+        self._why = self._why or message["why"]
+
+    async def _next(self) -> dict[str, Any] | None:
+        while (frame := self._buffer.take()) is None:
+            piece = await asyncio.get_running_loop().sock_recv(self._connection, 1 << 16)
+            if not piece:
+                return None
+            self._buffer.add(piece)
+        return json.loads(frame)
+
+
+# The reward
+
+
+@reward("python_tests")
+@dataclass(frozen=True, slots=True)
+class PythonTests:
+    """The share of a row's tests that the completion's code passes."""
+
+    partial: bool = True
+    """False: 1 for all tests, else 0."""
+    time_limit: float = 4.0
+    """Seconds for all tests of a completion."""
+    memory: int = 512
+    """MiB of address space for each process."""
+    concurrency: int = 4
+    """Completions of a group that are run at once."""
+    answer_tag: Tag = "answer"
+    require: tuple[str, ...] = ("network", "files", "calls")
+    """Protections without which nothing is run; see `sandbox.PROTECTIONS`. These keep the code from the trainer, and from the tests."""
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("time_limit", self.time_limit),
+            ("memory", self.memory),
+            ("concurrency", self.concurrency),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; expected more than 0.")
+        unknown = [name for name in self.require if name not in PROTECTIONS]
+        if unknown:
+            raise ValueError(
+                f"require names {', '.join(unknown)}. There are: {', '.join(PROTECTIONS)}."
+            )
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without tests, or with some that cannot be run or that no code could fail."""
+        RowTests.of(row).check()
+
+    def check_machine(self) -> str:
+        """Which protections hold here. Raises ValueError where one is missing that is required, or where there is no sandbox at all."""
+        try:
+            held = _held_here()
+        except SandboxError as problem:
+            raise ValueError(
+                f"runs code in a sandbox, which cannot be had here: {problem}"
+            ) from problem
+        by = ", ".join(f"{name} ({' and '.join(how)})" for name, how in held.items() if how)
+        lacking = missing(held)
+        if unmet := [name for name in self.require if name in lacking]:
+            raise ValueError(
+                f"does not run code without {', '.join(unmet)} in its sandbox ({'; '.join(PROTECTIONS[name] for name in unmet)}), and this "
+                f"machine has {by or 'nothing of it'}. Run on Linux 5.13 or later on x86-64 or aarch64, or set its `require` to what you "
+                "need: [] for code that you trust."
+            )
+        return f"runs code in a sandbox that has {by}; it lacks {', '.join(lacking) or 'nothing'}"
+
+    async def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: Callable[[str, Sequence[Any]], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """A number from 0 to 1 for each completion; `Failed` where nothing can be said about its code."""
+        count = len(completions)
+        rows = _rows_of(columns, count)
+        texts = completion_texts(completions, columns)
+        prompts = columns.get("prompts", [None] * count)
+        rows = [_helped(row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+        wanted = {row: () if isinstance(row, str) else row.names for row in set(rows)}
+        codes = [
+            _gone_on_with(prompt, code_in(text, self.answer_tag, wanted[row]), row)
+            for prompt, text, row in zip(prompts, texts, rows, strict=True)
+        ]
+        slots = asyncio.Semaphore(self.concurrency)
+        async with asyncio.TaskGroup() as group:
+            asked = {  # the same code is run once, however many members of a group wrote it
+                pair: group.create_task(self._judged(*pair, slots))
+                for pair in dict.fromkeys(zip(codes, rows, strict=True))
+            }
+        verdicts = [asked[pair].result() for pair in zip(codes, rows, strict=True)]
+        if log_extra is not None:
+            log_extra("python_tests", [_note(each) for each in verdicts])
+        return [each if isinstance(each, Failed) else self._value(each) for each in verdicts]
+
+    async def _judged(
+        self, code: str, row: RowTests | str, slots: asyncio.Semaphore
+    ) -> Verdict | Failed:
+        """The verdict, or why there is none."""
+        if isinstance(row, str):
+            return Failed(f"cannot judge this row: it {row}")
+        limits = Limits(seconds=self.time_limit, memory=self.memory * _MIB)
+        async with slots:
+            try:
+                return await verdict(code, row, limits, self.require)
+            except (SandboxError, ValueError) as error:
+                return Failed(f"could not run the tests: {error}")
+
+    def _value(self, found: Verdict) -> float:
+        return found.passed / found.of if self.partial else float(found.passed == found.of)
+
+
+def _helped(row: RowTests | str, prompt: Any) -> RowTests | str:
+    """The tests with what a prompt that is Python defines beside the function that they test, as HumanEval's may."""
+    if isinstance(row, str) or row.entry_point is None or not isinstance(prompt, str):
+        return row
+    try:
+        begun = ast.parse(prompt).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return row
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    kept: list[ast.stmt] = [
+        each
+        for each in begun
+        if isinstance(each, kinds) and getattr(each, "name", "") != row.entry_point
+    ]
+    tests = (row.of_functions,) if isinstance(row.of_functions, str) else row.of_functions
+    helpers = ast.unparse(ast.Module(kept, type_ignores=[]))
+    if not helpers or not tests:
+        return row
+    joined = (
+        "\n".join((helpers, *tests)) if isinstance(row.of_functions, str) else (helpers, *tests)
+    )
+    return replace(row, of_functions=joined)
+
+
+def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
+    """The code with its prompt before it, where that begins the function that is tested, as in HumanEval."""
+    names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
+    begun = isinstance(prompt, str) and _defines(prompt, names) and not _defines(code, names)
+    return prompt + code if begun else code
+
+
+def _rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[RowTests | str]:
+    """The tests of each row, or what is wrong with it. The members of a group share theirs, which may be large."""
+    names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
+    named = [name for name in names if name in columns]
+    read: dict[tuple[int, ...], RowTests | str] = {}
+    keys = [tuple(id(columns[name][index]) for name in named) for index in range(count)]
+    for index, key in enumerate(keys):
+        if key not in read:
+            try:
+                read[key] = RowTests.of({name: columns[name][index] for name in named})
+            except ValueError as problem:
+                read[key] = str(problem)
+    return [read[key] for key in keys]
+
+
+def _note(found: Verdict | Failed) -> dict[str, Any] | None:
+    if isinstance(found, Failed):
+        return None
+    return {"passed": found.passed, "of": found.of, "why": found.why}
+
+
+@cache
+def _held_here() -> Mapping[str, tuple[str, ...]]:
+    """What protects from a sandbox's program on this machine, tried once."""
+    return run_to_end(run("")).held

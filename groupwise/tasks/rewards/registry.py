@@ -1,0 +1,266 @@
+"""Rewards by name: those that come with the package, those that an installed package announces, and `module:function`.
+
+    rewards:
+      reward_funcs: [correctness_xml, {name: length, weight: 0.5, max_length: 400}, my_rewards.py:polite]
+
+A reward is a function `f(prompts, completions, **columns) -> list[float | None]`, or a frozen dataclass with such a `__call__`,
+whose fields are its parameters. `@reward("name")` enters either under its name. Rows are checked before a model is loaded: one with
+the parameter `answer_column` needs a gold answer in each, and one that needs anything else has a method `check_row(row)`, which raises
+ValueError where it is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from groupwise.core.construct import instance, taken_by
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import load, missing, nearest
+from groupwise.core.reward_call.call import RewardCallable, check_function, name_of
+from groupwise.tasks.rewards.gold import gold_of_row
+from groupwise.tasks.rewards.nesting import taking_nested
+from groupwise.tasks.rewards.other_names import meant_by
+from groupwise.tasks.rewards.router import Router
+from groupwise.tasks.rewards.rubric import Rubric
+
+ENTRY_POINTS = "groupwise.rewards"
+"""The entry-point group in which installed packages announce their rewards."""
+
+FAMILIES: tuple[str, ...] = (
+    "groupwise.tasks.rewards.crossword",
+    "groupwise.tasks.rewards.formats",
+    "groupwise.tasks.rewards.matching",
+    "groupwise.tasks.rewards.mathematics",
+    "groupwise.tasks.rewards.overlap",
+    "groupwise.tasks.rewards.judge",
+    "groupwise.tasks.rewards.python_tests",
+    "groupwise.tasks.rewards.rush_hour",
+    "groupwise.tasks.rewards.shaping",
+)
+"""The modules whose rewards come with the package; they are imported when a name is first looked up."""
+
+Kind = TypeVar("Kind", bound=Callable[..., Any])
+
+Weighted = tuple[RewardCallable, float]
+
+OWN_KEYS = ("name", "weight")
+"""Keys of an entry that are no parameters of its reward."""
+
+_OWN_PACKAGE = "groupwise.tasks.rewards."
+_REWARDS: dict[str, Callable[..., Any]] = {}
+
+
+def reward(name: str) -> Callable[[Kind], Kind]:
+    """Enter a reward function, or a class of reward functions, under a name that configs can use.
+
+    Raises ValueError where another module has entered that name, and for a class with a parameter that no config could give.
+    """
+
+    def enter(kind: Kind) -> Kind:
+        known = _REWARDS if kind.__module__.startswith(_OWN_PACKAGE) else registered()
+        there = known.get(name)
+        if there is not None and there.__module__ != kind.__module__:
+            raise ValueError(f"there is a reward {name!r} already, in {there.__module__}")
+        if inspect.isclass(cast("object", kind)):
+            _refuse_hidden_parameters(name, kind)
+        cast("Any", kind).name = name
+        _REWARDS[name] = kind
+        return kind
+
+    return enter
+
+
+def _refuse_hidden_parameters(name: str, kind: Any) -> None:
+    for parameter in taken_by(kind):
+        if parameter.name in OWN_KEYS:
+            raise ValueError(
+                f"the reward {name!r} has a parameter {parameter.name!r}, which every entry has itself"
+            )
+
+
+def registered() -> dict[str, Callable[..., Any]]:
+    """All rewards by name, those of the package included."""
+    for module in FAMILIES:
+        importlib.import_module(module)
+    return dict(_REWARDS)
+
+
+def get_reward_funcs(
+    names: Sequence[str | Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    where: str = "get_reward_funcs",
+) -> list[Weighted]:
+    """Reward functions with their weights, from names or sections with `name`, `weight` and parameters.
+
+    `config` is that of the hooks: its `rewards.answer_column` is given to every reward that has such a parameter. The functions
+    may also be called by hand, with completions flat or nested; see `groupwise.tasks.rewards.nesting`. Raises TaskError, which begins with
+    `where`.
+    """
+    section: Mapping[str, Any] = (config or {}).get("rewards") or {}
+    return _made(names, section.get("answer_column"), where)
+
+
+def configured_rubric(
+    section: Mapping[str, Any], own: tuple[str, Rubric] | None = None
+) -> Rubric | None:
+    """The rewards that the config's section `rewards` names itself; None where it leaves them to the task. Raises TaskError.
+
+    `own` are those of a task with its name: a router without another default gives them to rows that it does not know.
+    """
+    answer_column, router = section.get("answer_column"), section.get("router")
+    if section.get("reward_funcs") is not None:
+        where = "rewards.reward_funcs"
+        rubric = Rubric(_made(section["reward_funcs"], answer_column, where), where=where)
+    elif router is not None:
+        where = "rewards.router"
+        lists: dict[str, object] = {
+            label: _made(each, answer_column, f"{where}.{label}") for label, each in router.items()
+        }
+        default = section.get("default_task")
+        if own is not None and default is None and own[0] not in lists:
+            default = own[0]
+            lists[default] = own[1]
+        rubric = Router.of(lists, where=where, default=default)
+    else:
+        return None
+    if answer_column is not None and not any(map(_takes_answer_column, rubric.functions)):
+        raise TaskError(
+            f"rewards.answer_column is {answer_column}, but none of {', '.join(rubric.names)} looks for a gold answer. "
+            "Leave it out."
+        )
+    return rubric
+
+
+def _takes_answer_column(function: RewardCallable) -> bool:
+    return hasattr(inspect.unwrap(function), "answer_column")
+
+
+def _made(names: object, answer_column: str | None, where: str) -> list[Weighted]:
+    """Raises TaskError with a line for each entry that cannot be had."""
+    if isinstance(names, str | Mapping) or not isinstance(names, Sequence):
+        raise TaskError(f"{where}: expected a list of names or sections, got {names!r:.60}.")
+    found: list[Weighted] = []
+    problems: list[str] = []
+    for entry in cast("Sequence[Any]", names):
+        try:
+            found.append(_configured(entry, answer_column, where))
+        except TaskError as error:
+            problems.append(f"{where}: {error}")
+    if problems:
+        raise TaskError("\n".join(problems))
+    return found
+
+
+def _configured(entry: Any, answer_column: str | None, where: str) -> Weighted:
+    section = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {"name": entry}
+    name = section.get("name")
+    if not isinstance(name, str) or not name:
+        raise TaskError(
+            f"the entry {entry!r:.60} does not say which reward it is; write a name, or a section with `name:` and parameters."
+        )
+    parameters = {key: value for key, value in section.items() if key not in OWN_KEYS}
+    function = _function(name, parameters, answer_column)
+    check_function(function, name)
+    made: Any = taking_nested(function, name if ":" not in name else name_of(function))
+    if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
+        made.check_row = functools.partial(_need_gold, function)
+    return made, _weight(name, section.get("weight", 1.0))
+
+
+def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
+    gold_of_row(row, reward.answer_column, getattr(reward, "answer_tag", "answer"))
+
+
+def _weight(name: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value):
+        raise TaskError(f"{name}: its weight is {value!r}; expected a finite number.")
+    return float(value)
+
+
+def _function(
+    name: str, parameters: Mapping[str, Any], answer_column: str | None
+) -> RewardCallable:
+    found = registered().get(name) or _loaded(name)
+    if inspect.isclass(found):
+        shared = {"answer_column": answer_column} if answer_column is not None else {}
+        taken = {parameter.name for parameter in taken_by(found)}
+        given = {key: value for key, value in shared.items() if key in taken}
+        return cast("RewardCallable", instance(found, {**given, **parameters}, name))
+    if parameters:
+        raise TaskError(
+            f"{name} is no class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
+            "make it a dataclass with these fields and `__call__(self, prompts, completions, **columns)`."
+        )
+    return cast("RewardCallable", found)
+
+
+def _loaded(name: str) -> object:
+    """The function, class or object that a name stands for."""
+    known = {each: kind.__module__ for each, kind in registered().items()}
+    if _is_nothing(name, known):
+        raise TaskError(_unknown(name, known))
+    try:
+        plugin = load(
+            name, kind="reward", builtins=known, entry_points=ENTRY_POINTS, instantiate=False
+        )
+    except TaskError as error:
+        meant = meant_by(name, known)
+        raise TaskError(f"{error}\n{meant.told}" if meant else str(error)) from error
+    if isinstance(plugin.object, ModuleType):
+        there = [
+            each
+            for each, value in vars(plugin.object).items()
+            if inspect.isroutine(value) and value.__module__ == plugin.module.__name__
+        ]
+        raise TaskError(
+            f"{name} is a module. Name the function in it, {name}:function; there are: {', '.join(there) or 'none'}."
+        )
+    return plugin.object
+
+
+def unknown_reward(name: str) -> str | None:
+    """What is wrong with a name by which no reward is found, as far as that shows where nobody's code may be loaded; None otherwise.
+
+    What a module or a file has shows only when it runs. A name without a function is registered, or announced by an installed package.
+    """
+    known = {each: kind.__module__ for each, kind in registered().items()}
+    return None if ":" in name or name in known or name in _announced() else _unknown(name, known)
+
+
+@functools.cache
+def _announced() -> frozenset[str]:
+    """Looked up once: to go through all installed packages takes a tenth of a second."""
+    return frozenset(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
+    """Whether a name stands for nothing that `load` would find, though Python or somebody else may have something of that name."""
+    if Path(name).is_file() or any(
+        point.name == name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
+    ):
+        return False
+    absent = missing(name, kind="reward", builtins=known, entry_points=ENTRY_POINTS) is not None
+    return name in sys.stdlib_module_names or (absent and meant_by(name, known) is not None)
+
+
+def _unknown(name: str, known: Mapping[str, str]) -> str:
+    meant = meant_by(name, known)
+    shown = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
+    if meant is None:
+        near = nearest(name, known)
+        hint = f" Did you mean {' or '.join(f'`{each}`' for each in near)}?" if near else ""
+        of_python = ", which is a module of Python itself" * (name in sys.stdlib_module_names)
+        said = f"There is no reward {shown}{of_python}.{hint}"
+    else:
+        said = f"There is no reward {shown}. {meant.told}"
+    return f"{said}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."

@@ -1,0 +1,221 @@
+"""Rewards by task: each row is scored by the rewards of its label, so that one run can train on several tasks.
+
+A row's label is what its column `task` says; a label that the router does not know has no rewards, and no others either. Where `task` is
+empty the label is the row's `dataset_name`, if the router knows that (every row of a source has one), else the router's default.
+
+A batch may be mixed: each label's rewards see their own rows only, and what fails them fails no others. Every part stands
+under its label, `math/correctness`, and does not apply to the rows of other labels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, cast
+
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import nearest, printable
+from groupwise.core.reward_call.request import GroupScore, MemberScore, ScoreRequest
+from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, RewardPart, number_of
+from groupwise.tasks.rewards.rubric import Row, Rubric, checked_weights
+
+LABEL_COLUMNS = (TASK_COLUMN, DATASET_COLUMN)
+"""The columns that may say which rewards a row has, in this order."""
+
+
+class Router(Rubric):
+    """Rubrics by label; itself a rubric, whose parts are those of all labels."""
+
+    def __init__(
+        self, rubrics: Mapping[str, Rubric], default: str | None = None, *, where: str = "Router"
+    ) -> None:
+        """`default` is the label of rows that say none. Raises TaskError for an unknown default, or two parts of one name."""
+        if not rubrics:
+            raise TaskError(f"{where}: there are no labels; give the rewards of at least one.")
+        self.where = where
+        self._outer: frozenset[str] = frozenset()
+        self._take({label: rubric.under(label) for label, rubric in rubrics.items()})
+        self.default = self._checked_default(default)
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
+        if twice:
+            raise TaskError(
+                f"{where}: two parts are called `{twice[0]}`; rename one of the labels."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        value: object,
+        weights: Sequence[float] | None = None,
+        *,
+        where: str = "Router",
+        default: str | None = None,
+    ) -> Router:
+        """The router of a mapping from labels to rubrics, or whatever `Rubric.of` takes for one."""
+        if not isinstance(value, Mapping):
+            raise TaskError(
+                f"{where}: expected a dict from labels to rewards, got {type(value).__name__}."
+            )
+        given = cast("Mapping[str, object]", value).items()
+        rubrics = {label: Rubric.of(each, where=f"{where}, {label}") for label, each in given}
+        router = cls(rubrics, default, where=where)
+        return router if weights is None else router.reweighted(weights)
+
+    def with_default(self, default: str) -> Router:
+        """The same with another default. Raises TaskError for an unknown one."""
+        changed = copy.copy(self)
+        changed.default = self._checked_default(default)
+        return changed
+
+    def reweighted(self, weights: Sequence[float]) -> Router:
+        """See `Rubric.reweighted`; the weights come in the order of `names`."""
+        left = list(checked_weights(tuple(weights), self.names, self.where))
+        rubrics: dict[str, Rubric] = {}
+        for label, rubric in self.rubrics.items():
+            count = len(rubric.names)
+            rubrics[label], left = rubric.reweighted(left[:count]), left[count:]
+        changed = copy.copy(self)
+        changed._take(rubrics)
+        return changed
+
+    def without(self, names: Collection[str]) -> Router:
+        """See `Rubric.without`: each label has to keep one."""
+        changed = copy.copy(self)
+        changed._take({label: rubric.without(names) for label, rubric in self.rubrics.items()})
+        return changed
+
+    def under(self, label: str) -> Router:
+        """See `Rubric.under`: as one label of another router, which has used up a `task` of that name."""
+        changed = copy.copy(self)
+        changed._outer = self._outer | {label}
+        changed._take({own: rubric.under(label) for own, rubric in self.rubrics.items()})
+        return changed
+
+    def label_of(self, row: Row) -> str | None:
+        """The label whose rewards a row has; None where the router knows none for it."""
+        said, source = (_filled(row, column) for column in LABEL_COLUMNS)
+        if said in self.rubrics:
+            return said
+        if said is not None and said not in self._outer:
+            return None
+        return source if source in self.rubrics else self.default
+
+    def check_rows(self, rows: Mapping[int, Row]) -> None:
+        """See `Rubric.check_rows`: each label's rewards have to be able to score its rows, and every row has to have some."""
+        labels = {index: self.label_of(row) for index, row in rows.items()}
+        strangers = {index: _said(row) for index, row in rows.items() if labels[index] is None}
+        if strangers:
+            place = next(iter(strangers))
+            first = number_of(rows[place], place)
+            counts = Counter(strangers.values())
+            raise TaskError(
+                f"{self.where}: {len(strangers)} of {len(rows)} rows have no rewards, row {first} first.\n  "
+                + "\n  ".join(f"{n} × {self._unknown(said)}" for said, n in counts.most_common(3))
+            )
+        for label, rubric in self.rubrics.items():
+            rubric.check_rows({index: row for index, row in rows.items() if labels[index] == label})
+
+    def check_machine(self, *, refuse: bool = True) -> list[str]:
+        """See `Rubric.check_machine`."""
+        every = [rubric.check_machine(refuse=refuse) for rubric in self.rubrics.values()]
+        return list(dict.fromkeys(said for each in every for said in each))
+
+    def unscorable(self, row: Row) -> str | None:
+        """See `Rubric.unscorable`. A label without rewards is a mistake of the config, not of a row, and left to `check_rows`."""
+        label = self.label_of(row)
+        return None if label is None else self.rubrics[label].unscorable(row)
+
+    async def score(
+        self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
+    ) -> GroupScore:
+        """See `Rubric.score`: each row by the rewards of its label; one without any has failed with that reason."""
+        rows = _rows_of(request)
+        places: dict[str, list[int]] = {}
+        members = [self._stranger(row) for row in rows]
+        for place, row in enumerate(rows):
+            if (label := self.label_of(row)) is not None:
+                places.setdefault(label, []).append(place)
+        scores = await asyncio.gather(
+            *(
+                self.rubrics[label].score(_only(request, own), started)
+                for label, own in places.items()
+            )
+        )
+        for own, score in zip(places.values(), scores, strict=True):
+            for place, member in zip(own, score.members, strict=True):
+                members[place] = replace(member, parts=self._parts(member.parts))
+        return GroupScore(tuple(members), _averaged([score.metrics for score in scores]))
+
+    def _take(self, rubrics: Mapping[str, Rubric]) -> None:
+        self.rubrics = dict(rubrics)
+        every = self.rubrics.values()
+        self.functions = tuple(each for rubric in every for each in rubric.functions)
+        self.names = tuple(name for rubric in every for name in rubric.names)
+        self.weights = tuple(weight for rubric in every for weight in rubric.weights)
+
+    def _checked_default(self, default: str | None) -> str | None:
+        if default is not None and default not in self.rubrics:
+            raise TaskError(f"{self.where}: the default is unknown: {self._unknown(default)}")
+        return default
+
+    def _parts(self, own: Sequence[RewardPart]) -> tuple[RewardPart, ...]:
+        """One part for each function of all labels; those of other labels do not apply."""
+        there = {part.name: part for part in own}
+        named = zip(self.names, self.weights, strict=True)
+        return tuple(there.get(name) or RewardPart(name, None, weight) for name, weight in named)
+
+    def _stranger(self, row: Row) -> MemberScore:
+        return MemberScore("failed", self._unknown(_said(row)), None, self._parts(()))
+
+    def _unknown(self, said: str | None) -> str:
+        known = f"The router has rewards for {', '.join(self.rubrics)}."
+        if said is None:
+            return (
+                f"no label: nothing in the columns {' and '.join(LABEL_COLUMNS)}, and no default. {known} Fill the column "
+                f"`{TASK_COLUMN}`, or set rewards.default_task."
+            )
+        near = nearest(said, self.rubrics)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        return f"no rewards for the label `{printable(said)}`.{hint} {known}"
+
+
+def _said(row: Row) -> str | None:
+    """What the row says of its task, known or not."""
+    given = (_filled(row, column) for column in LABEL_COLUMNS)
+    return next((label for label in given if label is not None), None)
+
+
+def _filled(row: Row, column: str) -> str | None:
+    """A column's text; None where it is empty: blank, or the None or NaN of tables."""
+    value = row.get(column)
+    return None if value is None or value != value else str(value).strip() or None
+
+
+def _rows_of(request: ScoreRequest) -> list[dict[str, Any]]:
+    labels = {name: request.columns[name] for name in LABEL_COLUMNS if name in request.columns}
+    count = len(request.completions)
+    return [{name: values[place] for name, values in labels.items()} for place in range(count)]
+
+
+def _only(request: ScoreRequest, places: Sequence[int]) -> ScoreRequest:
+    """The request for some of its members."""
+
+    def chosen(values: Sequence[Any]) -> list[Any]:
+        return [values[place] for place in places]
+
+    return replace(
+        request,
+        prompts=chosen(request.prompts),
+        completions=chosen(request.completions),
+        completion_ids=chosen(request.completion_ids),
+        columns={name: chosen(values) for name, values in request.columns.items()},
+    )
+
+
+def _averaged(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in metrics for name in each)
+    return {name: fmean(each[name] for each in metrics if name in each) for name in names}

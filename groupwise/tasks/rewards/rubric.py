@@ -1,0 +1,305 @@
+"""A weighted set of reward functions: what a task's `get_reward_funcs` gives, and how a group is scored with it.
+
+Each function gives one part of the reward. The total of a rollout is Σ weight × value over the parts that apply to it. A
+part of weight 0 is recorded and nothing else: it neither counts as applying nor fails anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import fmean
+from typing import Any, cast
+
+from groupwise.core.errors import TaskError
+from groupwise.core.reward_call.call import (
+    LARGEST,
+    Answer,
+    RewardCallable,
+    call,
+    check_columns,
+    check_function,
+    column_arguments,
+    name_of,
+)
+from groupwise.core.reward_call.request import ORIGIN, GroupScore, MemberScore, ScoreRequest
+from groupwise.core.types import RewardPart, number_of
+
+Row = Mapping[str, Any]
+"""The columns of one row of a dataset, without its prompt."""
+
+NO_REWARD = "no reward applied: every reward function returned None for this completion"
+
+
+class Rubric:
+    """Reward functions with their weights and unique names.
+
+    `Rubric([f, (g, 0.5)])` weighs f by 1 and g by 0.5; `weights` replaces them all. Raises TaskError for an empty list,
+    something that is no function, or weights that are no finite numbers, one for each function.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardCallable | tuple[RewardCallable, float]],
+        weights: Sequence[float] | None = None,
+        *,
+        where: str = "Rubric",
+    ) -> None:
+        """`where` says in messages who gave the functions."""
+        self.where = where
+        pairs = _pairs(functions, where)
+        self.functions = tuple(function for function, _ in pairs)
+        self.names = _unique([name_of(function) for function in self.functions])
+        given = tuple(weight for _, weight in pairs) if weights is None else tuple(weights)
+        self.weights = checked_weights(given, self.names, where)
+
+    @classmethod
+    def of(cls, value: object, weights: Sequence[float] | None = None, *, where: str) -> Rubric:
+        """The rubric that `value` stands for: a rubric, a list of functions or pairs, or one function."""
+        if isinstance(value, Rubric):
+            given = copy.copy(value)
+            if given.where == type(value).__name__:  # its maker did not say who gave the functions
+                given.where = where
+            return given if weights is None else given.reweighted(weights)
+        if isinstance(value, list | tuple):
+            return cls(cast("Sequence[RewardCallable]", value), weights, where=where)
+        check_function(value, where)
+        return cls([cast("RewardCallable", value)], weights, where=where)
+
+    def reweighted(self, weights: Sequence[float]) -> Rubric:
+        """The same functions with other weights, in their order. Raises TaskError for weights that do not fit."""
+        changed = copy.copy(self)
+        changed.weights = checked_weights(tuple(weights), self.names, self.where)
+        return changed
+
+    def without(self, names: Collection[str]) -> Rubric:
+        """The same but for the parts of these names. Raises TaskError where none is left, or none that counts."""
+        kept = [number for number, name in enumerate(self.names) if name not in names]
+        if not kept:
+            raise TaskError(f"{self.where}: no other reward is left.")
+        changed = copy.copy(self)
+        changed.functions = tuple(self.functions[number] for number in kept)
+        changed.names = tuple(self.names[number] for number in kept)
+        weights = tuple(self.weights[number] for number in kept)
+        changed.weights = checked_weights(weights, changed.names, self.where)
+        return changed
+
+    def under(self, label: str) -> Rubric:
+        """The same functions with parts that are called `label/name`."""
+        changed = copy.copy(self)
+        changed.names = tuple(f"{label}/{name}" for name in self.names)
+        return changed
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a function says (`f.stateful = True`) that it must stay in one process."""
+        return any(getattr(function, "stateful", False) is True for function in self.functions)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that the functions are defined in, but for those of this package."""
+        owners = {_module_of(function) for function in self.functions}
+        users = sorted(name for name in owners if not name.startswith("groupwise."))
+        modules = [sys.modules.get(name) for name in users]
+        return tuple(file for module in modules if (file := getattr(module, "__file__", None)))
+
+    def check_columns(self, columns: Collection[str], *, where: str) -> None:
+        """Raise TaskError if a function asks for an argument that these dataset columns do not give it."""
+        for function in self.functions:
+            check_columns(function, columns, where)
+
+    def check_rows(self, rows: Mapping[int, Row]) -> None:
+        """Raise TaskError if a function asks for a column that one of these rows lacks, or cannot score one of them.
+
+        A reward that needs something of every row has a method `check_row(row)`, which raises ValueError where it is not there.
+        """
+        if not rows:
+            return
+        every = list(rows.values())
+        columns = set(every[0]).intersection(*every[1:]) | {ORIGIN}
+        self.check_columns(columns, where=self.where)
+        for name, function in zip(self.names, self.functions, strict=True):
+            check = getattr(function, "check_row", None)
+            if check is not None:
+                _check_each(check, rows, f"{self.where}: `{name}`")
+
+    def check_machine(self, *, refuse: bool = True) -> list[str]:
+        """What the rewards say of this machine before a run. Raises TaskError where it lacks what one of them needs, if it is to `refuse`.
+
+        A reward that needs something of the machine has a method `check_machine()`, which returns a sentence, or raises ValueError.
+        """
+        said: list[str] = []
+        for name, function in zip(self.names, self.functions, strict=True):
+            if check := getattr(function, "check_machine", None):
+                try:
+                    said.append(f"`{name}` {check()}")
+                except ValueError as problem:
+                    if refuse:
+                        raise TaskError(f"{self.where}: `{name}` {problem}") from problem
+                    said.append(f"`{name}` {problem}")
+        return said
+
+    @property
+    def columns_meant(self) -> list[tuple[str, str]]:
+        """Each argument that a function means a column by, behind the function's name."""
+        named = zip(self.names, self.functions, strict=True)
+        return [(name, each) for name, function in named for each in column_arguments(function)]
+
+    def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
+        """The parameters that are None for all of these rows, because their column is empty or missing."""
+        empty = (
+            each for each in self.columns_meant if all(row.get(each[1]) is None for row in rows)
+        )
+        return list(empty) if rows else []
+
+    def unscorable(self, row: Row) -> str | None:
+        """Why a reward cannot score this row; None where none of them says so. Tells what `check_rows` would refuse."""
+        for function in self.functions:
+            try:
+                if check := getattr(function, "check_row", None):
+                    check(row)
+            except ValueError as reason:
+                return str(reason)
+        return None
+
+    async def score(
+        self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
+    ) -> GroupScore:
+        """Score a group. Plain functions run one after the other, async ones together.
+
+        `started` hears the name of each function just before it runs. Never raises for what a function does.
+        """
+        named = zip(self.names, self.functions, strict=True)
+        calls = [call(name, function, request, started) for name, function in named]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers = [_answered(n, r, request) for n, r in zip(self.names, results, strict=True)]
+        members = [self._member(answers, index) for index in range(len(request.completions))]
+        return GroupScore(tuple(members), _metrics(answers))
+
+    def _member(self, answers: Sequence[Answer], index: int) -> MemberScore:
+        parts = tuple(
+            RewardPart(name, answer.values[index], weight)
+            for name, answer, weight in zip(self.names, answers, self.weights, strict=True)
+        )
+        reasons = {
+            name: reason
+            for name, answer in zip(self.names, answers, strict=True)
+            if (reason := answer.failures[index]) is not None
+        }
+        notes = _notes(answers, index)
+        if reasons:
+            notes["failed_rewards"] = reasons
+        fatal = [reason for part in parts if part.weight and (reason := reasons.get(part.name))]
+        if fatal:
+            return MemberScore("failed", "; ".join(fatal), None, parts, notes)
+        return _scored(parts, notes)
+
+
+def _notes(answers: Sequence[Answer], index: int) -> dict[str, Any]:
+    """What the functions recorded beside one rollout; of one name the last value that is there."""
+    notes: dict[str, Any] = {}
+    for answer in answers:
+        for name, values in answer.logged.extras.items():
+            notes[name] = notes.get(name) if values[index] is None else values[index]
+    return notes
+
+
+def _scored(parts: tuple[RewardPart, ...], notes: dict[str, Any]) -> MemberScore:
+    applied = [p.weight * p.value for p in parts if p.weight and p.value is not None]
+    if not applied:
+        return MemberScore("failed", NO_REWARD, None, parts, notes)
+    total = sum(applied)
+    if not abs(total) <= LARGEST:
+        reason = (
+            f"the weighted total of the rewards is {total}; expected a number up to {LARGEST:g}"
+        )
+        return MemberScore("failed", reason, None, parts, notes)
+    return MemberScore("scored", None, total, parts, notes)
+
+
+def _check_each(check: Callable[[Row], None], rows: Mapping[int, Row], where: str) -> None:
+    refused: list[str] = []
+    for index, row in rows.items():
+        try:
+            check(row)
+        except ValueError as reason:
+            refused.append(f"row {number_of(row, index)}: {reason}")
+    if refused:
+        shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
+        raise TaskError(
+            f"{where} cannot score {len(refused)} of {len(rows)} rows.\n  " + "\n  ".join(shown)
+        )
+
+
+def _answered(name: str, result: Answer | BaseException, request: ScoreRequest) -> Answer:
+    """An async function that cancels itself gives an exception past `call`."""
+    if isinstance(result, Answer):
+        return result
+    reason = f"reward `{name}` raised {type(result).__name__}"
+    count = len(request.completions)
+    return Answer((None,) * count, (reason,) * count)
+
+
+def _metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    recorded: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, values in answer.logged.metrics.items():
+            recorded.setdefault(name, []).extend(values)
+    return {name: fmean(values) for name, values in recorded.items()}
+
+
+def _pairs(functions: Sequence[Any], where: str) -> list[tuple[RewardCallable, float]]:
+    if not functions:
+        raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
+    pairs: list[tuple[RewardCallable, float]] = []
+    for index, item in enumerate(functions):
+        place = f"{where}, entry {index}"
+        function, weight = cast("tuple[Any, Any]", item) if _is_pair(item) else (item, 1.0)
+        check_function(function, place)
+        pairs.append((function, weight))
+    return pairs
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, list | tuple) and len(cast("Sequence[Any]", item)) == 2
+
+
+def checked_weights(
+    weights: tuple[Any, ...], names: tuple[str, ...], where: str
+) -> tuple[float, ...]:
+    """The weights as floats. Raises TaskError unless they are finite numbers, one for each name, and not all 0."""
+    if len(weights) != len(names):
+        raise TaskError(
+            f"{where}: {len(weights)} weights for {len(names)} reward functions. "
+            f"Give one for each of {', '.join(names)}."
+        )
+    for name, weight in zip(names, weights, strict=True):
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight):
+            raise TaskError(
+                f"{where}: the weight of `{name}` is {weight!r}; expected a finite number."
+            )
+    if not any(weights):
+        raise TaskError(f"{where}: every weight is 0, so nothing would be rewarded.")
+    return tuple(float(weight) for weight in weights)
+
+
+def _module_of(function: RewardCallable) -> str:
+    """Where a function, or the class of an object that is called, is defined; empty where that is no module."""
+    inner: Any = inspect.unwrap(function)
+    return (inner if inspect.isroutine(inner) else type(inner)).__module__ or ""
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    """`name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself."""
+    unique: list[str] = []
+    for name in names:
+        number, candidate = 2, name
+        while candidate in unique or (candidate != name and candidate in names):
+            candidate, number = f"{name}_{number}", number + 1
+        unique.append(candidate)
+    return tuple(unique)

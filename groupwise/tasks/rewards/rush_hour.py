@@ -1,0 +1,392 @@
+"""Rush Hour: boards, moves, what playing them comes to, and the two rewards for a list of moves.
+
+A board is written row by row, as text or as a list: `o` is empty, `x` a wall, a letter from A to Z a car. Cars of one cell are
+horizontal. A is the car that must reach the right edge.
+
+A move is a car, a direction and a number of cells, `A>2`; directions are `< > ^ v` or L R U D. Cars move along their own axis, cell by
+cell. The first cell that is not free stops the play: what moved before it stays, but that move was not legal. The play also ends as soon
+as A stands at the right edge, however it came there: then the board is solved. What is written after that is not played, but each
+of it counts as a superfluous move. Steps of one car in one direction that follow each other are played as they are written; they count
+together where moves are compared with a gold solution, or their number with the target.
+
+The moves of a completion are what stands in its last pair of answer tags. Without such tags they are the text after the closing think
+tag, or its last line that is a list of moves. A list holds moves and nothing else, between commas, semicolons or spaces.
+
+    exact    1 where the moves are those of a gold solution;
+             0.01 where nothing can be read as a list of moves, but something looks like a move
+    shaped   0.65 exact + 0.20 solve + 0.10 prefix + 0.05 potential
+
+`solve` is 1 for a solved board within the target length and 1/(1 + excess) beyond it. `prefix` is the larger of two shares: moves
+that begin a gold solution, of its moves, and legal moves, of those written. `potential` is how much of blockers + distance is gone:
+cars and walls in A's way, and cells between A and the right edge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby, pairwise, takewhile
+from math import isqrt
+from typing import Any, cast
+
+from groupwise.core.reward_call.tags import THINK, after_reasoning
+from groupwise.core.reward_call.text import CompletionText, completion_text
+from groupwise.tasks.rewards.extracted import LogExtra, record_answers
+from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
+from groupwise.tasks.rewards.registry import reward
+
+EMPTY, WALL, LEAVING = "o", "x", "A"
+
+LOOKS_LIKE_A_MOVE = 0.01
+"""What a completion earns that holds something like a move, but no list of moves."""
+
+_DIRECTIONS = {"<": "<", ">": ">", "^": "^", "V": "v", "L": "<", "R": ">", "U": "^", "D": "v"}
+_MOVE = r"[A-Za-z] ?[<>^VvLlRrUuDd] ?0*[1-9]\d{0,3}(?!\d)"
+_SEPARATOR = r"(?:\s*[,;]\s*|\s+)"  # one way only to read each, or backtracking would not end
+_LIST = re.compile(rf"{_MOVE}(?:{_SEPARATOR}{_MOVE})*\s*[.,;]?")
+_LIKE = re.compile(rf"(?<![A-Za-z]){_MOVE}")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A car, one of `< > ^ v`, and how many cells, 1 or more."""
+
+    car: str
+    direction: str
+    cells: int
+
+    def __str__(self) -> str:
+        return f"{self.car}{self.direction}{self.cells}"
+
+
+Moves = tuple[Move, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A square board that can be played; made by `board_of`, which checks it."""
+
+    size: int
+    cells: str
+    """Row by row, without anything between rows: `oBoAAoooo` for three rows of three."""
+
+    @property
+    def rows(self) -> list[str]:
+        """Its rows from the top."""
+        return [self.cells[at : at + self.size] for at in range(0, len(self.cells), self.size)]
+
+    @property
+    def to_go(self) -> int:
+        """Cars and walls in A's way to the right edge, and the cells between them: 0 where A stands there."""
+        front = self.cells.rindex(LEAVING)
+        ahead = self.cells[front + 1 : (front // self.size + 1) * self.size]
+        cars = set(ahead) - {EMPTY, WALL}
+        return len(cars) + ahead.count(WALL) + len(ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What came of playing moves on a board."""
+
+    board: Board
+    """As it stood when the play ended."""
+    begun: int
+    """Moves that were begun: the legal ones, and the one that stopped the play."""
+    legal: int
+    """Moves that were played whole."""
+    solved: bool
+
+    def length(self, moves: Moves) -> int:
+        """As how many these moves count, of which it is the play: steps of one car in one direction as one as far as they were played."""
+        return len(merged(moves[: self.begun])) + len(moves[self.begun :])
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def moves_in(completion: CompletionText) -> Moves | None:
+    """The moves that a completion answers with, as they are written; None where it holds no list."""
+    text = completion_text(completion)
+    tagged = THINK.last_answer(text)
+    if tagged is not None:
+        return read_moves(tagged)
+    said = after_reasoning(text)
+    lines = reversed(said.splitlines())
+    return next((found for each in (said, *lines) if (found := read_moves(each))), None)
+
+
+def _one_spelling(completion: CompletionText) -> str:
+    """The moves as text, merged; empty where there are none."""
+    return ",".join(map(str, merged(moves_in(completion) or ())))
+
+
+def looks_like_a_move(completion: CompletionText) -> bool:
+    """Whether something like `A>2` stands anywhere."""
+    return _LIKE.search(completion_text(completion)) is not None
+
+
+@lru_cache(maxsize=256)
+def read_moves(text: str) -> Moves | None:
+    """The moves of a text that holds nothing else; None for any other text."""
+    if not _LIST.fullmatch(text.strip()):
+        return None
+    found = [re.sub(r"\s", "", each) for each in re.findall(_MOVE, text)]
+    return tuple(
+        Move(each[0].upper(), _DIRECTIONS[each[1].upper()], int(each[2:])) for each in found
+    )
+
+
+def merged(moves: Moves) -> Moves:
+    """With steps of one car in one direction that follow each other as one move: the form in which solutions are compared."""
+    return tuple(
+        Move(car, direction, sum(step.cells for step in steps))
+        for (car, direction), steps in groupby(moves, key=lambda move: (move.car, move.direction))
+    )
+
+
+def board_of(value: Any, size: Any = None) -> Board:
+    """A board from a column's value. Raises ValueError for anything that cannot be played."""
+    listed = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(each, str) for each in listed):
+        raise ValueError(f"the board is {value!r:.60}; expected text, or a list of rows or cells")
+    cells = re.sub(r"\s", "", "".join(listed))
+    side = isqrt(len(cells))
+    sought = _whole(size, "size")
+    if side < 2 or side**2 != len(cells) or sought not in (None, side):
+        wanted = "a square" if sought is None else f"{sought}×{sought}"
+        raise ValueError(f"the board {cells!r:.60} has {len(cells)} cells; expected {wanted}")
+    return _checked(side, cells)
+
+
+def _whole(value: Any, name: str) -> int | None:
+    """A number of a column; None where the row has none."""
+    if value is None or value != value:  # the NaN of tables
+        return None
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"the column `{name}` holds {value!r:.40}; expected a number") from None
+
+
+@lru_cache(maxsize=256)
+def _checked(size: int, cells: str) -> Board:
+    unknown = sorted(set(re.sub("[A-Zox]", "", cells)))
+    if unknown:
+        raise ValueError(
+            f"the board {cells!r} has the signs {', '.join(unknown)}; `o` is empty, `x` a wall, A to Z are cars"
+        )
+    board = Board(size, cells)
+    for car, places in _cars(board).items():
+        if len(places) > 1 and not _is_straight(places, size):
+            raise ValueError(f"the cells of car {car} on the board {cells!r} are not in one line")
+    _check_leaving(board)
+    return board
+
+
+def _is_straight(places: Sequence[int], size: int) -> bool:
+    gaps = {after - before for before, after in pairwise(places)}
+    return gaps == {size} or (gaps == {1} and places[0] // size == places[-1] // size)
+
+
+def _check_leaving(board: Board) -> None:
+    places = _cars(board).get(LEAVING)
+    if places is None:
+        raise ValueError(f"the board {board.cells!r} has no car A, which is the one that leaves")
+    if not _is_horizontal(places):
+        raise ValueError(
+            f"car A stands upright on the board {board.cells!r}, so it never reaches the right edge"
+        )
+    if board.to_go == 0:
+        raise ValueError(f"car A stands at the right edge of the board {board.cells!r} already")
+
+
+# --- playing -------------------------------------------------------------------------------------
+
+
+def play(board: Board, moves: Sequence[Move]) -> Play:
+    """Play moves until A stands at the right edge, one is not legal, or there are no more."""
+    grid, cars = list(board.cells), _cars(board)
+    begun, legal, solved = 0, 0, False
+    for move in moves:
+        begun += 1
+        whole = all(_step(grid, cars, board.size, move) for _ in range(move.cells))
+        legal += whole
+        solved = cars[LEAVING][-1] % board.size == board.size - 1
+        if solved or not whole:
+            break
+    return Play(Board(board.size, "".join(grid)), begun, legal, solved)
+
+
+def _step(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:
+    """Move a car by one cell, if there is such a car, on that axis, and the cell is free."""
+    places = cars.get(move.car)
+    if places is None or _is_horizontal(places) != (move.direction in "<>"):
+        return False
+    by = {"<": -1, ">": 1, "^": -size, "v": size}[move.direction]
+    front = (places[-1] if by > 0 else places[0]) + by
+    off_the_row = abs(by) == 1 and front // size != places[0] // size
+    if off_the_row or not 0 <= front < len(grid) or grid[front] != EMPTY:
+        return False
+    for place in places:
+        grid[place] = EMPTY
+    cars[move.car] = [place + by for place in places]
+    for place in cars[move.car]:
+        grid[place] = move.car
+    return True
+
+
+def _cars(board: Board) -> dict[str, list[int]]:
+    """The cells of each car, in order."""
+    places: dict[str, list[int]] = {}
+    for place, sign in enumerate(board.cells):
+        if sign not in (EMPTY, WALL):
+            places.setdefault(sign, []).append(place)
+    return places
+
+
+def _is_horizontal(places: Sequence[int]) -> bool:
+    """Neighbours in a row; a car of one cell is."""
+    return len(places) == 1 or places[1] - places[0] == 1
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+@reward("rush_solution_exact")
+@dataclass(frozen=True, slots=True)
+class RushSolutionExact:
+    """1 for the moves of a gold solution, 0 for others, 0.01 where nothing but the look of a move is there."""
+
+    answer_column: str | None = None
+    """Where the gold solutions stand; None looks for them."""
+
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """One value for each completion."""
+        record_answers(log_extra, map(_one_spelling, completions))
+        solutions = gold_solutions(columns, len(completions), self.answer_column)
+        return [_exact(*pair) for pair in zip(completions, solutions, strict=True)]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without gold solutions."""
+        _read_golds(gold_of_row(row, self.answer_column))
+
+
+@reward("rush_solution_shaped")
+@dataclass(frozen=True, slots=True)
+class RushSolutionShaped:
+    """`exact`, `solve`, `prefix` and `potential`, each from 0 to 1 and with its weight.
+
+    Every row has its own `board`, gold solutions and, if it likes, `size` and target length `moves` (else that of its shortest gold
+    solution). A row with a gold solution that does not solve its board is refused.
+    """
+
+    exact: float = 0.65
+    solve: float = 0.20
+    prefix: float = 0.10
+    potential: float = 0.05
+    answer_column: str | None = None
+    """Where the gold solutions stand; None looks for them."""
+
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        board: Sequence[Any],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        """One value for each completion."""
+        record_answers(log_extra, map(_one_spelling, completions))
+        count = len(completions)
+        nothing = [None] * count
+        rows = zip(
+            completions,
+            board,
+            columns.get("size") or nothing,
+            gold_solutions(columns, count, self.answer_column),
+            columns.get("moves") or nothing,
+            strict=True,
+        )
+        return [
+            self._shaped(completion, solvable(board_of(cells, size), golds), golds, target)
+            for completion, cells, size, golds, target in rows
+        ]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row whose board cannot be played, or whose gold solutions do not all solve it."""
+        golds = _read_golds(gold_of_row(row, self.answer_column))
+        solvable(board_of(row["board"], row.get("size")), golds)
+        _whole(row.get("moves"), "moves")
+
+    def _shaped(
+        self, completion: CompletionText, board: Board, golds: tuple[Moves, ...], target: Any
+    ) -> float:
+        exact = self.exact * _exact(completion, golds)
+        moves = moves_in(completion)
+        if moves is None:
+            return exact
+        played = play(board, moves)
+        given = _whole(target, "moves")
+        enough = min(map(len, golds)) if given is None else given
+        return (
+            exact
+            + self.solve * played.solved / (1 + max(0, played.length(moves) - enough))
+            + self.prefix * max(played.legal / len(moves), *(_begun(moves, gold) for gold in golds))
+            + self.potential * max(0, board.to_go - played.board.to_go) / board.to_go
+        )
+
+
+def gold_solutions(
+    columns: dict[str, Any], count: int, answer_column: str | None = None
+) -> list[tuple[Moves, ...]]:
+    """The gold solutions of each row. Raises ValueError for a row without any, and for text that is no list of moves."""
+    return [_read_golds(forms) for forms in gold_answers(columns, count, answer_column)]
+
+
+@lru_cache(maxsize=256)
+def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
+    read = {form: read_moves(form) for form in forms}
+    for form, moves in read.items():
+        if moves is None:
+            raise ValueError(
+                f"the gold solution {form!r:.60} is no list of moves such as `B^1,A>2`"
+            )
+    return tuple(merged(moves) for moves in read.values() if moves is not None)
+
+
+@lru_cache(maxsize=256)
+def solvable(board: Board, solutions: tuple[Moves, ...]) -> Board:
+    """The board, once it is sure that each of these solves it. Raises ValueError that names the first that does not."""
+    for moves in solutions:
+        played = play(board, moves)
+        if not played.solved or played.legal < played.begun:
+            text = ",".join(map(str, moves))
+            why = (
+                f"its move {moves[played.legal]} is not legal there"
+                if played.legal < len(moves)
+                else "A does not reach the right edge"
+            )
+            raise ValueError(
+                f"the gold solution {text} does not solve its board {board.cells!r}: {why}"
+            )
+    return board
+
+
+def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
+    moves = moves_in(completion)
+    if moves is None:
+        return LOOKS_LIKE_A_MOVE if looks_like_a_move(completion) else 0.0
+    return float(merged(moves) in golds)
+
+
+def _begun(moves: Moves, gold: Moves) -> float:
+    """The share of a gold solution that the moves begin with."""
+    pairs = zip(merged(moves), gold, strict=False)
+    same = takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return len(list(same)) / len(gold)

@@ -1,0 +1,415 @@
+"""A box for Python code that nobody vouches for: a process of its own with nothing to see, little to use and an end.
+
+`run` runs a text as a script; a `Box` runs a text or a function of this package, with sockets to talk through. A fresh interpreter
+(`sandbox_child`) builds the box with what this system offers and says which protections hold: each has a name in `PROTECTIONS`, and
+the result tells for each what provides it. Linux offers most of them to anybody; what it does not offer here is missing and said, not
+replaced. Inside there are the standard library, one empty folder, an environment without anything of this one, and limits on time,
+memory, processes, files and output.
+
+What a program does never raises; `SandboxError` says that the box itself could not be built.
+
+It is a guard against what a model writes in the course of its training, by accident or for reward. It is no security boundary against
+somebody who attacks the kernel, and none of what it does limits the memory of all processes of a box together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import pwd
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from groupwise.core.errors import SandboxError
+from groupwise.core.processes.family import MARK, end_family, has_ended
+from groupwise.core.processes.frames import FrameBuffer, framed
+
+Ending = Literal["finished", "failed", "timed_out", "killed"]
+"""Exit code 0; another one; out of time, by the clock or the processor's; ended by a signal."""
+
+PROTECTIONS = {
+    "network": "no connection can be made",
+    "files": "no file can be opened but those of Python and those in its own folder",
+    "disk": "its folder lives in memory and is bounded",
+    "processes": "it sees no process but its own, and the kernel ends them all at once",
+    "user": "it runs as a user who owns nothing",
+    "calls": "system calls that reach other processes or rare parts of the kernel are refused",
+}
+"""What a box protects, as far as the system lets it."""
+
+MECHANISMS = ("namespaces", "user", "landlock", "seccomp")
+"""What provides the protections. Leaving one out shows what holds without it."""
+
+START_LIMIT = 30.0
+"""Seconds in which a box must be built; a busy machine needs a few."""
+_END_LIMIT = 3.0
+"""Seconds that a box may take to end by itself, before it is searched for and killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program may use. Sizes in bytes."""
+
+    seconds: float = 5.0
+    """By the clock, from when the program begins."""
+    memory: int = 512 << 20
+    """Address space of each process."""
+    processes: int = 16
+    """At once, threads included."""
+    disk: int = 16 << 20
+    """Of all files together where protection `disk` holds."""
+    file_size: int = 8 << 20
+    open_files: int = 64
+    output: int = 64 << 10
+    """Of each of both outputs; the rest is thrown away."""
+
+    @property
+    def cpu_seconds(self) -> int:
+        """Processor time of each process; a little more than the clock's, which is the fair limit."""
+        return math.ceil(self.seconds) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a program ended."""
+
+    ending: Ending
+    code: int | None
+    """Exit code; negative: the signal that ended it; None where the time ran out first."""
+    output: bytes
+    errors: bytes
+    cut: bool
+    """Whether there was more on standard output than is kept."""
+    seconds: float
+    """By the clock, from when it began."""
+    held: Mapping[str, tuple[str, ...]]
+    """Protection → what provided it; nothing: it did not hold."""
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Protections that did not hold."""
+        return missing(self.held)
+
+
+def missing(held: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Protections that nothing provides."""
+    return tuple(name for name, by in held.items() if not by)
+
+
+async def run(
+    source: str,
+    *,
+    stdin: bytes = b"",
+    limits: Limits | None = None,
+    require: Sequence[str] = (),
+    without: Sequence[str] = (),
+    common_imports: bool = False,
+) -> Result:
+    """Run a text as a Python script, with nothing else at hand; `common_imports`: common modules need no import, see `known_names`.
+
+    Raises SandboxError where no box can be built.
+    """
+    program = {"source": source, "common_imports": common_imports}
+    async with Box(program, stdin=stdin, limits=limits, require=require, without=without) as box:
+        return await box.result()
+
+
+class Box:
+    """One program in its box, from `async with` on; leaving it ends the program and everything that it started."""
+
+    def __init__(
+        self,
+        program: Mapping[str, Any],
+        *,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+        channels: Sequence[socket.socket] = (),
+        require: Sequence[str] = (),
+        without: Sequence[str] = (),
+    ) -> None:
+        """`program` is a `source`, which may have `common_imports`, or a `function` (`package.module:name`) with `arguments`.
+
+        Such a function is the standard library's or this package's.
+        `channels` become descriptors 3, 4, … of the program; close them here as soon as the box is entered. Without the protections
+        that are in `require` nothing is run. `without` leaves mechanisms out.
+        """
+        self._program = program
+        self._stdin = stdin
+        self._limits = limits or Limits()
+        self._channels = channels
+        self._require = require
+        self._without = without
+        self._mark = secrets.token_hex(8)
+        self._buffer = FrameBuffer()
+        self._held: dict[str, tuple[str, ...]] | None = None
+        self._since = 0.0
+
+    async def __aenter__(self) -> Box:
+        self._folder = Path(tempfile.mkdtemp(prefix="groupwise-box-"))
+        self._folder.chmod(0o711)
+        for name in ("home", "python"):
+            (self._folder / name).mkdir(mode=0o700)
+        self._control, theirs = socket.socketpair()
+        self._control.setblocking(False)
+        try:
+            with theirs:
+                self._process = self._started(theirs)
+        except OSError as error:
+            self._control.close()
+            _delete(self._folder)
+            raise SandboxError(f"A process for a sandbox cannot be started: {error}.") from error
+        streams = (self._process.stdout, self._process.stderr)
+        self._streams = [_Stream(stream, self._limits.output) for stream in streams if stream]
+        for stream in self._streams:
+            await stream.open()
+        with suppress(OSError):  # it died: `result` says so
+            await asyncio.get_running_loop().sock_sendall(self._control, framed(self._orders()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._control.close()  # the order to end
+        deadline = time.monotonic() + _END_LIMIT
+        pause = 0.001
+        try:
+            while not has_ended(self._process) and time.monotonic() < deadline:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, 0.02)
+        finally:
+            end_family(self._process.pid, self._mark)
+            self._process.wait()
+            for stream in self._streams:
+                stream.close()
+            # Beside the loop: it may hold so many files that the time of other boxes would be over meanwhile.
+            await asyncio.to_thread(_delete, self._folder)
+
+    async def begun(self) -> Mapping[str, tuple[str, ...]]:
+        """Wait until the program runs; the protections that hold. Raises SandboxError where the box could not be built."""
+        if self._held is not None:
+            return self._held
+        try:
+            async with asyncio.timeout(START_LIMIT):
+                report = await self._report()
+        except TimeoutError:
+            raise SandboxError(f"A sandbox was not built after {START_LIMIT:g} s.") from None
+        if report is not None and "refused" in report:
+            raise SandboxError(
+                f"This system does not let a sandbox be closed: {', '.join(report['refused'])} was required, and does not hold. "
+                "Run on Linux with Landlock and user namespaces, or require less."
+            )
+        if report is None or "begun" not in report:
+            await self._drain()
+            told = (report or {}).get("broken") or self._streams[1].text() or "it said nothing"
+            raise SandboxError(f"A sandbox could not be built: {_last_line(told)}")
+        self._held = {name: tuple(by) for name, by in report["begun"].items()}
+        self._since = time.monotonic()
+        return self._held
+
+    async def result(self) -> Result:
+        """Wait until the program has ended or its time is over. Raises SandboxError where the box could not be built."""
+        held = await self.begun()
+        code: int | None = None
+        ending: Ending = "timed_out"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._since + self._limits.seconds - time.monotonic()):
+                code = await self._exit_code()
+                ending = _ending(code)
+        seconds = time.monotonic() - self._since
+        self._control.close()
+        await self._drain()
+        output, errors = (bytes(stream.kept) for stream in self._streams)
+        cut = self._streams[0].cut
+        return Result(ending, code, output, errors, cut, seconds, held)
+
+    async def _exit_code(self) -> int:
+        """What the warden says once nothing of the program is left; what ended the first process ended the program."""
+        code = -signal.SIGKILL
+        while (report := await self._report()) is not None and "over" not in report:
+            code = report["ended"]
+        return code
+
+    async def _report(self) -> dict[str, Any] | None:
+        """The warden's next one; None where there is none."""
+        while (frame := self._buffer.take()) is None:
+            piece = b""
+            with suppress(OSError):
+                piece = await asyncio.get_running_loop().sock_recv(self._control, 1 << 16)
+            if not piece:
+                return None
+            self._buffer.add(piece)
+        return json.loads(frame)
+
+    async def _drain(self) -> None:
+        """Wait for the rest of the output, which ends when the last process of the box does."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_LIMIT):
+                for stream in self._streams:
+                    await stream.ended()
+
+    def _started(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        """The warden. Its interpreter finds the standard library and this package, no site packages, and no secrets."""
+        numbers = [theirs.fileno(), *(channel.fileno() for channel in self._channels)]
+        given = self._folder / "stdin"
+        given.write_bytes(self._stdin)
+        with given.open("rb") as stdin:  # to be read alone: it lies on a disk without a limit
+            given.unlink()
+            return subprocess.Popen(
+                [
+                    sys.executable,
+                    *_BARE,
+                    "-m",
+                    "groupwise.tasks.rewards.sandbox_child",
+                    str(numbers[0]),
+                ],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=numbers,
+                start_new_session=True,
+                cwd=self._folder,
+                env=self._environment(),
+            )
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        home = str(self._folder / "home")
+        places = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
+        return {**kept, **_ENVIRONMENT, **places, MARK: self._mark}
+
+    def _orders(self) -> bytes:
+        orders = {
+            "program": dict(self._program),
+            "folder": str(self._folder),
+            "limits": {**asdict(self._limits), "cpu_seconds": self._limits.cpu_seconds},
+            "channels": [channel.fileno() for channel in self._channels],
+            "user": _free_user(),
+            "require": list(self._require),
+            "without": list(self._without),
+        }
+        return json.dumps(orders).encode()
+
+
+class _Stream:
+    """One output of a program: the beginning is kept, all of it is read."""
+
+    def __init__(self, pipe: IO[bytes], limit: int) -> None:
+        self.kept = bytearray()
+        self.cut = False
+        self._pipe = pipe
+        self._limit = limit
+        self._transport: asyncio.BaseTransport | None = None
+
+    async def open(self) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        self._transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._pipe
+        )
+        self._task = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while piece := await reader.read(1 << 16):
+            room = self._limit - len(self.kept)
+            self.kept += piece[:room]
+            self.cut = self.cut or len(piece) > room
+
+    async def ended(self) -> None:
+        """Wait for its end."""
+        await asyncio.shield(self._task)
+
+    def text(self) -> str:
+        """What is kept."""
+        return self.kept.decode(errors="replace")
+
+    def close(self) -> None:
+        """Read no further."""
+        if self._transport is None:
+            self._pipe.close()
+            return
+        self._task.cancel()
+        self._transport.close()
+
+
+_BARE = ("-s", "-S", "-P", "-B")
+"""No site packages, no own folder on the path, no compiled files. Not `-I`, which would ignore PYTHONHASHSEED."""
+_ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",  # the order of a set is the same every time
+    "PYTHONUTF8": "1",
+}
+_KEPT = ("LD_LIBRARY_PATH",)
+"""Without it some interpreters do not start."""
+_PACKAGE = Path(__file__).parents[3]
+"""Where this package is common_imports from."""
+_USERS = range(1 << 30, 1 << 31)
+"""Numbers that belong to nobody, as a rule."""
+
+
+def _free_user() -> int:
+    """A user without files or processes, other than that of any box beside it; oneself for anybody but root."""
+    if os.geteuid() != 0:
+        return os.geteuid()
+    top = min(_USERS.stop, _highest_user() + 1)
+    low = min(_USERS.start, top // 2)
+    for _ in range(100):
+        user = low + secrets.randbelow(max(1, top - low))
+        try:
+            pwd.getpwuid(user)
+        except KeyError:
+            return user
+    return 0
+
+
+def _highest_user() -> int:
+    """The highest number that this system, perhaps a container, knows."""
+    try:
+        ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    except OSError:
+        return (1 << 16) - 3
+    return max(int(first) + int(count) - 1 for first, _, count in ranges)
+
+
+def _ending(code: int) -> Ending:
+    if code == -signal.SIGXCPU:
+        return "timed_out"
+    return "killed" if code < 0 else "failed" if code else "finished"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"
+
+
+def _delete(folder: Path) -> None:
+    """Delete what a program may have left: folders that are closed, or so deep that no path reaches their end.
+
+    Each level is emptied by moving its folders up, so that a path never grows.
+    """
+    waiting = [each.path for each in os.scandir(folder)]
+    count = 0
+    with suppress(OSError):  # what was left here is left; it is in a folder for temporary files
+        while waiting:
+            emptied = waiting.pop()
+            os.chmod(emptied, 0o700)
+            for each in os.scandir(emptied):
+                if each.is_dir(follow_symlinks=False):
+                    os.chmod(each.path, 0o700)
+                    count += 1
+                    waiting.append(str(folder / f"{count}"))
+                    os.rename(each.path, waiting[-1])
+                else:
+                    os.unlink(each.path)
+            os.rmdir(emptied)
+        folder.rmdir()

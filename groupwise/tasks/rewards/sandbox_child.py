@@ -1,0 +1,371 @@
+"""What runs inside: a warden, a first process, and the program, which are forks of one fresh interpreter.
+
+The *warden* gets its orders on a socket and reports there. It makes the namespaces and adopts orphans; when the program has ended, or
+the socket has, it ends whatever is left and reports. The *first* process is number 1 of the namespace, where there is one: with it
+the kernel ends everything in it. It starts the *program*, which gives up one right after the other and then runs code that nobody
+trusts. Only the standard library is common_imports here, and nothing that this process holds in its memory is secret.
+
+Reports: `broken` (the box could not be built) or `refused` (it lacks what is required), and nothing is run; else `begun` with the
+protections that hold, `ended` with the program's exit code (negative: the signal that ended it; absent if the first process was
+killed), and `over` when nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import builtins
+import fcntl
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core.processes.frames import FrameBuffer, send_frame
+from groupwise.tasks.rewards import sandbox_kernel as kernel
+
+Report = dict[str, Any]
+Held = dict[str, list[str]]
+"""Protection → what provides it; nothing: it does not hold."""
+
+_READABLE = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache")
+_READABLE_TOO = ("/usr/share/zoneinfo", "/etc/localtime", "/dev/urandom", "/dev/random")
+_DEVICES = ("/dev/null", "/dev/zero")
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_HIGH = 512
+"""Descriptors from here on are free."""
+_SWEEPS = 200
+"""How often the table of processes is searched for what is left, where no namespace ends it all at once."""
+
+
+def main() -> Callable[[], None]:
+    """The program; only its process returns from here."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    orders = _orders(control)
+    held: Held = {name: [] for name in ("network", "files", "disk", "processes", "user", "calls")}
+    with suppress(OSError):  # where memory runs out, Linux ends this process before all others
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        _make_room(orders, held)
+        status, told = os.pipe()
+        child = os.fork()
+        if child == 0:
+            control.close()
+            os.close(status)
+            return _first(orders, held, told)
+        _close([told, *orders["channels"]])
+        _watch(control, status, child)
+    except BaseException:  # noqa: BLE001 — the cause is told; a box that was not built runs nothing
+        _tell(control, {"broken": traceback.format_exc()})
+    os._exit(0)
+
+
+def _orders(control: socket.socket) -> dict[str, Any]:
+    buffer = FrameBuffer()
+    while (frame := buffer.take()) is None:
+        piece = control.recv(1 << 16)
+        if not piece:
+            os._exit(0)
+        buffer.add(piece)
+    return json.loads(frame)
+
+
+# The warden
+
+
+def _make_room(orders: dict[str, Any], held: Held) -> None:
+    """Leave the namespaces and prepare the folder, as far as this system lets one."""
+    folder, without = orders["folder"], orders["without"]
+    home, library = f"{folder}/home", f"{folder}/python"
+    with suppress(OSError):
+        kernel.adopt_orphans()
+    if "namespaces" not in without and _works(kernel.leave_namespaces):
+        with suppress(OSError):
+            kernel.leave_namespaces()
+            held["network"].append("namespace")
+            held["processes"].append("namespace")
+            kernel.mount_memory(home, orders["limits"]["disk"])
+            held["disk"].append("file system in memory")
+            os.chown(home, orders["user"], -1)
+            kernel.mount_again(_STANDARD_LIBRARY, library)
+            _import_from(library)
+    if "user" not in without and orders["user"] != os.geteuid() and _readable_by_all(sys.path):
+        os.chown(home, orders["user"], -1)
+        held["user"].append(f"number {orders['user']}")
+
+
+def _import_from(library: str) -> None:
+    """Look for the standard library there alone; packages that are loaded look for their parts there too."""
+    sys.path[:] = [library, f"{library}/lib-dynload"]
+    sys.path_importer_cache.clear()
+    for module in list(sys.modules.values()):
+        parts = getattr(module, "__path__", None)
+        if isinstance(parts, list):
+            module.__path__ = [
+                str(part).replace(_STANDARD_LIBRARY, library, 1) for part in cast("Any", parts)
+            ]
+
+
+def _works(step: Callable[[], None]) -> bool:
+    """Whether a step succeeds, tried in a child: half of a namespace would be worse than none."""
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):  # whatever it is, the exit code says that it did not work
+            step()
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _readable_by_all(folders: list[str]) -> bool:
+    """Whether any user can import from there, so that this interpreter still can when it is another's."""
+    there = [Path(folder) for folder in folders if Path(folder).is_dir()]
+    above = {parent for folder in there for parent in folder.parents}
+    return all(each.stat().st_mode & 0o5 == 0o5 for each in there) and all(
+        each.stat().st_mode & 0o1 for each in above
+    )
+
+
+def _watch(control: socket.socket, status: int, child: int) -> None:
+    """Wait for the program's end or for the order to end it; pass on what the first process says."""
+    told, ended = b"", False
+    with os.fdopen(status, "rb", buffering=0) as pipe:
+        while not ended:
+            ready, _, _ = select.select([control, pipe], [], [])
+            if control in ready:  # whoever ordered this wants its end, or has ended
+                break
+            piece = pipe.read(1 << 16)
+            ended = not piece
+            *lines, told = (told + piece).split(b"\n")
+            for line in lines:
+                _tell(control, json.loads(line))
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    _end_descendants()
+    _tell(control, {"over": True})
+
+
+def _tell(control: socket.socket, report: Report) -> None:
+    with suppress(OSError):  # nobody listens any more
+        send_frame(control, json.dumps(report).encode())
+
+
+def _end_descendants() -> None:
+    """Kill and reap every process that comes from here."""
+    for _ in range(_SWEEPS):
+        for process in _descendants():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        if not _reap():
+            return
+        time.sleep(0.001)
+
+
+def _reap() -> bool:
+    """Take leave of children that have ended; whether there are others."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _descendants() -> list[int]:
+    children: dict[int, list[int]] = {}
+    for process, parent in _family_tree():
+        children.setdefault(parent, []).append(process)
+    found: list[int] = []
+    new = [os.getpid()]
+    while new:
+        new = [child for each in new for child in children.get(each, [])]
+        found += new
+    return found
+
+
+def _family_tree() -> Iterator[tuple[int, int]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            yield int(folder.name), int(fields[1])
+
+
+# The first process
+
+
+def _first(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None]:
+    """Start the program and see it end; only the program returns."""
+    with suppress(OSError):
+        kernel.end_with_parent()
+    child = os.fork()
+    if child == 0:
+        return _program(orders, held, told)
+    _close(orders["channels"])
+    while (ended := os.wait())[0] != child:
+        pass
+    _say(told, {"ended": os.waitstatus_to_exitcode(ended[1])})
+    os._exit(0)
+
+
+# The program
+
+
+def _program(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None]:
+    """Give up every right, say so, and return what is to be run."""
+    told = _only_these(told, orders["channels"])
+    try:
+        program = _prepared(orders["program"])
+        os.setsid()
+        os.chdir(f"{orders['folder']}/home")
+        _confine(orders, held)
+    except BaseException:  # noqa: BLE001 — told to whoever asked; nothing is run
+        _say(told, {"broken": traceback.format_exc()})
+        os._exit(1)
+    refused = [name for name in orders["require"] if not held[name]]
+    _say(told, {"refused": refused} if refused else {"begun": held})
+    if refused:
+        os._exit(1)
+    os.close(told)
+    return program
+
+
+def _say(told: int, report: Report) -> None:
+    os.write(told, json.dumps(report).encode() + b"\n")
+
+
+def _only_these(told: int, channels: list[int]) -> int:
+    """Close every descriptor but standard ones, the channels, which get their numbers, and `told`, which gets the one after."""
+    first = kernel.FIRST_CHANNEL
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, told)]
+    os.closerange(first, _HIGH)
+    for number, descriptor in enumerate(high, first):
+        os.dup2(descriptor, number, inheritable=False)
+    os.closerange(_HIGH, _HIGH + len(high) + 1)
+    return first + len(channels)
+
+
+def _close(descriptors: list[int]) -> None:
+    for each in descriptors:
+        os.close(each)
+
+
+def _prepared(program: dict[str, Any]) -> Callable[[], None]:
+    """A text that is run as a script, or a function `package.module:name` with its arguments."""
+    if "source" in program:
+        return lambda: _run_script(
+            program["source"], common_imports=program.get("common_imports", False)
+        )
+    module, _, name = program["function"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    return lambda: function(**program["arguments"])
+
+
+COMMON_MODULES = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
+    *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+)
+"""What the harness of LiveCodeBench imports before a solution: all names of each, then the modules themselves."""
+
+
+def known_names(*, common_imports: bool) -> dict[str, Any]:
+    """The names that a solution may use without an import: the builtins, and those of typing, which models often forget to import.
+
+    With `common_imports` also those of the modules above. They stand where builtins do, so what the solution defines goes before them.
+    """
+    names: dict[str, Any] = {}
+    modules = COMMON_MODULES if common_imports else ()
+    for module in ("typing", *modules):
+        exec(f"from {module} import *", names)
+    del names["__builtins__"]  # which `exec` put there
+    ends = {name: _sitebuiltins.Quitter(name, "") for name in ("exit", "quit")}
+    return {
+        **names,
+        **ends,
+        **vars(builtins),
+        **{name: importlib.import_module(name) for name in modules},
+    }
+
+
+def _run_script(source: str, *, common_imports: bool) -> None:
+    script = types.ModuleType("__main__")
+    script.__file__, sys.argv = "program.py", ["program.py"]
+    script.__dict__["__builtins__"] = known_names(common_imports=common_imports)
+    sys.modules["__main__"] = script
+    try:
+        code = compile(source, "<program>", "exec", dont_inherit=True)
+        exec(code, script.__dict__)
+    except Exception as error:  # noqa: BLE001 — told as an interpreter tells it, without the lines of this file
+        traceback.print_exception(
+            error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        )
+        sys.exit(1)
+
+
+def _confine(orders: dict[str, Any], held: Held) -> None:
+    without = orders["without"]
+    os.environ.pop("PYTHONPATH", None)
+    if sys.path[0] != f"{orders['folder']}/python":
+        _import_from(_STANDARD_LIBRARY)
+    own_count = "namespace" in held["processes"] or bool(held["user"])
+    _limit(orders["limits"], shared=not own_count)
+    if held["user"]:
+        kernel.become(orders["user"])
+    with suppress(OSError):
+        kernel.give_up_privileges()
+    signals = bool(held["user"]) or "namespace" in held["processes"]
+    if "landlock" not in without:
+        with suppress(OSError):
+            readable = (*sys.path, *_READABLE, *_READABLE_TOO)
+            version = kernel.restrict_files(readable, [os.getcwd()], _DEVICES)
+            held["files"].append("Landlock")
+            signals = signals or version >= 6
+    if "seccomp" not in without:
+        with suppress(OSError):
+            # No limit binds root, so it starts no process at all.
+            kernel.restrict_calls(signals=signals, processes=os.geteuid() != 0)
+            held["network"].append("seccomp")
+            held["calls"].append("seccomp")
+
+
+def _limit(limits: dict[str, int], *, shared: bool) -> None:
+    """Limits of the kernel for each process. `shared`: the user has other processes, which count too."""
+    processes = limits["processes"] + (_tasks_of(os.geteuid()) if shared else 0)
+    for name, value in (
+        ("AS", limits["memory"]),
+        ("CPU", limits["cpu_seconds"]),
+        ("FSIZE", limits["file_size"]),
+        ("NOFILE", limits["open_files"]),
+        ("NPROC", processes),
+        ("CORE", 0),
+    ):
+        number = getattr(resource, f"RLIMIT_{name}", None)
+        if number is not None:
+            _, most = resource.getrlimit(number)
+            value = value if most == resource.RLIM_INFINITY else min(value, most)
+            with suppress(OSError, ValueError):  # macOS has no limit of address space
+                resource.setrlimit(number, (value, value))
+
+
+def _tasks_of(user: int) -> int:
+    """Processes and threads of a user, as the kernel counts them."""
+    count = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if folder.stat().st_uid == user:
+                count += len(os.listdir(folder / "task"))
+    return count
+
+
+if __name__ == "__main__":
+    main()()

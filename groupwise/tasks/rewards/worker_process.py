@@ -1,0 +1,141 @@
+"""What a worker process does: make once what serves, then answer one request after the other.
+
+The first message says what to import. One thread reads the socket, so that its end is noticed while user code runs: then
+the parent is gone, or wants this process to be, and the whole process group goes. Answers are JSON, because the parent
+trusts nothing that user code could have written; requests are pickled, because this process trusts its parent.
+
+What serves is a scorer of rewards (`score` and `compute_metrics`), or has `answer(request, started)`, sync or async, whose
+result is made of plain values; `started` is told what user code is about to run, and whether that is `repeated`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from groupwise.core.errors import GroupwiseError
+from groupwise.core.plugins import explain, load, printable
+from groupwise.core.processes.family import MARK, tie_to_parent
+from groupwise.core.processes.frames import FrameBuffer, send_frame
+from groupwise.core.reward_call.plain import plain
+from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unscored
+from groupwise.core.types import to_json
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve requests on the socket `descriptor` until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tie_to_parent(parent, os.environ[MARK])
+    connection = socket.socket(fileno=descriptor)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    own = os.getpid()
+
+    def send(message: dict[str, Any]) -> None:
+        if os.getpid() != own:  # user code forked, and its copy came back here
+            os._exit(0)
+        send_frame(connection, json.dumps(message).encode())
+
+    gc.disable()  # imports make no garbage, and looking for it would be a tenth of the start
+    try:
+        server = _make(json.loads(inbox.get()))
+    except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
+        send({"start_failed": _told(error)})
+        return
+    gc.freeze()
+    gc.enable()
+    send({"ready": True})
+    _serve(server, inbox, send)
+
+
+def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
+    buffer = FrameBuffer()
+    try:
+        while piece := connection.recv(1 << 16):
+            buffer.add(piece)
+            while (frame := buffer.take()) is not None:
+                inbox.put(frame)
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _make(setup: Mapping[str, Any]) -> Any:
+    folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
+    sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
+    factory = load(setup["factory"], kind="factory").object
+    return factory(**setup["arguments"])
+
+
+def _serve(
+    server: Any, inbox: queue.SimpleQueue[bytes], send: Callable[[dict[str, Any]], None]
+) -> None:
+    with asyncio.Runner() as runner:
+        while True:
+            frame = inbox.get()
+            number = int.from_bytes(frame[:8], "big")
+            try:
+                answer = _answer(server, pickle.loads(frame[8:]), send, runner)
+            except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
+                answer = {"error": _told(error)}
+            send({"number": number, **answer})
+
+
+def _answer(
+    server: Any,
+    request: Any,
+    send: Callable[[dict[str, Any]], None],
+    runner: asyncio.Runner,
+) -> dict[str, Any]:
+    def started(name: str, *, repeated: bool = False) -> None:
+        send({"running": name, "repeated": repeated})
+
+    if isinstance(request, ScoreRequest):
+        return {"score": _score(server, request, started, runner)}
+    if hasattr(server, "answer"):
+        return {"answer": plain(_finished(server.answer(request, started), runner))}
+    prompts, completions, rows = request
+    metrics = _finished(server.compute_metrics(prompts, completions, rows), runner)
+    return {"metrics": plain(metrics)}
+
+
+def _score(
+    scorer: Any,
+    request: ScoreRequest,
+    started: Callable[[str], None],
+    runner: asyncio.Runner,
+) -> dict[str, Any]:
+    """The group's score as JSON values, written here: what user code put into it may refuse to be."""
+    try:
+        return _as_json(_finished(scorer.score(request, started), runner))
+    except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails
+        reason = f"scoring raised {_told(error)}"
+        return _as_json(unscored(len(request.completions), "failed", reason))
+
+
+def _as_json(score: GroupScore) -> dict[str, Any]:
+    return json.loads(to_json(score))
+
+
+def _finished(result: Any, runner: asyncio.Runner) -> Any:
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await cast("Any", result)
+
+    return runner.run(wait())
+
+
+def _told(error: BaseException) -> str:
+    return printable(str(error)) if isinstance(error, GroupwiseError) else explain(error).strip()

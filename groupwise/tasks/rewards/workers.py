@@ -1,0 +1,113 @@
+"""Reward functions in processes of their own that can be killed and replaced at any time.
+
+The run asks `RewardWorkers`; each worker scores one group at a time. One that takes too long or crashes is replaced, and its group
+comes back unscored with the reason. No answer depends on which worker gave it. `pool` says how that is done.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.core.errors import RewardWorkerError
+from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unpicklable, unscored
+from groupwise.core.reward_call.text import CompletionText
+from groupwise.core.types import Prompt, from_json
+from groupwise.tasks.rewards.pool import Answered, Died, Ended, Kind, TimedOut, WorkerPool
+
+METRICS_LIMIT_FACTOR = 10
+"""`compute_metrics` sees a whole evaluation, so it may take so many times the limit of a group."""
+
+
+class RewardWorkers:
+    """Scores groups in worker processes; a `Scorer`.
+
+    `factory` names a function (`package.module:function`); each worker calls it with `arguments`, which must be
+    expressible as JSON, as keywords. It returns an object with `score(request, started) -> GroupScore` and
+    `compute_metrics(prompts, completions, rows) -> dict`, each sync or async, such as a `RubricScorer`.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        arguments: Mapping[str, Any],
+        *,
+        workers: int = 1,
+        time_limit: float = 30.0,
+        start_limit: float = 60.0,
+    ) -> None:
+        """Limits in seconds: `time_limit` for a reward function's call, `start_limit` for the start of a worker."""
+        self._time_limit = time_limit
+        self._pool = WorkerPool(
+            Kind("reward worker", RewardWorkerError),
+            factory,
+            arguments,
+            workers=workers,
+            start_limit=start_limit,
+        )
+
+    async def start(self) -> None:
+        """Start the workers and wait until they are ready. Raises RewardWorkerError if one cannot be.
+
+        Calling it is optional; the first call starts them too.
+        """
+        await self._pool.start()
+
+    async def score(self, request: ScoreRequest) -> GroupScore:
+        """Score one group. Raises RewardWorkerError only where no worker can be started or reached."""
+        ended = await self._ask(request, self._time_limit)
+        count = len(request.completions)
+        match ended:
+            case Answered(message):
+                score = from_json(GroupScore, json.dumps(message["score"]))
+                if len(score.members) != count:
+                    reason = (
+                        f"the scorer gave {len(score.members)} verdicts for {count} completions"
+                    )
+                    return unscored(count, "failed", reason)
+                return score
+            case TimedOut(reason):
+                return unscored(count, "timed_out", reason)
+            case Died(reason):
+                return unscored(count, "failed", reason)
+
+    async def compute_metrics(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[CompletionText],
+        rows: Sequence[dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The task's metrics, as JSON values. Raises RewardWorkerError if they raise, hang or crash."""
+        request = (list(prompts), list(completions), list(rows))
+        ended = await self._ask(request, self._time_limit * METRICS_LIMIT_FACTOR)
+        if not isinstance(ended, Answered):
+            raise RewardWorkerError(f"compute_metrics gave no answer: {ended.reason}")
+        return ended.message["metrics"]
+
+    async def close(self) -> None:
+        """Kill the workers and all that they started, and wait until they are reaped."""
+        await self._pool.close()
+
+    async def _ask(self, request: Any, limit: float) -> Ended:
+        return await self._pool.ask(_pickled(request), limit)
+
+
+def _pickled(request: Any) -> bytes:
+    try:
+        return pickle.dumps(request)
+    except Exception as error:  # values of user classes may raise anything here
+        culprits = unpicklable(request.columns) if isinstance(request, ScoreRequest) else []
+        which = f" (column {', '.join(f'`{name}`' for name in culprits)})" if culprits else ""
+        raise RewardWorkerError(
+            f"A dataset value cannot be sent to the reward workers{which}: {error}. "
+            "Keep plain values in the dataset and make the objects in the reward function."
+        ) from error
+
+
+if __name__ == "__main__":
+    from groupwise.tasks.rewards.worker_process import main
+
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,54 @@
+"""How a group comes about: one question, whichever kind of rollout answers it.
+
+Training and evaluation make an `Ask` for each draw and give it to the `RolloutKind` that the config names. What comes back is a group
+whose rollouts are pending, or failed or timed out with a reason; the rewards come afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from groupwise.core.types import Example, Group, GroupRequest, Sampler, SamplingParams
+
+SeedOf = Callable[[int, int], int]
+"""(member, segment) -> 64-bit seed: a hash of what is drawn, `groupwise.tasks.rollouts.seeds`."""
+
+ENVIRONMENT = -1
+"""The segment whose seed (of member 0) is the environment's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One example to be attempted `members` times."""
+
+    draw: int
+    example: Example
+    prompt_ids: tuple[int, ...]
+    members: int
+    seed: SeedOf
+    params: SamplingParams
+    """Of one completion; kinds with several stages or turns change its length and stop texts as configured."""
+
+    def request(
+        self, prompt_ids: tuple[int, ...], seeds: Iterable[int], **params: Any
+    ) -> GroupRequest:
+        """What the sampler is asked for a part of the rollouts; `params` replaces single sampling parameters."""
+        return GroupRequest(self.draw, prompt_ids, tuple(seeds), replace(self.params, **params))
+
+
+class RolloutKind(Protocol):
+    """One way of making rollouts. Implementations: `Single`, `TwoStage`, `EnvironmentRollouts`."""
+
+    async def start(self) -> None:
+        """Get ready, processes included; optional, the first sample does it too."""
+        ...
+
+    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+        """The group of an ask; may be awaited for many at once, and no group depends on the others."""
+        ...
+
+    async def close(self) -> None:
+        """End what was started."""
+        ...

@@ -1,0 +1,127 @@
+"""The `rollout` section: what one attempt at an example consists of, and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from groupwise.core.settings.schema import Conflict, Strict, setting
+from groupwise.tasks.rewards.config import START_LIMIT, idle_in_process
+
+HEADERS = 16
+"""Tokens that a chat template may put around the two messages of a turn; usual ones put 10 to 14."""
+
+
+class RolloutConfig(Strict):
+    """Keys of one type are refused with another, where they would have no effect."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset({"tool_choice", "parallel_tool_calls"})
+
+    type: Literal["single", "two_stage", "environment"] = setting(
+        "single",
+        "single: one completion. two_stage: reasoning, then an answer, each of bounded length. environment: the task's "
+        "get_environment answers each completion until it is done.",
+    )
+    max_reasoning_length: int = setting(
+        800,
+        "two_stage: longest reasoning in tokens; it is cut off there, and the answer begins.",
+        ge=1,
+    )
+    max_answer_length: int = setting(100, "two_stage: longest answer in tokens.", ge=1)
+    reasoning_end: str = setting(
+        "</think>",
+        "two_stage: the text that ends the reasoning; it is inserted where the policy did not write it.",
+        min_length=1,
+    )
+    answer_start: str = setting(
+        "<answer>", "two_stage: the text inserted before the answer; may be empty."
+    )
+    max_turns: int = setting(
+        10, "environment: most completions of a rollout; it is cut off after them.", ge=1
+    )
+    max_rollout_length: int | None = setting(
+        None,
+        "environment: most tokens of a rollout after its first prompt, observations included; it is cut off there. null: "
+        "max_turns × (2 × the longest completion + 16), so that observations may be as long as completions, and a chat "
+        "has room for the headers of its messages.",
+        ge=1,
+    )
+    max_seconds: float = setting(
+        300.0,
+        "environment: seconds that the environment may take for a rollout, all its turns together; "
+        "one that takes longer counts as timed out and does not teach.",
+        on_resume="free",
+        gt=0,
+    )
+    time_limit: float = setting(
+        30.0,
+        "environment: seconds for one of its turns; one that takes longer is ended, and its rollout counts as timed out.",
+        on_resume="free",
+        gt=0,
+    )
+    start_limit: float = setting(
+        START_LIMIT,
+        "environment: seconds that a worker may take to start: to import the task file and get its environment.",
+        on_resume="free",
+        gt=0,
+    )
+    workers: int = setting(
+        1,
+        "environment: processes that hold environments, the groups dealt out among them. Each does one turn at a time.",
+        on_resume="free",
+        ge=1,
+    )
+    in_process: bool = setting(
+        False,
+        "environment: hold them in this process, for a task that cannot be imported again. "
+        "A turn that exceeds the time limit then stops the run.",
+        on_resume="warn",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys of another type, and keys of workers where there are none."""
+        for owner, keys in OWN_KEYS.items():
+            for key in keys if owner != self.type else ():
+                if getattr(self, key) != self.__class__.model_fields[key].default:
+                    yield Conflict(
+                        f"{key} has no effect where type is {self.type}; set type to {owner}, or leave it out.",
+                        (key, "type"),
+                    )
+        if self.type == "environment":
+            yield from idle_in_process(self, "keeps environments in one process")
+
+    def longest(self, max_completion_length: int) -> int:
+        """Most tokens that may follow a prompt, where one completion has at most so many."""
+        if self.type == "two_stage":
+            inserted = len(
+                (self.reasoning_end + self.answer_start).encode()
+            )  # at most a token a byte
+            return self.max_reasoning_length + inserted + self.max_answer_length
+        if self.type == "environment":
+            turn = 2 * max_completion_length + HEADERS
+            return self.max_rollout_length or self.max_turns * turn
+        return max_completion_length
+
+    def longest_written(self, max_completion_length: int) -> int:
+        """Most tokens that the policy itself may write in one rollout."""
+        if self.type == "two_stage":
+            return self.max_reasoning_length + self.max_answer_length
+        if self.type == "environment":
+            written = self.max_turns * max_completion_length
+            return min(written, self.max_rollout_length or written)
+        return max_completion_length
+
+
+OWN_KEYS: dict[str, tuple[str, ...]] = {
+    "two_stage": ("max_reasoning_length", "max_answer_length", "reasoning_end", "answer_start"),
+    "environment": (
+        "max_turns",
+        "max_rollout_length",
+        "max_seconds",
+        "time_limit",
+        "start_limit",
+        "workers",
+        "in_process",
+    ),
+}
+"""The keys that belong to one type."""

@@ -1,0 +1,296 @@
+"""What was said in a rollout of several turns, as the tokens that the sampler sees.
+
+The tokens that were sampled stay as they were sampled. What the environment says is appended to them: text as it stands, or, in a chat,
+the difference between what the chat template made of the conversation before and what it makes of it now. That difference
+begins where the policy's words end, so it holds whatever the template puts between two turns.
+
+Some templates write earlier turns anew, for example without their reasoning. Then there is no such difference: the conversation is
+tokenised afresh, and a new row begins, whose prompt is all that the policy sees. White space that a template trims at the ends
+of the policy's words is no reason for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from groupwise.api.schemas.template_columns import ForTemplate, for_template
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Completion, Message, Prompt, SamplingParams, Segment
+from groupwise.engine.models.chat_template import Chat, prompt_text
+from groupwise.engine.models.control_tokens import spelled
+from groupwise.engine.models.tokens import completion_text, prompt_ids, text_ids
+from groupwise.tasks.data.messages import joined
+from groupwise.tasks.environment import Observation
+from groupwise.tasks.rollouts.single import policy_segment
+from groupwise.tasks.tools import Schema, instructions
+
+
+class Unrenderable(Exception):
+    """An observation that cannot follow what was said before; its text says why."""
+
+
+class Dialogue(Protocol):
+    """One rollout's conversation after its first prompt."""
+
+    segments: list[Segment]
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """All that the sampler sees next."""
+        ...
+
+    def say(self, completion: Completion, params: SamplingParams) -> str:
+        """Take what the policy wrote; returns it as text."""
+        ...
+
+    def hear(self, observation: Observation, longest: int) -> bool:
+        """Take the environment's answer, unless the context would have more than `longest` tokens; whether it was taken.
+
+        Raises Unrenderable.
+        """
+        ...
+
+    def record(self, observation: Observation) -> None:
+        """Note an answer that the policy does not see any more."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """All that was said after the prompt, for rewards and people."""
+        ...
+
+    @property
+    def messages(self) -> tuple[Message, ...] | None:
+        """The same as messages of a chat; None for text."""
+        ...
+
+
+def begin(
+    tokenizer: Any,
+    prompt: Prompt,
+    tools: Sequence[Schema],
+    columns: Mapping[str, Any],
+    ids: tuple[int, ...] | None,
+) -> Dialogue:
+    """A dialogue that begins with this prompt; `ids` are its tokens where they are known. The rest as in `first_ids`."""
+    ids = ids or first_ids(tokenizer, prompt, tools, columns)
+    if isinstance(prompt, str):
+        return TextDialogue(tokenizer, ids)
+    given = _for_template(tools, columns)
+    return ChatDialogue(tokenizer, prompt, given.tools, ids, given.arguments)
+
+
+def first_ids(
+    tokenizer: Any, prompt: Prompt, tools: Sequence[Schema], columns: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Tokens of a first prompt; of a chat with the tools in it, and with what the other columns of the row give to its template.
+
+    Raises TaskError.
+    """
+    if isinstance(prompt, str):
+        own = for_template(columns, "a row")  # `tools` of a task are told of by its own text
+        return prompt_ids(tokenizer, prompt, own.tools, own.arguments)
+    given = _for_template(tools, columns)
+    if given.tools and not knows_tools(tokenizer):
+        told = told_of_tools(prompt, given.tools)
+        return prompt_ids(tokenizer, told, (), given.arguments)
+    try:
+        return prompt_ids(tokenizer, prompt, given.tools, given.arguments)
+    except TaskError as problem:
+        hint = (
+            "\nOr give the tools in TextCalls, which the template need not know." if tools else ""
+        )
+        raise TaskError(f"{problem}{hint}") from problem
+
+
+def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
+    """What a chat's template receives: the tools of the task, or else those of the row."""
+    own = for_template(columns, "a row")
+    if not tools:
+        return own
+    if own.tools:
+        raise TaskError(
+            "The row has a column `tools`, and the task's environment has tools of its own, which are those that can be called. Leave the "
+            "column out, or call it otherwise."
+        )
+    return replace(own, tools=tuple(tools))
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether the chat template has a place for tools."""
+    return "tools" in str(tokenizer.chat_template or "")
+
+
+def told_of_tools(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
+    """The chat with the tools described in its system message."""
+    told = instructions(tools)
+    if messages and messages[0].get("role") in ("system", "developer"):
+        said = "\n\n".join(filter(str.strip, (messages[0].get("content") or "", told)))
+        return [{**messages[0], "content": said}, *messages[1:]]
+    return [{"role": "system", "content": told}, *messages]
+
+
+class TextDialogue:
+    """Text after text, with nothing in between; a `Dialogue`."""
+
+    def __init__(self, tokenizer: Any, ids: tuple[int, ...]) -> None:
+        self.segments: list[Segment] = []
+        self._tokenizer = tokenizer
+        self._context = ids
+        self._said: list[str] = []
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """See `Dialogue.context`."""
+        return self._context
+
+    def say(self, completion: Completion, params: SamplingParams) -> str:
+        """See `Dialogue.say`."""
+        self.segments.append(policy_segment(completion, params))
+        self._context += completion.token_ids
+        text = completion_text(self._tokenizer, completion.token_ids)
+        self._said.append(text)
+        return text
+
+    def hear(self, observation: Observation, longest: int) -> bool:
+        """See `Dialogue.hear`."""
+        self.record(observation)
+        ids = text_ids(self._tokenizer, _as_text(observation))
+        if len(self._context) + len(ids) > longest:
+            return False
+        self._context += ids
+        if ids:
+            self.segments.append(Segment("environment", ids))
+        return True
+
+    def record(self, observation: Observation) -> None:
+        """See `Dialogue.record`."""
+        self._said.append(_as_text(observation))
+
+    @property
+    def text(self) -> str:
+        """See `Dialogue.text`."""
+        return "".join(self._said)
+
+    @property
+    def messages(self) -> None:
+        """Text has none."""
+        return None
+
+
+class ChatDialogue:
+    """Messages through the model's chat template; a `Dialogue`."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[Message],
+        tools: Sequence[Schema],
+        ids: tuple[int, ...],
+        template_kwargs: Mapping[str, Any],
+    ) -> None:
+        self.segments: list[Segment] = []
+        self._tokenizer = tokenizer
+        self._told = bool(tools) and not knows_tools(tokenizer)
+        self._tools = () if self._told else tools
+        self._template_kwargs = template_kwargs
+        self._prompt = told_of_tools(prompt, tools) if self._told else list(prompt)
+        self._messages: list[Message] = []
+        self._rendered = self._render(self._prompt)
+        """The conversation up to where the policy speaks, as the template wrote it last."""
+        self._context = ids
+        self._last: Sequence[int] = ()
+        self._row: tuple[int, ...] | None = None
+        """Prompt of the row that the next segment begins, if it begins one."""
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """See `Dialogue.context`."""
+        return self._context
+
+    def say(self, completion: Completion, params: SamplingParams) -> str:
+        """See `Dialogue.say`."""
+        self.segments.append(policy_segment(completion, params, self._row))
+        self._row = None
+        self._last = completion.token_ids
+        self._context += completion.token_ids
+        text = completion_text(self._tokenizer, completion.token_ids)
+        self._messages.append({"role": "assistant", "content": text})
+        return text
+
+    def hear(self, observation: Observation, longest: int) -> bool:
+        """See `Dialogue.hear`."""
+        self.record(observation)
+        if not observation:
+            raise Unrenderable("the environment is not done, but gave no observation")
+        said = list(map(self._as_template_knows, self._messages))
+        rendered = self._render(joined(self._prompt, said))
+        added = self._added(rendered)
+        ids = text_ids(self._tokenizer, rendered if added is None else added)
+        context = ids if added is None else self._context + ids
+        if len(context) > longest:
+            return False
+        self._rendered, self._context = rendered, context
+        if added is None:
+            self._row = ids
+        else:
+            self.segments.append(Segment("environment", ids))
+        return True
+
+    def record(self, observation: Observation) -> None:
+        """See `Dialogue.record`."""
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        self._messages += observation or []
+
+    @property
+    def text(self) -> str:
+        """See `Dialogue.text`."""
+        return "\n\n".join(f"{each['role']}: {each['content']}" for each in self._messages)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """See `Dialogue.messages`."""
+        return tuple(self._messages)
+
+    def _added(self, rendered: str) -> str | None:
+        """What the template put after the policy's words; None if it wrote anew what stands before."""
+        if not rendered.startswith(self._rendered):
+            return None
+        rest = rendered[len(self._rendered) :]
+        verbatim = self._tokenizer.decode(list(self._last), skip_special_tokens=False)
+        if rest.startswith(verbatim):
+            return rest[len(verbatim) :]
+        said = completion_text(self._tokenizer, self._last).strip()
+        rest, words = rest.lstrip(), spelled(self._tokenizer, said)
+        if not rest.startswith(words):
+            return None
+        return rest[len(words) :].removeprefix(self._end_of_turn())
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        try:
+            return prompt_text(self._tokenizer, Chat(messages, self._tools, self._template_kwargs))
+        except TaskError as refused:
+            raise Unrenderable(str(refused)) from refused
+
+    def _end_of_turn(self) -> str:
+        """The stop token that the policy wrote, as text; empty where it wrote none."""
+        if completion_text(self._tokenizer, self._last[-1:]):
+            return ""
+        return self._tokenizer.decode(list(self._last[-1:]), skip_special_tokens=False)
+
+    def _as_template_knows(self, message: Message) -> Message:
+        """A tool's result in a chat whose template knows no tools is told by the user."""
+        if not self._told or message["role"] != "tool":
+            return message
+        brought = spelled(self._tokenizer, message["content"], of_tool=True)
+        result = f"<tool_response>\n{brought}\n</tool_response>"
+        return {"role": "user", "content": result}
+
+
+def _as_text(observation: Observation) -> str:
+    if observation is None or isinstance(observation, str):
+        return observation or ""
+    raise Unrenderable("the environment answered text with chat messages; expected text")

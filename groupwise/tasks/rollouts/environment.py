@@ -1,0 +1,321 @@
+"""The rollout of several turns: a completion, the environment's answer, a completion, until the environment is done.
+
+    first prompt → (completion → observation, done)* → rewards
+
+The policy's tokens teach, the environment's are seen and do not. The first turn of a group is asked for at once, because its members
+share their prompt; afterwards each goes its own way. A rollout ends
+
+    done             when the environment says so
+    cut off          at `max_turns` completions, or where no token is left of `max_rollout_length`; see `Rollout.ended_by`
+    timed_out        when a turn takes longer than `time_limit`, or all its turns longer than `max_seconds`, of the environment's
+                     own time: waiting for the sampler, for another rollout's turn, or for what is repeated after the loss of a
+                     process does not count
+    failed           when the environment raises, or its answer cannot be shown to the policy
+
+A rollout that was cut off is scored like one that is done. A completion that reaches its own limit is given to the environment
+as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import (
+    Completion,
+    EndedBy,
+    Example,
+    Group,
+    Outcome,
+    Prompt,
+    RewardPart,
+    Rollout,
+    Sampler,
+    SamplingParams,
+)
+from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
+from groupwise.tasks.rollouts.dialogue import Dialogue, Unrenderable, begin
+from groupwise.tasks.rollouts.hosts import EnvironmentHost
+from groupwise.tasks.rollouts.sessions import Reply, SessionCall
+from groupwise.tasks.tools import Schema
+
+LEAST_LIMIT = 0.05
+"""Seconds that a turn has in any case, however little is left of `max_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one rollout."""
+
+    max_turns: int
+    max_tokens: int
+    """After the first prompt, observations included."""
+    time_limit: float
+    """Seconds for one turn of the environment."""
+    max_seconds: float
+    """Seconds for all its turns."""
+    room: int | None = None
+    """Most tokens that the sampler can see, prompt included; None: no such limit."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One rollout under way."""
+
+    member: int
+    session: int
+    prompt: Prompt
+    dialogue: Dialogue
+    first: tuple[int, ...]
+    """Tokens of its first prompt."""
+    longest: int
+    """Most tokens of its context."""
+    completions: list[str] = field(default_factory=list[str])
+    heard: list[str] = field(default_factory=list[str])
+    parts: list[RewardPart] = field(default_factory=list[RewardPart])
+    seconds: float = 0.0
+    ended_by: EndedBy | None = None
+    lives: bool = True
+    """Whether its environment is still there."""
+    outcome: Outcome = "pending"
+    reason: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is to be sampled any more."""
+        return self.ended_by is not None or self.outcome != "pending"
+
+    def fail(self, outcome: Outcome, reason: str | None) -> None:
+        """End it without a reward."""
+        self.outcome, self.reason = outcome, reason
+
+
+class EnvironmentRollouts:
+    """Rollouts in the task's environment; a `RolloutKind`."""
+
+    def __init__(
+        self,
+        host: EnvironmentHost,
+        tokenizer: Any,
+        limits: Limits,
+        tools: Sequence[Schema] = (),
+    ) -> None:
+        """`tools` are those that the first prompt of a chat describes."""
+        self._host = host
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._tools = tools
+        self._sessions = itertools.count()
+
+    async def start(self) -> None:
+        """Start the environments' workers. Raises EnvironmentWorkerError if one cannot be."""
+        await self._host.start()
+
+    async def close(self) -> None:
+        """End the workers with all that lives in them."""
+        await self._host.close()
+
+    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+        """See `RolloutKind.sample`."""
+        attempts = await gather_all(self._begun(ask, member) for member in range(ask.members))
+        example = self._common_example(ask, attempts)
+        drawn = await self._first_completions(sampler, ask, attempts)
+        await gather_all(
+            self._played(sampler, ask, attempt, completion)
+            for attempt, completion in zip(attempts, drawn, strict=True)
+        )
+        rollouts = tuple(_rollout(ask, attempt) for attempt in attempts)
+        return Group(ask.draw, example, rollouts)
+
+    async def opening(self, ask: Ask) -> tuple[int, ...]:
+        """Tokens of the prompt that an example's environment begins with. Raises TaskError where it gives none."""
+        attempt = await self._begun(ask, 0)
+        if attempt.outcome != "pending":
+            raise TaskError(f"the first prompt of row {ask.example.row_number}: {attempt.reason}")
+        ending = replace(self._call_of(ask, attempt), ending=True)
+        await self._host.ask(ending, self._limits.time_limit)
+        return attempt.first
+
+    def _common_example(self, ask: Ask, attempts: Sequence[_Attempt]) -> Example:
+        """The example with the prompt that its environments gave it; a member that was given another one fails."""
+        alive = [attempt for attempt in attempts if not attempt.ended]
+        for attempt in alive:
+            if attempt.first != alive[0].first:
+                attempt.fail(
+                    "failed",
+                    "the environment gave this member another first prompt than the other members of its group; what "
+                    "`reset` returns may depend on the row and `seed`, not on `member`",
+                )
+        return replace(ask.example, prompt=alive[0].prompt) if alive else ask.example
+
+    # --- one rollout --------------------------------------------------------------------------------
+
+    async def _begun(self, ask: Ask, member: int) -> _Attempt:
+        """The attempt with its first prompt; failed where there is none."""
+        session = next(self._sessions)
+        call = self._call(ask, member, session)
+        reply = await self._host.ask(call, min(self._limits.time_limit, self._limits.max_seconds))
+        attempt = self._attempt(ask, member, session, reply)
+        self._take(attempt, reply)
+        if not attempt.ended and len(attempt.first) >= attempt.longest:
+            attempt.fail(
+                "failed",
+                f"the environment's first prompt has {len(attempt.first)} tokens, and the run was laid out for "
+                f"{attempt.longest}, completions included",
+            )
+        return attempt
+
+    def _attempt(self, ask: Ask, member: int, session: int, reply: Reply) -> _Attempt:
+        prompt = ask.example.prompt if reply.prompt is None else reply.prompt
+        known = ask.prompt_ids if reply.prompt is None and not self._tools else None
+        try:
+            dialogue, problem = self._dialogue(ask, prompt, self._tools, known), None
+        except (TaskError, Unrenderable) as error:  # a prompt that the environment made
+            prompt, problem = ask.example.prompt, str(error)
+            dialogue = self._dialogue(ask, prompt, (), ask.prompt_ids)
+        longest = len(dialogue.context) + self._limits.max_tokens
+        room = self._limits.room
+        attempt = _Attempt(
+            member=member,
+            session=session,
+            prompt=prompt,
+            dialogue=dialogue,
+            first=dialogue.context,
+            longest=longest if room is None else min(longest, room),
+        )
+        if problem is not None:
+            attempt.fail("failed", problem)
+        return attempt
+
+    def _dialogue(
+        self, ask: Ask, prompt: Prompt, tools: Sequence[Schema], ids: tuple[int, ...] | None
+    ) -> Dialogue:
+        return begin(self._tokenizer, prompt, tools, ask.example.columns, ids)
+
+    async def _played(
+        self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
+    ) -> None:
+        """All turns, from the first completion on."""
+        while completion is not None:
+            await self._answered(ask, attempt, completion)
+            completion = await self._next_completion(sampler, ask, attempt)
+        if attempt.lives:
+            await self._finish(ask, attempt)
+
+    async def _answered(self, ask: Ask, attempt: _Attempt, completion: Completion) -> None:
+        """One turn of the environment."""
+        params = self._params(ask, attempt)
+        attempt.completions.append(attempt.dialogue.say(completion, params))
+        left = self._limits.max_seconds - attempt.seconds
+        limit = min(self._limits.time_limit, max(left, LEAST_LIMIT))
+        reply = await self._host.ask(self._call_of(ask, attempt), limit)
+        self._take(attempt, reply)
+        if attempt.outcome == "pending":
+            self._tell(attempt, reply)
+
+    def _tell(self, attempt: _Attempt, reply: Reply) -> None:
+        """Show the answer to the policy, or end the rollout."""
+        try:
+            if reply.done or len(attempt.completions) == self._limits.max_turns:
+                attempt.ended_by = "environment" if reply.done else "turns"
+                attempt.dialogue.record(reply.observation)
+            elif not attempt.dialogue.hear(reply.observation, attempt.longest - 1):
+                attempt.ended_by = "tokens"
+        except Unrenderable as problem:
+            attempt.fail("failed", str(problem))
+
+    async def _finish(self, ask: Ask, attempt: _Attempt) -> None:
+        """What the environment gives for the whole, and its end."""
+        call = replace(self._call_of(ask, attempt), ending=True)
+        self._take(attempt, await self._host.ask(call, self._limits.time_limit))
+
+    def _take(self, attempt: _Attempt, reply: Reply) -> None:
+        """Note what a reply says beside its observation."""
+        attempt.lives = reply.outcome == "pending"
+        if attempt.outcome != "pending":
+            return
+        attempt.seconds += reply.seconds
+        attempt.parts += reply.parts
+        attempt.heard.append(reply.digest)
+        if reply.outcome != "pending":
+            attempt.fail(reply.outcome, reply.reason)
+        elif attempt.seconds > self._limits.max_seconds:
+            attempt.fail(
+                "timed_out",
+                f"the environment took {attempt.seconds:.3g} s in all; rollout.max_seconds is {self._limits.max_seconds:g}",
+            )
+
+    def _call(self, ask: Ask, member: int, session: int) -> SessionCall:
+        return SessionCall(
+            session=session,
+            draw=ask.draw,
+            member=member,
+            seed=ask.seed(0, ENVIRONMENT),
+            prompt=ask.example.prompt,
+            columns=ask.example.columns,
+            repeat_limit=self._limits.time_limit,
+        )
+
+    def _call_of(self, ask: Ask, attempt: _Attempt) -> SessionCall:
+        call = self._call(ask, attempt.member, attempt.session)
+        return replace(call, completions=tuple(attempt.completions), heard=tuple(attempt.heard))
+
+    # --- sampling -----------------------------------------------------------------------------------
+
+    def _params(self, ask: Ask, attempt: _Attempt) -> SamplingParams:
+        """Of the next completion: as long as asked for, or as there is room."""
+        room = attempt.longest - len(attempt.dialogue.context)
+        return replace(ask.params, max_tokens=min(ask.params.max_tokens, room))
+
+    async def _first_completions(
+        self, sampler: Sampler, ask: Ask, attempts: Sequence[_Attempt]
+    ) -> list[Completion | None]:
+        """Those of all members in one request, because they share their prompt; None for those that ended before."""
+        alive = [attempt for attempt in attempts if not attempt.ended]
+        if not alive:
+            return [None] * len(attempts)
+        request = ask.request(
+            alive[0].first,
+            [ask.seed(attempt.member, 0) for attempt in alive],
+            max_tokens=self._params(ask, alive[0]).max_tokens,
+        )
+        completions = await sampler.generate(request)
+        drawn = {
+            attempt.member: completion
+            for attempt, completion in zip(alive, completions, strict=True)
+        }
+        return [drawn.get(attempt.member) for attempt in attempts]
+
+    async def _next_completion(
+        self, sampler: Sampler, ask: Ask, attempt: _Attempt
+    ) -> Completion | None:
+        if attempt.ended:
+            return None
+        request = ask.request(
+            attempt.dialogue.context,
+            [ask.seed(attempt.member, len(attempt.completions))],
+            max_tokens=self._params(ask, attempt).max_tokens,
+        )
+        (completion,) = await sampler.generate(request)
+        return completion
+
+
+def _rollout(ask: Ask, attempt: _Attempt) -> Rollout:
+    dialogue = attempt.dialogue
+    return Rollout(
+        draw=ask.draw,
+        member=attempt.member,
+        attempt=0,
+        prompt_ids=attempt.first,
+        segments=tuple(dialogue.segments),
+        completion=dialogue.text,
+        outcome=attempt.outcome,
+        reason=attempt.reason,
+        parts=tuple(attempt.parts),
+        messages=dialogue.messages,
+        ended_by=attempt.ended_by if attempt.outcome == "pending" else None,
+    )

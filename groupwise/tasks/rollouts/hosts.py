@@ -1,0 +1,134 @@
+"""Where environments live: in worker processes that can be killed, or in a thread of the run.
+
+An environment is user code. It hangs, crashes and forks, so each worker process does one call at a time within a limit, and one that
+exceeds it is killed and replaced; the other rollouts that lived there go on in the new one (see `sessions`). All rollouts of a
+group live in the same worker, chosen by the draw.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from groupwise.core.errors import EnvironmentWorkerError, RunError
+from groupwise.core.reward_call.request import unpicklable
+from groupwise.core.types import from_json
+from groupwise.tasks.rewards.inprocess import LimitedThread, Work
+from groupwise.tasks.rewards.pool import Answered, Died, Kind, TimedOut, WorkerPool
+from groupwise.tasks.rollouts.sessions import Reply, SessionCall, Sessions
+
+KIND = Kind("environment worker", EnvironmentWorkerError)
+
+
+class EnvironmentHost(Protocol):
+    """Holds the environments of all rollouts under way."""
+
+    async def start(self) -> None:
+        """Get ready; optional. Raises EnvironmentWorkerError if that fails."""
+        ...
+
+    async def ask(self, call: SessionCall, limit: float) -> Reply:
+        """One call, in which each piece of user code may take `limit` seconds, or `call.repeat_limit` if it is repeated.
+
+        Never raises for what the environment does.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End everything, whatever is under way."""
+        ...
+
+
+class WorkerHost:
+    """Environments in worker processes; an `EnvironmentHost`.
+
+    `factory` names a function (`package.module:function`) that each worker calls with `arguments`; it returns `Sessions`.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        arguments: Mapping[str, Any],
+        *,
+        workers: int = 1,
+        start_limit: float = 60.0,
+    ) -> None:
+        """`start_limit` in seconds, for the start of a worker."""
+        self._pools = [
+            WorkerPool(KIND, factory, arguments, workers=1, start_limit=start_limit)
+            for _ in range(workers)
+        ]
+
+    async def start(self) -> None:
+        """See `EnvironmentHost.start`."""
+        for pool in self._pools:
+            await pool.start()
+
+    async def ask(self, call: SessionCall, limit: float) -> Reply:
+        """See `EnvironmentHost.ask`."""
+        pool = self._pools[call.draw % len(self._pools)]
+        ended = await pool.ask(_pickled(call), limit, call.repeat_limit)
+        match ended:
+            case Answered(message):
+                return _read(message)
+            case TimedOut(reason):
+                return Reply(outcome="timed_out", reason=reason)
+            case Died(reason):
+                return Reply(outcome="failed", reason=reason)
+
+    async def close(self) -> None:
+        """See `EnvironmentHost.close`."""
+        for pool in self._pools:
+            await pool.close()
+
+
+class LocalHost:
+    """Environments in one thread of this process, where none can be killed; an `EnvironmentHost`."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+        self._thread = LimitedThread("environments", _too_slow)
+
+    async def start(self) -> None:
+        """The thread is ready as soon as it is made."""
+
+    async def ask(self, call: SessionCall, limit: float) -> Reply:
+        """See `EnvironmentHost.ask`. Raises EnvironmentWorkerError when a call takes too long, then and ever after."""
+
+        async def work(job: Work) -> Reply:
+            return await self._sessions.reply(call, job.note)
+
+        return await self._thread.call(work, limit)
+
+    async def close(self) -> None:
+        """See `EnvironmentHost.close`."""
+        await self._thread.close()
+
+
+def _too_slow(running: str, limit: float) -> RunError:
+    return EnvironmentWorkerError(
+        f"The environment's `{running}` took longer than {limit:g} s. It runs inside this process, where it cannot be "
+        "killed and replaced, because the task cannot be imported by another process or rollout.in_process is set. Make "
+        "it faster, raise rollout.time_limit, or move it into a task file."
+    )
+
+
+def _read(message: Mapping[str, Any]) -> Reply:
+    """The reply in a worker's message, where user code might have written anything."""
+    try:
+        return from_json(Reply, json.dumps(message["answer"]))
+    except (KeyError, ValueError) as error:
+        return Reply(outcome="failed", reason=f"the environment worker's answer is none: {error}")
+
+
+def _pickled(call: SessionCall) -> bytes:
+    try:
+        return pickle.dumps(call)
+    except Exception as error:  # values of user classes may raise anything here
+        culprits = ", ".join(f"`{name}`" for name in unpicklable(call.columns))
+        raise EnvironmentWorkerError(
+            f"A dataset value (column {culprits}) cannot be sent to the environment workers: {error}. "
+            "Keep plain values in the dataset and make the objects in the environment."
+        ) from error

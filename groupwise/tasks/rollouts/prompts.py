@@ -1,0 +1,143 @@
+"""A task's examples with their prompts as token ids: what can be drawn, and how long it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Example, Group
+from groupwise.engine.models.control_tokens import special_texts
+from groupwise.engine.models.tokens import rendered
+from groupwise.tasks.data.messages import looks_like_messages
+from groupwise.tasks.rollouts.dialogue import first_ids
+from groupwise.tasks.tools import Schema
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Examples and their prompts, beside each other."""
+
+    examples: tuple[Example, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    dropped: int = 0
+    """Examples left out because their prompts are longer than allowed."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt; 0 for an empty set."""
+        return max(map(len, self.prompts), default=0)
+
+    def at(self, index: int) -> tuple[Example, tuple[int, ...]]:
+        """One of the examples, with its prompt."""
+        return self.examples[index], self.prompts[index]
+
+
+def tokenise(
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    max_prompt_length: int | None,
+    room: int,
+    where: str,
+    tools: Sequence[Schema] = (),
+    strict: bool = False,
+) -> PromptSet:
+    """Tokenise all prompts, leaving out those longer than `max_prompt_length` (tokens), or refusing them where that is `strict`.
+
+    `tools` are described in the prompts of chats. `room` is what the model leaves for a prompt beside the longest completion.
+    Raises `TaskError`, naming the hook `where` the examples came from, if a prompt does not fit there, or if no
+    example is left.
+    """
+    if room < 1:
+        raise TaskError(
+            f"sampler.max_completion_length (or eval.max_completion_length) leaves no room for a prompt: it exceeds the "
+            f"longest text of the model by {1 - room} tokens. Shorten it, or with another rollout.type its limits."
+        )
+    ids = [_ids(tokenizer, example, tools, where) for example in examples]
+    limit = max_prompt_length or max(map(len, ids))
+    kept = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
+    longest = max(map(len, ids))
+    if not kept:
+        raise TaskError(
+            f"{where}: all {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens; "
+            f"the shortest has {min(map(len, ids))}, the longest {longest}."
+        )
+    if strict and len(kept) < len(ids):
+        raise TaskError(
+            f"{where}: {len(ids) - len(kept)} of {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens, "
+            f"the longest has {longest}, and data.strict is true. Raise the limit, or set data.strict to false to leave them out."
+        )
+    too_long = [len(ids[index]) for index in kept if len(ids[index]) > room]
+    if too_long:
+        raise TaskError(
+            f"{where}: {len(too_long)} of {len(ids)} prompts do not fit: the longest has {max(too_long)} tokens, and the model "
+            f"has room for {room} beside the completion. Set data.max_prompt_length={room} to leave them out, or "
+            "shorten sampler.max_completion_length (rollout.max_rollout_length in environments)."
+        )
+    return PromptSet(
+        tuple(examples[index] for index in kept),
+        tuple(ids[index] for index in kept),
+        len(ids) - len(kept),
+    )
+
+
+def _ids(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) -> tuple[int, ...]:
+    try:
+        return first_ids(tokenizer, example.prompt, tools, example.columns)
+    except TaskError as error:
+        raise TaskError(f"{where}: row {example.row_number}: {error}") from error
+
+
+def as_seen(tokenizer: Any, group: Group) -> Group:
+    """The group with the prompt of a chat as the model saw it; of members that differ, that of the first."""
+    if isinstance(group.example.prompt, str) or not group.rollouts:
+        return group
+    return replace(group, prompt_seen=rendered(tokenizer, group.rollouts[0].prompt_ids))
+
+
+def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
+    """What to warn of where prompts are hardly what their author means."""
+    marks = _marks(tokenizer)
+    texts = [e.prompt for e in examples if isinstance(e.prompt, str)]
+    said = [
+        str(m.get("content") or "")
+        for e in examples
+        if not isinstance(e.prompt, str)
+        for m in e.prompt
+    ]
+    found: list[str] = []
+    if twice := [mark for text in said for mark in marks if mark in text]:
+        found.append(
+            f"messages hold {twice[0]!r}, which the chat template writes itself: they seem to have been through it already, and go through "
+            "it once more. Give such a prompt as text, or the messages as they were before"
+        )
+    if any(map(looks_like_messages, texts)):
+        found.append(
+            "a prompt looks like messages in JSON, but cannot be read as such: it is taken as text. Look for what is wrong in it"
+        )
+    return found
+
+
+def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
+    """What to say of prompts that are text, for a model with a chat template."""
+    texts = [e.prompt for e in examples if isinstance(e.prompt, str) and e.prompt]
+    if tokenizer is None or not tokenizer.chat_template or not texts:
+        return []
+    if ready := [mark for text in texts for mark in _marks(tokenizer) if mark in text]:
+        return [
+            f"prompts that are text hold {ready[0]!r} of the chat template: they are taken as they stand, and no template is applied"
+        ]
+    return [
+        f"{len(texts)} of {len(examples)} prompts are text, which the model goes on with as it stands, without its chat template. Where a "
+        "user is meant to say it, give a list of messages, or set data.prompt_format to chat"
+    ]
+
+
+def _marks(tokenizer: Any) -> list[str]:
+    """The special tokens that the chat template writes."""
+    if tokenizer is None:
+        return []
+    template = str(tokenizer.chat_template or "")
+    return [mark for mark in special_texts(tokenizer) if mark.strip() and mark in template]

@@ -1,0 +1,167 @@
+"""From scored rollouts and their weights to the rows that are trained.
+
+A rollout is one row, or several where the chat template wrote earlier turns anew: each segment that has a prompt of its own begins
+one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts. They are computed apart from each other; what is
+one for the rollout as a whole, a ratio or an importance weight, needs `with_others`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from groupwise.core.types import Group, OtherRows, Rollout, Row, Segment, Weight, Withheld
+
+Weights = tuple[Weight | None, ...]
+
+
+def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[Row]:
+    """The rows of each rollout that has a weight; the sampled ids go in verbatim. A row without a policy's token is left out."""
+    return [
+        row
+        for group, group_weights in zip(groups, weights, strict=True)
+        for rollout, weight in zip(group.rollouts, group_weights, strict=True)
+        if weight is not None
+        for row in _rows(rollout, weight)
+    ]
+
+
+def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None) -> list[Row]:
+    """The rows, each told of the other rows of its rollout, where there are any; those must all be given.
+
+    `policy` holds the log-probabilities of each row's tokens by the weights of this update; None: they are the old ones.
+    """
+    places: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        places[row.rollout].append(index)
+    told = list(rows)
+    for rollout, own in places.items():
+        if rollout is None or len(own) == 1:
+            continue
+        sums = {index: _sums(rows[index], policy[index] if policy else None) for index in own}
+        for index in own:
+            others = _added([sums[other] for other in own if other != index])
+            told[index] = replace(rows[index], others=others)
+    return told
+
+
+def with_advantages(group: Group, weights: Weights) -> Group:
+    """The group with each rollout's advantage noted, for the record."""
+    noted = [
+        replace(rollout, advantage=weight.advantage if weight else None)
+        for rollout, weight in zip(group.rollouts, weights, strict=True)
+    ]
+    return replace(group, rollouts=tuple(noted))
+
+
+def with_learner_logprobs(
+    group: Group, weights: Weights, told: Sequence[Sequence[float]] | None
+) -> Group:
+    """The group with what the learner said of the tokens that taught, for the record.
+
+    `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: nobody kept any.
+    """
+    left = iter(told or ())
+    learnt = [weight is not None and told is not None for weight in weights]
+    rollouts = [
+        replace(rollout, segments=tuple(_learnt(rollout, left))) if taught else rollout
+        for rollout, taught in zip(group.rollouts, learnt, strict=True)
+    ]
+    assert next(left, None) is None, "log-probabilities of more rows than the group has"
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def _learnt(rollout: Rollout, told: Iterator[Sequence[float]]) -> Iterator[Segment]:
+    """The segments of a rollout whose rows come next."""
+    for _, segments in _parts(rollout):
+        values = next(told) if any(map(_teaches, segments)) else ()
+        start = 0
+        for segment in segments:
+            end = start + len(segment.token_ids)
+            own = tuple(values[start:end]) if _teaches(segment) else None
+            yield replace(segment, learner_logprobs=own)
+            start = end
+
+
+def _rows(rollout: Rollout, weight: Weight) -> list[Row]:
+    written = [part for part in _parts(rollout) if any(map(_teaches, part[1]))]
+    key = (rollout.draw, rollout.member)
+    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in written]
+
+
+def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
+    """The segments, cut where a new row begins, each part with its prompt."""
+    parts: list[tuple[tuple[int, ...], list[Segment]]] = [(rollout.prompt_ids, [])]
+    for segment in rollout.segments:
+        if segment.prompt_ids is not None:
+            parts.append((segment.prompt_ids, []))
+        parts[-1][1].append(segment)
+    return parts
+
+
+def _teaches(segment: Segment) -> bool:
+    return segment.source == "policy" and bool(segment.token_ids)
+
+
+def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Weight) -> Row:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    temperatures: set[float] = set()
+    withheld: list[Withheld] = []
+    for segment in segments:
+        length = len(segment.token_ids)
+        withheld += _withheld(segment, len(ids))
+        ids.extend(segment.token_ids)
+        mask.extend([1 if segment.source == "policy" else 0] * length)
+        logprobs.extend(segment.sampling_logprobs or [0.0] * length)
+        if segment.params is not None:
+            temperatures.add(segment.params.temperature)
+    assert len(temperatures) == 1, f"one row, several temperatures: {sorted(temperatures)}"
+    return Row(
+        prompt_ids=prompt_ids,
+        completion_ids=tuple(ids),
+        mask=tuple(mask),
+        sampling_logprobs=tuple(logprobs),
+        advantage=weight.advantage,
+        scale=weight.scale,
+        temperature=temperatures.pop(),
+        withheld=tuple(withheld),
+    )
+
+
+def _withheld(segment: Segment, start: int) -> tuple[Withheld, ...]:
+    """What could not be drawn in a segment that begins at this place of its row; each segment counts from its own beginning."""
+    params = segment.params
+    if segment.source != "policy" or params is None:
+        return ()
+    assert not params.truncates, f"drawn from a part of the policy's distribution: {params}"
+    if not params.min_tokens or not params.stop_token_ids:
+        return ()
+    end = start + min(params.min_tokens, len(segment.token_ids))
+    return (Withheld(start, end, params.stop_token_ids),)
+
+
+def _sums(row: Row, policy: Sequence[float] | None) -> OtherRows:
+    """What this row is to the other rows of its rollout."""
+    old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
+    return OtherRows(
+        tokens=sum(row.mask),
+        log_weight=_difference(row, old, row.sampling_logprobs),
+        log_ratio=_difference(row, old if policy is None else policy, old),
+    )
+
+
+def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
+    """Summed over the tokens that teach."""
+    return math.fsum(a - b for a, b, counts in zip(of, to, row.mask, strict=True) if counts)
+
+
+def _added(sums: Sequence[OtherRows]) -> OtherRows:
+    return OtherRows(
+        tokens=sum(each.tokens for each in sums),
+        log_weight=math.fsum(each.log_weight for each in sums),
+        log_ratio=math.fsum(each.log_ratio for each in sums),
+    )

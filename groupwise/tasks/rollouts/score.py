@@ -1,0 +1,93 @@
+"""Scoring a group: its rollouts go to the rewards, and come back with parts, total and outcome.
+
+Only rollouts that are pending are scored: one that failed or timed out in its environment has no reward to be found. What the
+environment gave and what the reward functions give add up. Where there are no reward functions, an environment that gave
+nothing gave 0: leaving such rollouts out would leave out those that lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from groupwise.core.reward_call.request import ORIGIN, MemberScore, Scorer, ScoreRequest
+from groupwise.core.reward_call.text import CompletionText, as_completion
+from groupwise.core.types import Group, Prompt, RewardPart, Rollout
+from groupwise.tasks.environment import DEFAULT_PART
+from groupwise.tasks.rewards.rubric import NO_REWARD
+
+
+async def score_group(
+    scorer: Scorer,
+    group: Group,
+    global_step: int,
+    max_steps: int,
+    steps_per_epoch: float | None = None,
+) -> Group:
+    """The group with every rollout scored, failed or timed out."""
+    pending = [rollout for rollout in group.rollouts if rollout.outcome == "pending"]
+    if not pending:
+        return group
+    score = await scorer.score(score_request(group, global_step, max_steps, steps_per_epoch))
+    scored = {
+        rollout.member: _scored(rollout, member)
+        for rollout, member in zip(pending, score.members, strict=True)
+    }
+    rollouts = [scored.get(rollout.member, rollout) for rollout in group.rollouts]
+    return replace(group, rollouts=tuple(rollouts), metrics=score.metrics)
+
+
+def score_request(
+    group: Group, global_step: int, max_steps: int, steps_per_epoch: float | None = None
+) -> ScoreRequest:
+    """The pending rollouts of a group as reward functions see them: every column repeated for each."""
+    pending = [rollout for rollout in group.rollouts if rollout.outcome == "pending"]
+    prompt = group.example.prompt
+    columns = {ORIGIN: group.origin, **group.example.columns}
+    return ScoreRequest(
+        draw=group.draw,
+        prompts=[prompt] * len(pending),
+        completions=[transcript(prompt, rollout) for rollout in pending],
+        completion_ids=[list(rollout.completion_ids) for rollout in pending],
+        columns={name: [value] * len(pending) for name, value in columns.items()},
+        global_step=global_step,
+        max_steps=max_steps,
+        prompt_ids=[list(rollout.prompt_ids) for rollout in pending],
+        prompts_seen=[group.prompt_seen or prompt] * len(pending),
+        steps_per_epoch=steps_per_epoch,
+    )
+
+
+def transcript(prompt: Prompt, rollout: Rollout) -> CompletionText:
+    """All that was said after the prompt: text for a text prompt, messages for a chat, the environment's among them."""
+    if rollout.messages is not None:
+        return list(rollout.messages)
+    return as_completion(prompt, rollout.completion)
+
+
+def _scored(rollout: Rollout, score: MemberScore) -> Rollout:
+    earned = _renamed(rollout.parts, {part.name for part in score.parts})
+    counting = [
+        part.value * part.weight for part in earned if part.weight and part.value is not None
+    ]
+    if not counting and not score.parts and score.reason == NO_REWARD:
+        earned, counting = (*earned, RewardPart(DEFAULT_PART, 0.0)), [0.0]
+    outcome, reason, reward = score.outcome, score.reason, score.reward
+    if counting and (outcome == "scored" or reason == NO_REWARD):
+        outcome, reason, reward = "scored", None, (reward or 0.0) + sum(counting)
+    return replace(
+        rollout,
+        outcome=outcome,
+        reason=reason,
+        reward=reward,
+        parts=(*score.parts, *earned),
+        notes={**rollout.notes, **score.notes},
+    )
+
+
+def _renamed(parts: Sequence[RewardPart], taken: set[str]) -> tuple[RewardPart, ...]:
+    """The environment's parts; one that has the name of a reward function is told apart from it."""
+    return tuple(
+        replace(part, name=f"environment/{part.name}") if part.name in taken else part
+        for part in parts
+    )

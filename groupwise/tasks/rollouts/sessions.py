@@ -1,0 +1,229 @@
+"""Environments at work: one session for each rollout, each call told all that went before.
+
+A `SessionCall` carries every completion so far. Where the session is at hand, only the last one is news. Where it is not, because the
+process that held it is gone, the environment is made anew and hears the completions again; its answers must be those that it
+gave before (`heard`), or the rollout fails. What it does again has a limit of its own (`repeat_limit`), because the
+rollout may have little time left for what is new. So a process that is killed costs the one rollout that hung in it, and nobody
+has to keep account of the others.
+
+`Sessions` runs in a worker process or in a thread of the run, and never raises for what an environment does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from groupwise.core.errors import TaskError
+from groupwise.core.plugins import explain, printable
+from groupwise.core.types import Outcome, Prompt, RewardPart, to_json
+from groupwise.tasks.environment import (
+    EnvironmentFactory,
+    Observation,
+    as_parts,
+    as_prompt,
+    as_step,
+    check_methods,
+    reset_arguments,
+)
+
+
+class Started(Protocol):
+    """Told what user code is about to run."""
+
+    def __call__(self, name: str, *, repeated: bool = False) -> None:
+        """`repeated`: it has run before, in a process that is gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCall:
+    """What is asked of the environment of one rollout: its first prompt, the next turn, or its end."""
+
+    session: int
+    """Names the rollout."""
+    draw: int
+    member: int
+    seed: int
+    """The same for all members of a group."""
+    prompt: Prompt
+    columns: dict[str, Any]
+    completions: tuple[str, ...] = ()
+    """All so far; none: the first prompt is asked for."""
+    heard: tuple[str, ...] = ()
+    """Digests of the replies so far, one for the beginning and one for each turn."""
+    repeat_limit: float | None = None
+    """Seconds for each piece that is repeated: it was fast enough before, whatever time is left. None: as for what is new."""
+    ending: bool = False
+    """The rollout has ended; nothing is to be answered any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment said, or why it said nothing."""
+
+    prompt: Prompt | None = None
+    """The first prompt, where `reset` gave one."""
+    observation: Observation = None
+    done: bool = False
+    parts: tuple[RewardPart, ...] = ()
+    seconds: float = 0.0
+    """How long the environment took; a repetition after the loss of its process is not counted."""
+    digest: str = ""
+    outcome: Outcome = "pending"
+    """`failed` or `timed_out` with a reason, or `pending`."""
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Session:
+    environment: Any
+    heard: list[str] = field(default_factory=list[str])
+
+
+class _Unusable(Exception):
+    """The environment, or an answer of it, cannot be used; its text says why."""
+
+
+class Sessions:
+    """The environments of one process; `answer` is what a worker is asked."""
+
+    def __init__(self, factory: EnvironmentFactory) -> None:
+        self._factory = factory
+        self._sessions: dict[int, _Session] = {}
+
+    async def answer(self, call: SessionCall, started: Started) -> dict[str, Any]:
+        """The `Reply`, as JSON values."""
+        return json.loads(to_json(await self.reply(call, started)))
+
+    async def reply(self, call: SessionCall, started: Started) -> Reply:
+        """Do what the call asks; an exception of the environment fails its rollout."""
+        try:
+            return await self._replied(call, started)
+        except _Unusable as problem:
+            reason = str(problem)
+        except BaseException as error:  # noqa: BLE001 — user code; it fails its rollout only
+            reason = f"the environment raised {explain(error).strip()}"
+        await self._drop(call.session)
+        return Reply(outcome="failed", reason=printable(reason))
+
+    async def _replied(self, call: SessionCall, started: Started) -> Reply:
+        session = self._sessions.get(call.session)
+        if session is None:
+            session = await self._rebuilt(call, started)
+        if call.ending:
+            reply = await self._ended(session, call, started)
+            await self._drop(call.session)
+            return reply
+        reply = await self._turn(session, call, len(call.heard), started)
+        session.heard.append(reply.digest)
+        return reply
+
+    async def _rebuilt(self, call: SessionCall, started: Started) -> _Session:
+        """A new environment that has heard what the lost one had."""
+        started(f"{_name(self._factory)}()", repeated=bool(call.heard))
+        environment = self._factory()
+        try:
+            check_methods(environment, "the environment")
+        except TaskError as problem:
+            raise _Unusable(str(problem)) from problem
+        session = self._sessions[call.session] = _Session(environment)
+        for turn, before in enumerate(call.heard):
+            again = await self._turn(session, call, turn, partial(started, repeated=True))
+            if again.digest != before:
+                raise _Unusable(
+                    f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "
+                    "It must depend on its row, seed and member and on the completions alone."
+                )
+            session.heard.append(again.digest)
+        return session
+
+    async def _turn(
+        self, session: _Session, call: SessionCall, turn: int, started: Started
+    ) -> Reply:
+        """The beginning (turn 0), or the answer to the completion of a turn from 1."""
+        begun = time.perf_counter()
+        reply = await (
+            self._begin(session, call, started)
+            if turn == 0
+            else self._step(session, call.completions[turn - 1], turn, started)
+        )
+        seconds = time.perf_counter() - begun
+        return replace(reply, seconds=seconds, digest=_digest(reply))
+
+    async def _begin(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+        reset = getattr(session.environment, "reset", None)
+        if reset is None:
+            return Reply()
+        name = f"{_name(session.environment)}.reset"
+        started(name)
+        own = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
+        given = reset_arguments(reset, {**call.columns, **own})
+        returned = await _finished(reset(**given))
+        with _checked(name):
+            return Reply(prompt=as_prompt(returned))
+
+    async def _step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
+        name = f"{_name(session.environment)}.step, turn {turn}"
+        started(name)
+        returned = await _finished(session.environment.step(completion))
+        with _checked(name):
+            step = as_step(returned)
+            parts = (*as_parts(step.reward, turn - 1), *as_parts(step.metrics, turn - 1, 0.0))
+        return Reply(observation=step.observation, done=step.done, parts=parts)
+
+    async def _ended(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+        """What the whole rollout earned."""
+        begun = time.perf_counter()
+        parts: list[RewardPart] = []
+        for method, weight in (("reward", 1.0), ("metrics", 0.0)):
+            function = getattr(session.environment, method, None)
+            if function is not None:
+                name = f"{_name(session.environment)}.{method}"
+                started(name)
+                returned = await _finished(function())
+                with _checked(name):
+                    parts += as_parts(returned, None, weight)
+        started(f"{_name(session.environment)}.close")
+        return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun)
+
+    async def _drop(self, session: int) -> None:
+        """Forget an environment; what its `close` raises is of no interest any more."""
+        dropped = self._sessions.pop(session, None)
+        close = getattr(dropped and dropped.environment, "close", None)
+        if close is not None:
+            with suppress(BaseException):
+                await _finished(close())
+
+
+@contextmanager
+def _checked(name: str) -> Generator[None]:
+    """What is wrong with an answer is told beside the method that gave it."""
+    try:
+        yield
+    except ValueError as problem:
+        raise _Unusable(f"the environment's {name}: {problem}") from problem
+
+
+async def _finished(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _digest(reply: Reply) -> str:
+    said = json.dumps([reply.prompt, reply.observation, reply.done, _values(reply)])
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _values(reply: Reply) -> list[Any]:
+    return [[part.name, part.value] for part in reply.parts]
+
+
+def _name(thing: object) -> str:
+    return getattr(thing, "__name__", type(thing).__name__)

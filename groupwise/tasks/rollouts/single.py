@@ -1,0 +1,83 @@
+"""The plain rollout: one prompt, one completion, asked for a whole group at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from groupwise.core.types import (
+    Completion,
+    Example,
+    Group,
+    GroupRequest,
+    Rollout,
+    Sampler,
+    SamplingParams,
+    Segment,
+)
+from groupwise.tasks.rollouts.asking import Ask
+
+ToText = Callable[[Sequence[int]], str]
+"""Token ids as the text that rewards see."""
+
+
+class Single:
+    """One completion for each member; a `RolloutKind`."""
+
+    def __init__(self, to_text: ToText) -> None:
+        self._to_text = to_text
+
+    async def start(self) -> None:
+        """There is nothing to start."""
+
+    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+        """See `RolloutKind.sample`."""
+        seeds = [ask.seed(member, 0) for member in range(ask.members)]
+        return await sample_group(
+            sampler, ask.example, ask.draw, ask.prompt_ids, seeds, ask.params, self._to_text
+        )
+
+    async def close(self) -> None:
+        """There is nothing to end."""
+
+
+async def sample_group(
+    sampler: Sampler,
+    example: Example,
+    draw: int,
+    prompt_ids: Sequence[int],
+    seeds: Sequence[int],
+    params: SamplingParams,
+    to_text: ToText,
+) -> Group:
+    """One completion for each seed, as a group whose rollouts are pending."""
+    request = GroupRequest(draw, tuple(prompt_ids), tuple(seeds), params)
+    completions = await sampler.generate(request)
+    rollouts = [
+        Rollout(
+            draw=draw,
+            member=member,
+            attempt=0,
+            prompt_ids=request.prompt_ids,
+            segments=(policy_segment(completion, params),),
+            completion=to_text(completion.token_ids),
+        )
+        for member, completion in enumerate(completions)
+    ]
+    return Group(draw=draw, example=example, rollouts=tuple(rollouts))
+
+
+def policy_segment(
+    completion: Completion, params: SamplingParams, prompt_ids: tuple[int, ...] | None = None
+) -> Segment:
+    """What the sampler drew as a segment; `prompt_ids` where it begins a new row."""
+    return Segment(
+        source="policy",
+        token_ids=completion.token_ids,
+        sampling_logprobs=completion.logprobs,
+        policy_version=completion.policy_version,
+        fingerprint=completion.fingerprint,
+        params=params,
+        seed=completion.seed,
+        finish_reason=completion.finish_reason,
+        prompt_ids=prompt_ids,
+    )

@@ -1,0 +1,301 @@
+"""A teacher's examples as token ids: which are trained, what is cut off, and what goes into the record.
+
+Each example becomes one row, or several where its chat template rewrites earlier turns. A row that is longer than the limit is cut at the
+end or the beginning, or left out; one of which nothing trained is left then is left out as well, and both are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, Literal
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Example, Group, Rollout, Row, Segment, number_of
+from groupwise.engine.models.chat_masks import (
+    Chat,
+    Masked,
+    assistant_turns,
+    mask_completion,
+    mask_text,
+    mask_turns,
+    mask_whole_chat,
+)
+from groupwise.engine.models.chat_template import Refused
+from groupwise.engine.models.tokens import completion_text
+from groupwise.tasks.data.sft import (
+    Completion,
+    Content,
+    Conversation,
+    PlainText,
+    TeacherExample,
+    Tokens,
+    has_form,
+    teacher_example,
+)
+from groupwise.tasks.data.sft_functions import collate, format_rows
+from groupwise.tasks.rollouts.dialogue import knows_tools, told_of_tools
+
+TruncationMode = Literal["keep_start", "keep_end", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherWay:
+    """How a teacher's rows are read."""
+
+    text_field: str = "text"
+    completion_only: bool | None = None
+    """None: where the row says what is a completion."""
+    last_turn_only: bool = False
+    max_length: int = 1 << 30
+    """Tokens of a row."""
+    vocabulary: int = 1 << 30
+    """Token ids that the model knows: 0 up to one less."""
+    truncation: TruncationMode = "keep_start"
+    formatting: Callable[[Any], Any] | None = None
+    collator: Callable[[Any], Any] | None = None
+    strict: bool = False
+    """Whether a row that the chat template does not take is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """An example and the rows that it teaches by."""
+
+    example: Example
+    rows: tuple[Masked, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LessonSet:
+    """A teacher's examples, in their order."""
+
+    lessons: tuple[Lesson, ...]
+    cut: int = 0
+    """Rows that were cut because they were too long."""
+    dropped: int = 0
+    """Rows that were left out, because they were too long or nothing trained was left of them."""
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Rows that the chat template does not take, by the reason."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows."""
+        return sum(len(row.ids) for lesson in self.lessons for row in lesson.rows)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Those that teach."""
+        return sum(sum(row.mask) for lesson in self.lessons for row in lesson.rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row.ids) for lesson in self.lessons for row in lesson.rows)
+
+    @property
+    def without_end(self) -> int:
+        """Turns and completions that are trained without a token that ends them."""
+        rows = [row for lesson in self.lessons for row in lesson.rows]
+        return sum(row.stretches - row.ends for row in rows)
+
+
+def read_lessons(
+    tokenizer: Any, rows: Sequence[dict[str, Any]], way: TeacherWay, *, where: str
+) -> LessonSet:
+    """Tokenise and mask all rows. Raises `TaskError` that starts with `where`, and names the row, for one that cannot be right.
+
+    A row that the chat template does not take is left out, and an error where the way is `strict` or no other is left.
+    """
+    if way.formatting is not None:
+        what = f"{where}, formatted by get_sft_formatting_func,"
+        rows = format_rows(rows, way.formatting, text_field=way.text_field, where=what)
+    lessons: list[Lesson] = []
+    cut = dropped = 0
+    refused: dict[str, list[Refused]] = {}
+    for index, row in enumerate(rows):
+        try:
+            whole = _lesson(tokenizer, index, row, way, where)
+        except Refused as problem:
+            if way.strict:
+                raise
+            refused.setdefault(str(problem.__cause__), []).append(problem)
+            continue
+        fitting = [each for each in (_fitted(one, way) for one in whole.rows) if each is not None]
+        cut += sum(each not in whole.rows for each in fitting)
+        dropped += len(whole.rows) - len(fitting)
+        if fitting:
+            lessons.append(replace(whole, rows=tuple(fitting)))
+    if not lessons and refused:
+        raise next(iter(refused.values()))[0]
+    if not lessons:
+        raise TaskError(
+            f"{where}: nothing is left to train: of all {dropped} rows nothing trained stands within data.max_length = "
+            f"{way.max_length} tokens (data.truncation_mode is {way.truncation}). Raise it, or shorten the rows."
+        )
+    counts = {reason: len(problems) for reason, problems in refused.items()}
+    return LessonSet(tuple(lessons), cut, dropped, counts)
+
+
+def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
+    """The lesson for the record: a rollout for each of its rows, written by a teacher."""
+    rollouts = [
+        _rollout(tokenizer, masked, draw, member) for member, masked in enumerate(lesson.rows)
+    ]
+    return Group(draw, lesson.example, tuple(rollouts))
+
+
+def teacher_row(masked: Masked) -> Row:
+    """What the learner computes: from the first trained token to the last, after all that stands before."""
+    start, end = _trained_span(masked)
+    completion = masked.ids[start:end]
+    return Row(
+        prompt_ids=masked.ids[:start],
+        completion_ids=completion,
+        mask=masked.mask[start:end],
+        sampling_logprobs=(0.0,) * len(completion),
+        advantage=1.0,
+        scale=1.0,
+    )
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+
+def _lesson(
+    tokenizer: Any, index: int, row: Mapping[str, Any], way: TeacherWay, where: str
+) -> Lesson:
+    here = f"{where}: row {number_of(row, index)}"
+    try:
+        if way.collator is not None:
+            return _collated(tokenizer, index, row, way, where)
+        found = teacher_example(index, row, text_field=way.text_field, where=where)
+        return Lesson(
+            found.example,
+            tuple(_checked(m, way, here) for m in _masked(tokenizer, found.content, way)),
+        )
+    except TaskError as error:
+        if error.message.startswith(where):
+            raise
+        raise type(error)(f"{here}: {error.message}") from error
+
+
+def _collated(
+    tokenizer: Any, index: int, row: Mapping[str, Any], way: TeacherWay, where: str
+) -> Lesson:
+    """The row with the masks of the task's own collator."""
+    assert way.collator is not None
+    here = f"{where}: row {number_of(row, index)}"
+    found: TeacherExample | None = None
+    ids: tuple[int, ...] | None = None
+    if has_form(row, way.text_field):
+        found = teacher_example(index, row, text_field=way.text_field, where=where)
+        ids = _whole(tokenizer, found.content).ids
+    tokens = collate(way.collator, row, ids, here)
+    example = found.example if found else Example(index, "", dict(row))
+    return Lesson(example, (_checked(_of_tokens(tokens), way, here),))
+
+
+def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
+    if isinstance(content, PlainText) and way.completion_only:
+        raise TaskError(
+            "data.completion_only_loss is true, but the row is one text, of which no part is a completion. Give rows of "
+            "`prompt` and `completion` or of `messages`, or set it to null, which trains such a text whole."
+        )
+    if isinstance(content, Tokens):
+        return [_of_tokens(content)]
+    if way.completion_only is False or isinstance(content, PlainText):
+        return [_whole(tokenizer, content)]
+    if isinstance(content, Completion):
+        return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
+    chat = _chat(tokenizer, content)
+    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may stand before
+    turns = [turn for turn in assistant_turns(chat) if turn >= begins]
+    prefills = {begins: content.prefill} if content.prefill else {}
+    return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns, prefills)
+
+
+def _whole(tokenizer: Any, content: Content) -> Masked:
+    """Every token trained."""
+    match content:
+        case PlainText(text=text):
+            return mask_text(tokenizer, text)
+        case Completion(prompt=prompt, completion=completion):
+            return mask_completion(tokenizer, prompt, completion, whole=True)
+        case Conversation():
+            return mask_whole_chat(tokenizer, _chat(tokenizer, content))
+        case Tokens():
+            return _of_tokens(content)
+
+
+def _chat(tokenizer: Any, content: Conversation) -> Chat:
+    """What the template receives; one that knows no tools has them in the system message."""
+    if content.tools and not knows_tools(tokenizer):
+        told = told_of_tools(content.messages, content.tools)
+        return Chat(told, (), content.template_kwargs)
+    return Chat(content.messages, content.tools, content.template_kwargs)
+
+
+def _of_tokens(tokens: Tokens) -> Masked:
+    """Made by somebody else, who knows where it ends."""
+    return Masked(tokens.ids, tokens.mask, ends=1)
+
+
+def _checked(masked: Masked, way: TeacherWay, where: str) -> Masked:
+    """The first token has nothing before it that could predict it, so it is never trained."""
+    unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < way.vocabulary)
+    if (place := next(unknown, None)) is not None:
+        raise TaskError(
+            f"{where}: token {place} has the id {masked.ids[place]}, but the model's vocabulary has {way.vocabulary} tokens, "
+            f"with the ids 0 to {way.vocabulary - 1}. Make `input_ids` with this model's tokenizer."
+        )
+    if not any(masked.mask[1:]):
+        raise TaskError(
+            f"{where}: no token of it is trained. It has {len(masked.ids)} tokens, and all of them are masked; a row needs one "
+            "trained token after its first."
+        )
+    return replace(masked, mask=(0, *masked.mask[1:]))
+
+
+def _fitted(masked: Masked, way: TeacherWay) -> Masked | None:
+    """The row within the limit; None where it is left out, or nothing of it would teach."""
+    if len(masked.ids) <= way.max_length:
+        return masked
+    if way.truncation == "drop":
+        return None
+    kept = slice(-way.max_length, None) if way.truncation == "keep_end" else slice(way.max_length)
+    mask = masked.mask[kept]
+    if not any(mask[1:]):
+        return None
+    return replace(masked, ids=masked.ids[kept], mask=(0, *mask[1:]))
+
+
+# --- rows and record -----------------------------------------------------------------------------
+
+
+def _trained_span(masked: Masked) -> tuple[int, int]:
+    trained = [place for place, mark in enumerate(masked.mask) if mark]
+    return trained[0], trained[-1] + 1
+
+
+def _rollout(tokenizer: Any, masked: Masked, draw: int, member: int) -> Rollout:
+    start, end = _trained_span(masked)
+    return Rollout(
+        draw=draw,
+        member=member,
+        attempt=0,
+        prompt_ids=masked.ids[:start],
+        segments=_segments(masked, start, end),
+        completion=completion_text(tokenizer, masked.ids[start:end]),
+        outcome="scored",
+    )
+
+
+def _segments(masked: Masked, start: int, end: int) -> tuple[Segment, ...]:
+    """The teacher's tokens and those that stand between them."""
+    pairs = zip(masked.ids[start:end], masked.mask[start:end], strict=True)
+    return tuple(
+        Segment("teacher" if trained else "environment", tuple(token for token, _ in stretch))
+        for trained, stretch in groupby(pairs, key=lambda pair: pair[1])
+    )

@@ -1,0 +1,88 @@
+"""The rollout in two stages: reasoning of bounded length, then an answer that always gets its own room.
+
+    prompt → reasoning, until the end tag or its limit
+           → the end tag, if it is not there, and the start tag of the answer, both inserted
+           → the answer, until a stop token or its limit
+
+A policy that reasons on and on so answers all the same. Inserted tokens are seen and do not teach. The second stage is a request of its
+own for each member, whose prompt is all that went before, so this works with every sampler.
+
+Stop tokens and the stop texts of the config (`sampler.stop`) end either stage, as they end a completion; a
+reasoning that they end has its answer all the same.
+
+The end tag is looked for as text, because it may be several tokens. What was sampled stays as it was sampled: if the tag ends
+inside a token, the rest of this token stays too, and the answer's tag follows it; if a stop token or a stop text ended the
+reasoning, it stays, and the tags follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import Completion, Group, Rollout, Sampler, Segment
+from groupwise.engine.models.tokens import completion_text, text_ids
+from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.config import RolloutConfig
+from groupwise.tasks.rollouts.single import policy_segment
+
+
+class TwoStage:
+    """Reasoning, then an answer; a `RolloutKind`."""
+
+    def __init__(self, config: RolloutConfig, tokenizer: Any) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    async def start(self) -> None:
+        """There is nothing to start."""
+
+    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+        """See `RolloutKind.sample`."""
+        request = ask.request(
+            ask.prompt_ids,
+            [ask.seed(member, 0) for member in range(ask.members)],
+            max_tokens=self._config.max_reasoning_length,
+            stop=(self._config.reasoning_end, *ask.params.stop),
+        )
+        reasoned = await sampler.generate(request)
+        rollouts = await gather_all(
+            self._answered(sampler, ask, member, policy_segment(completion, request.params))
+            for member, completion in enumerate(reasoned)
+        )
+        return Group(ask.draw, ask.example, tuple(rollouts))
+
+    async def close(self) -> None:
+        """There is nothing to end."""
+
+    async def _answered(
+        self, sampler: Sampler, ask: Ask, member: int, reasoning: Segment
+    ) -> Rollout:
+        inserted = self._inserted(reasoning.token_ids)
+        request = ask.request(
+            (*ask.prompt_ids, *reasoning.token_ids, *inserted),
+            [ask.seed(member, 1)],
+            max_tokens=self._config.max_answer_length,
+        )
+        completions: Sequence[Completion] = await sampler.generate(request)
+        answer = policy_segment(completions[0], request.params)
+        segments = (reasoning, *_inserted_segment(inserted), answer)
+        ids = [token for segment in segments for token in segment.token_ids]
+        return Rollout(
+            draw=ask.draw,
+            member=member,
+            attempt=0,
+            prompt_ids=ask.prompt_ids,
+            segments=segments,
+            completion=completion_text(self._tokenizer, ids),
+        )
+
+    def _inserted(self, reasoning: Sequence[int]) -> tuple[int, ...]:
+        written = self._tokenizer.decode(list(reasoning), skip_special_tokens=False)
+        end = "" if self._config.reasoning_end in written else self._config.reasoning_end
+        return text_ids(self._tokenizer, end + self._config.answer_start)
+
+
+def _inserted_segment(ids: tuple[int, ...]) -> tuple[Segment, ...]:
+    return (Segment("inserted", ids),) if ids else ()

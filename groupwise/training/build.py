@@ -1,0 +1,1131 @@
+"""From a config to working parts: the only place that picks implementations.
+
+`start_training` builds what the loop drives (sampler and learner) as `groupwise.training.placement` lays it out, `start_supervised` what a
+supervised run does, `start_serving` what an evaluation asks. Sampler and learner share one base model in memory when an adapter is trained;
+each has its own copy of the adapter, and the sampler's changes only through published files. They are in this process, or in ranks
+(`groupwise.engine.distributed`), as the layout says: then the zygote makes once, by `make_described`, what is made here for one process.
+With `run.server` the three `start_…` of a config have a training server make them (`groupwise.engine.backends.remote`), with
+`model.backend: tunix` a worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth` one process makes
+them of `groupwise.engine.backends.unsloth`.
+
+Over the base of a training, or over one that `start_base` loaded alone, `models_over` adds trained adapters later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from groupwise.algorithms.registry import make
+from groupwise.core.accelerators import NVIDIA
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import Learner, Policy, Sampler
+from groupwise.engine.backends.unsloth import library
+from groupwise.engine.distributed import prefork
+from groupwise.engine.distributed.adapter_info import RankWitness
+from groupwise.engine.distributed.learner import RankLearner
+from groupwise.engine.distributed.learner_workers import Peers
+from groupwise.engine.distributed.multi_adapter import Here, Host, InRank, Models, NewModel
+from groupwise.engine.distributed.rpc import Calls
+from groupwise.engine.distributed.sampler import RankSampler
+from groupwise.engine.distributed.sampler_workers import Samplers
+from groupwise.engine.distributed.spawned_workers import Started
+from groupwise.engine.distributed.torchrun import launched, refuse_other_number
+from groupwise.engine.models.memory import memory_explained
+from groupwise.runs import publications
+from groupwise.training.config import RunConfig, load_config
+from groupwise.training.placement import (
+    AnyConfig,
+    Layout,
+    layout_told,
+    most_processes,
+    samplers_of,
+)
+from groupwise.training.rollout_builder import longest_completion
+from groupwise.training.sft_config import SftConfig, load_sft_config
+
+if TYPE_CHECKING:
+    from groupwise.api.schemas.parts import PartsKind
+    from groupwise.engine.backends.remote.parts import RemoteParts, Wanted
+    from groupwise.engine.backends.remote.session import Session
+    from groupwise.engine.backends.tunix.messages import Open
+    from groupwise.engine.backends.tunix.process import WorkerProcess
+    from groupwise.engine.distributed.multi_adapter_host import Bench
+    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.learner.engine import Engine
+    from groupwise.engine.learner.gradient_flow import Slope
+    from groupwise.engine.learner.torch_learner import TorchLearner
+    from groupwise.engine.learner.weights import TrainedModel
+    from groupwise.engine.models.lora import AdaptedModel
+    from groupwise.engine.sampler.vllm.own import OwnServer
+    from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
+
+Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
+"""Of what is made together; `learning` and `sampling` are a training's halves, where they are apart."""
+LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
+MAKE = "groupwise.training.build:make_described"
+
+LARGE_ADAPTER = 512 << 20
+"""Bytes of one publication where nobody says: rank 64 on a model of 7 billion parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closable:
+    """What may have processes of its own."""
+
+    ranks: Calls | None = None
+    samplers: Started | None = None
+    """That only sample; the ranks only learn then."""
+    divided: bool = False
+    """Whether each rank has a part of the weights."""
+    hosted: Hosted | None = None
+    """What is hosted where there are no ranks, and models could be added to it."""
+    session: Session | None = None
+    """With a server that has the parts."""
+    worker: WorkerProcess | None = None
+    """That has the parts in an environment of its own."""
+    by_http: VllmSampler | None = None
+    """Whose servers hold adapters."""
+
+    def close(self) -> None:
+        """End them, if there are any."""
+        if self.ranks is not None:
+            self.ranks.close()
+        if self.samplers is not None:
+            self.samplers.close()
+        if self.session is not None:
+            self.session.close()
+        if self.worker is not None:
+            self.worker.close()
+        if self.by_http is not None:
+            self.by_http.close()
+
+    def peak_memory(self, device: str) -> int | None:
+        """Most bytes that were held so far, as `groupwise.engine.models.probes.peak_memory`; with ranks an estimate of all processes,
+        and None where the system does not tell what they share."""
+        from groupwise.engine.models.probes import peak_memory
+
+        if self.ranks is None:
+            return peak_memory(device)
+        own = peak_memory(device) if device == "cpu" else 0
+        held = self.ranks.call_all_now("held_memory", device)
+        if self.samplers is not None:
+            held += self.samplers.call_all_now("held_memory", device)
+        if any(shared is None for _, shared in held):
+            return None
+        return own + sum(peak - shared for peak, shared in held) + max(s for _, s in held)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Closable):
+    """What the loop drives."""
+
+    sampler: Sampler
+    learner: Learner
+    stop_token_ids: tuple[int, ...]
+    trained: Any = None
+    """The learner's `groupwise.engine.learner.weights.TrainedWeights`; None where ranks have them."""
+
+    async def slopes(self, learning_rate: float) -> list[Slope]:
+        """How much of a step reaches the outputs of the adapter's layers; none where all weights are trained, or divided."""
+        if self.divided:
+            return []  # they are taken of whole layers
+        if self.ranks is not None:
+            return await self.ranks.call(0, "slopes", learning_rate)
+        from groupwise.engine.learner.gradient_flow import trained_slopes
+
+        return trained_slopes(self.trained, learning_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseParts(Closable):
+    """A base in memory that nobody trains yet, and a sampler of it as it is."""
+
+    sampler: Sampler
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingParts(Closable):
+    """What an evaluation asks."""
+
+    sampler: Sampler
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningParts(Closable):
+    """What a supervised run drives."""
+
+    learner: Learner
+
+
+@contextmanager
+def expected_ranks(config: AnyConfig) -> Generator[None]:
+    """As `expect_ranks`; those that nobody has needed end with it."""
+    expect_ranks(config)
+    try:
+        yield
+    finally:
+        prefork.give_up()
+
+
+def expect_ranks(config: AnyConfig) -> None:
+    """Begin the zygote where the config will probably have ranks, so that its imports take no time later; or import Unsloth, which must
+    be imported before transformers.
+
+    No more than a guess: on a GPU without its driver's file a zygote may be begun that the run has no use for.
+    """
+    library.import_first(config.model)
+    torch_alone = config.run.server is None and config.model.backend == "transformers"
+    if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
+        return
+    if most_processes(config) > 1 or config.scale.learners > 1 or samplers_of(config) > 0:
+        prefork.begin()
+
+
+def be_launched(config: AnyConfig) -> None:
+    """Where torchrun has started this process as another rank than the first, be that rank, and never return.
+
+    The process of the first rank runs the whole program, and calls the others. UsageError where they are not as many as the config wants.
+    """
+    place = launched()
+    refuse_other_number(place, config.scale.learners)
+    if place is not None and place.rank > 0:
+        from groupwise.engine.distributed import peer
+
+        peer.be_launched(place)
+
+
+def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
+    """Load the model once and build sampler and learner over it."""
+    if layout.samplers:
+        return _apart_now(config, layout, run, publish_folder)
+    return _training(_made_now("training", config, layout, run=run, folder=str(publish_folder)))
+
+
+async def start_training(
+    config: RunConfig, layout: Layout, run: str, publish_folder: Path
+) -> Parts:
+    """As `training_parts`, for an event loop, which goes on while ranks start; cancelling it ends them. By `run.server`, where there is
+    one."""
+    if config.run.server is not None:
+        found = await _by_server("training", config, layout, run, publish_folder)
+        return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
+    if config.model.backend == "tunix":
+        return await _by_tunix(config, layout, run, publish_folder)
+    if layout.samplers:
+        return await _apart(config, layout, run, publish_folder)
+    made = await _made("training", config, layout, run=run, folder=str(publish_folder))
+    if isinstance(made, Calls) and config.sampler.engine == "vllm":
+        return _with_servers(made, config, layout)
+    return _training(made)
+
+
+def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
+    """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
+    made = _made_now("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised(made, layout)
+
+
+async def start_supervised(
+    config: SftConfig, layout: Layout, run: str, folder: Path
+) -> LearningParts:
+    """As `supervised_parts`, for an event loop; see `start_training`."""
+    if config.run.server is not None:
+        found = await _by_server("supervised", config, layout, run, folder)
+        return LearningParts(found.learner, session=found.session)
+    made = await _made("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised(made, layout)
+
+
+async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
+    """A sampler of the adapter or full weights in `weights`; without, `serving_label` says what it serves. See `start_training`."""
+    if config.run.server is not None:
+        found = await _by_server("serving", config, layout, "served", Path(), weights)
+        return ServingParts(found.sampler, found.stop_token_ids, session=found.session)
+    if config.model.backend == "tunix":
+        found = await _by_tunix(config, layout, "served", Path(), weights)
+        return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
+    folder = None if weights is None else str(weights)
+    if config.sampler.engine == "vllm":  # one model is enough to check what servers answer
+        layout = replace(layout, processes=1, learners=1)
+    made = await _made("serving", config, layout, weights=folder)
+    if isinstance(made, Calls):
+        return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
+    assert made.sampler is not None
+    by_http = _by_http(made.sampler)
+    if by_http is not None:
+        await _serve_by_http(by_http, config, weights)
+    return ServingParts(made.sampler, made.stop_token_ids, by_http=by_http)
+
+
+async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
+    """A base for models that are added later, and a sampler of it as it is. See `start_training`."""
+    if config.model.adapter is not None:
+        raise ConfigError(
+            f"model.adapter is {config.model.adapter!r}, but a base has none: it is loaded as it is, and each model that is added "
+            "says which adapter it starts from. Leave the key out."
+        )
+    refuse_servers(config, "a base for several models is sampled where it is")
+    made = await _made("base", config, layout)
+    if isinstance(made, Calls):
+        return BaseParts(RankSampler(made), _stop_token_ids(made), ranks=made)
+    assert made.sampler is not None
+    return BaseParts(made.sampler, made.stop_token_ids, hosted=made)
+
+
+def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
+    """What adds models over the base of these parts, at most `most` of them, and ends with them.
+
+    Of a training its own model, called `run`, is one. To be made once for the same parts.
+    """
+    hosts: list[Host]
+    if parts.ranks is not None:
+        hosts = [InRank(parts.ranks, rank) for rank in range(parts.ranks.count)]
+    else:
+        hosts = [Here(parts.hosted)]
+    first = run if isinstance(parts, Parts) else None
+    return Models(hosts, most, parts.stop_token_ids, first)
+
+
+def _training(made: Calls | Hosted) -> Parts:
+    if isinstance(made, Calls):
+        return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
+    assert made.sampler is not None
+    assert made.learner is not None
+    return Parts(
+        made.sampler,
+        made.learner,
+        made.stop_token_ids,
+        made.trained,
+        hosted=made,
+        by_http=_by_http(made.sampler),
+    )
+
+
+def _with_servers(ranks: Calls, config: RunConfig, layout: Layout) -> Parts:
+    """Ranks that only learn, of which the first checks what the servers answer."""
+    try:
+        sampler = _vllm_sampler(
+            config, layout, RankWitness(ranks), prefork.load_tokenizer(config.model)
+        )
+        return Parts(
+            sampler, RankLearner(ranks), _stop_token_ids(ranks), ranks=ranks, by_http=sampler
+        )
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _supervised(made: Calls | Hosted, layout: Layout) -> LearningParts:
+    if isinstance(made, Calls):
+        return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
+    assert made.learner is not None
+    return LearningParts(made.learner)
+
+
+def _stop_token_ids(ranks: Calls) -> tuple[int, ...]:
+    return ranks.call_all_now("stop_token_ids")[0]
+
+
+# --- with samples from servers of vLLM ------------------------------------------------------------
+
+
+def refuse_servers(config: AnyConfig, why: str) -> None:
+    """Raise UsageError for `sampler.engine: vllm` where what is made has to sample here."""
+    if isinstance(config, RunConfig) and config.sampler.engine != "torch":
+        raise UsageError(
+            f"sampler.engine is {config.sampler.engine}, but {why}. Leave it out, and sampler.url too."
+        )
+
+
+def _by_http(sampler: Sampler) -> VllmSampler | None:
+    from groupwise.engine.sampler.vllm.sampler import VllmSampler
+
+    return sampler if isinstance(sampler, VllmSampler) else None
+
+
+async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path | None) -> None:
+    """Have the servers answer as the policy does that is evaluated."""
+    from groupwise.engine.models.adapters import adapter_folder
+    from groupwise.engine.models.lora import CONFIG
+
+    folder = await asyncio.to_thread(adapter_folder, config.model) if weights is None else weights
+    try:
+        if folder is None:
+            await sampler.serve_base()
+            return
+        if not (folder / CONFIG).is_file():
+            raise UsageError(
+                f"{folder} holds no adapter, but servers of sampler.url take adapters alone. Leave sampler.engine out to evaluate it."
+            )
+        found = sampler.fingerprint()  # of what was read from it
+        await sampler.load(Policy("served", 0, found, "adapter", str(folder.resolve())))
+    except BaseException:
+        sampler.close()
+        raise
+
+
+def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: Any) -> VllmSampler:
+    from groupwise.api.openai_client.client import Endpoint
+    from groupwise.api.openai_client.waiting import Timing
+    from groupwise.engine.sampler.vllm.adapters import Shared
+    from groupwise.engine.sampler.vllm.sampler import VllmSampler
+    from groupwise.engine.sampler.vllm.servers import Server, Servers
+
+    wanted, timing = config.sampler, Timing()
+    base = wanted.served_model or config.model.name
+    if wanted.vllm_python is not None:
+        own = _own_server(config, layout, witness.rank)
+        server = Server(own.endpoint, wanted.concurrency, timing)
+        return VllmSampler(
+            Servers([server], wanted.patience, timing, f"Read why in {own.log}"),
+            witness,
+            tokenizer,
+            base=base,
+            key_length=layout.key_length,
+            tolerance=wanted.logprob_tolerance,
+            begin=lambda: own.up(server, wanted.patience, timing),
+            end=own.close,
+        )
+    servers = [
+        Server(Endpoint(url, base, wanted.api_key_env, wanted.timeout), wanted.concurrency, timing)
+        for url in wanted.urls
+    ]
+    shared = None
+    if wanted.adapter_folder is not None:
+        here = Path(wanted.adapter_folder).expanduser().resolve()
+        shared = Shared(here, (wanted.adapter_folder_there or str(here)).rstrip("/"))
+    return VllmSampler(
+        Servers(servers, wanted.patience, timing),
+        witness,
+        tokenizer,
+        base=base,
+        key_length=layout.key_length,
+        tolerance=wanted.logprob_tolerance,
+        shared=shared,
+    )
+
+
+def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
+    """Not begun yet. `rank`: of the adapters. UsageError where there are too few GPUs for it."""
+    from groupwise.core.cache import cache_folder
+    from groupwise.engine.models.tokenizer import resolve
+    from groupwise.engine.sampler.vllm import own
+
+    wanted, resolved = config.sampler, resolve(config.model)
+    assert wanted.vllm_python is not None
+    count = 0 if layout.device == "cpu" else prefork.gpu_count()
+    if wanted.max_model_len is not None and wanted.max_model_len < layout.key_length:
+        raise UsageError(
+            f"sampler.max_model_len is {wanted.max_model_len}, but prompt and completion of this run have up to {layout.key_length} tokens "
+            "together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
+        )
+    return own.OwnServer(
+        own.Wanted(
+            python=wanted.vllm_python,
+            location=resolved.location,
+            revision=resolved.revision,
+            name=config.model.name,
+            dtype=layout.dtype,
+            rank=rank,
+            longest=wanted.max_model_len or layout.key_length,
+            memory=wanted.gpu_memory_utilization,
+            gpus=own.gpus_beside(
+                count,
+                wanted.tensor_parallel_size,
+                wanted.gpu_memory_utilization,
+                _first_gpu(layout),
+            ),
+            parallel=wanted.tensor_parallel_size,
+            in_4bit=config.model.load_in_4bit,
+            trust_remote_code=config.model.trust_remote_code,
+        ),
+        cache_folder("vllm") / f"server-{os.getpid()}.log",
+        timeout=wanted.timeout,
+    )
+
+
+# --- made by a server -----------------------------------------------------------------------------
+
+
+async def _by_server(
+    kind: PartsKind,
+    config: AnyConfig,
+    layout: Layout,
+    run: str,
+    folder: Path,
+    weights: Path | None = None,
+) -> RemoteParts:
+    """The parts on `run.server`, in the layout that it has planned. Weights that are files here are sent."""
+    from groupwise.engine.backends.remote.parts import start
+
+    assert config.run.server is not None
+    wanted = await asyncio.to_thread(_wanted, kind, config, layout, run, folder, weights)
+    found = await start(config.run.server, wanted)
+    if layout_told(found.layout) != layout:
+        found.session.close()
+        raise UsageError(
+            f"{config.run.server} lays the work out otherwise than a moment ago: its machine or its settings have changed. Start again."
+        )
+    return found
+
+
+def _wanted(
+    kind: PartsKind,
+    config: AnyConfig,
+    layout: Layout,
+    run: str,
+    folder: Path,
+    weights: Path | None,
+) -> Wanted:
+    from groupwise.engine.backends.remote.parts import Wanted
+    from groupwise.engine.models.adapters import adapter_folder, base_name
+    from groupwise.engine.models.identity import identity
+
+    own = Path(config.model.name).expanduser()
+    longest, lag = None, 0
+    if isinstance(config, RunConfig):
+        longest, lag = layout.key_length - longest_completion(config), config.training.lag
+    return Wanted(
+        kind=kind,
+        config=config.model_dump(mode="json"),
+        run=run,
+        publish_folder=folder,
+        longest_prompt=longest,
+        base=identity(config.model.model_copy(update={"adapter": None})),
+        called=base_name(config.model),
+        keep_publications=lag + 2,
+        model=own if own.is_dir() else None,
+        adapter=adapter_folder(config.model) if weights is None else None,
+        weights=weights,
+    )
+
+
+# --- made by a worker in Tunix's environment ------------------------------------------------------
+
+
+async def _by_tunix(
+    config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None = None
+) -> Parts:
+    """A worker with the model and an adapter: a new one, or that of the config, or the one in `weights`, which is served."""
+    from groupwise.engine.backends.tunix.parts import start
+    from groupwise.engine.models.load import described_stop_token_ids
+
+    prefork.give_up()
+    order = await asyncio.to_thread(_tunix_order, config, layout, run, folder, weights)
+    tokenizer = prefork.load_tokenizer(config.model)
+    stops = described_stop_token_ids(config.model, tokenizer)
+    worker, sampler, learner = await start(
+        order, tokenizer, config.run.threads, config.training.lag + 2
+    )
+    return Parts(sampler, learner, _with_configured(stops, config), worker=worker)
+
+
+def _tunix_order(
+    config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None
+) -> Open:
+    from groupwise.engine.backends.tunix.environment import mesh_of
+    from groupwise.engine.backends.tunix.messages import Open
+    from groupwise.engine.models.adapters import adapter_folder
+    from groupwise.engine.models.load import described_text, model_folder
+    from groupwise.engine.models.lora import described_adapter, scaling_of
+
+    if weights is not None:
+        model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
+        config = config.model_copy(update={"model": model})
+    shape, layers = _adapted(config)
+    start = adapter_folder(config.model)
+    return Open(
+        model=str(model_folder(config.model)),
+        text=described_text(config.model),
+        dtype=layout.dtype,
+        mesh=mesh_of(config.model.mesh),
+        remat=config.training.gradient_checkpointing,
+        layers=layers,
+        rank=shape.r,
+        alpha=scaling_of(shape) * shape.r,
+        seed=config.training.seed,
+        start=None if start is None else str(start),
+        described=described_adapter(shape),
+        run=run,
+        publish_folder=str(folder),
+        slots=layout.slots,
+        key_length=layout.key_length,
+        max_tokens=layout.max_tokens_per_microbatch,
+    )
+
+
+def check_model(config: RunConfig) -> None:
+    """Raise `UsageError` for a model, a mesh or adapted layers that the backend does not have, before any weight is read."""
+    if config.model.backend != "tunix":
+        return
+    from groupwise.engine.backends.tunix.environment import mesh_of
+    from groupwise.engine.backends.tunix.fits import check_unread
+    from groupwise.engine.models.load import described_text
+
+    _, layers = _adapted(config)
+    check_unread(described_text(config.model), mesh_of(config.model.mesh), layers)
+
+
+def _adapted(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
+    """Peft's config of the adapter that a run begins with, and the layers of the model that have one."""
+    from groupwise.engine.models.adapters import (
+        check_adapter,
+        hollow_adapter,
+        leave_out_pictures,
+        starting_config,
+    )
+
+    assert config.lora is not None, "the config refuses full fine-tuning"
+    check_adapter(config.model, config.lora)
+    shape = starting_config(config.model, config.lora)
+    leave_out_pictures(config.model, shape)
+    return shape, tuple(hollow_adapter(config.model, shape).layers)
+
+
+def _refuse_tunix(config: AnyConfig) -> None:
+    """What is made here computes with torch."""
+    if config.model.backend == "tunix":
+        raise UsageError(
+            "model.backend is tunix, which trains in groupwise rl and in notebooks, and answers in groupwise eval; this command computes "
+            "with torch. Leave model.backend out."
+        )
+
+
+# --- made here, or once in the zygote of ranks ----------------------------------------------------
+
+
+def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+    _refuse_tunix(config)
+    refuse_servers(config, "this command samples on this machine")
+    if layout.processes == 1:
+        return _made_here(kind, config, layout, **more)
+    if layout.apart:
+        started = _started(kind, config, layout)
+        started.make_now(MAKE, _described(kind, config, layout, **more))
+        return started
+    ranks = prefork.take()
+    ranks.make_now(MAKE, _described(kind, config, layout, **more), layout.processes)
+    return ranks
+
+
+async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+    _refuse_tunix(config)
+    if layout.processes == 1:
+        return _made_here(kind, config, layout, **more)
+    if layout.apart:
+        started = _started(kind, config, layout)
+        await started.make(MAKE, _described(kind, config, layout, **more))
+        return started
+    ranks = prefork.take()
+    await ranks.make(MAKE, _described(kind, config, layout, **more), layout.processes)
+    return ranks
+
+
+def _started(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
+    """Processes that have a model each: samplers for what only samples, where there are any. What was begun to be forked has answered its
+    questions."""
+    prefork.give_up()
+    if layout.samplers and kind not in LEARNING:
+        assert isinstance(config, RunConfig), "a supervised run samples nothing"
+        return Samplers(
+            layout.samplers,
+            _first_gpu(layout),
+            tells=kind != "sampling",
+            patience=config.scale.patience,
+        )
+    return Peers(layout.learners, launched(), learning=kind in LEARNING)
+
+
+def _first_gpu(layout: Layout) -> int:
+    """That of the first sampler: those before it are the learners' of this machine."""
+    place = launched()
+    return layout.learners if place is None else place.local_count
+
+
+async def _apart(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
+    """Learners and samplers, which start at the same time."""
+    learners, samplers, orders = _halves(config, layout, run, folder)
+    try:
+        await gather_all(
+            half.make(MAKE, order) for half, order in zip((learners, samplers), orders, strict=True)
+        )
+        return _of_halves(learners, samplers, divided=layout.parts > 1)
+    except BaseException:
+        _close(learners, samplers)
+        raise
+
+
+def _apart_now(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
+    """As `_apart`, for code that is not async: one after the other."""
+    learners, samplers, orders = _halves(config, layout, run, folder)
+    try:
+        for half, order in zip((learners, samplers), orders, strict=True):
+            half.make_now(MAKE, order)
+        return _of_halves(learners, samplers, divided=layout.parts > 1)
+    except BaseException:
+        _close(learners, samplers)
+        raise
+
+
+def _halves(
+    config: RunConfig, layout: Layout, run: str, folder: Path
+) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
+    """Those that learn, those that sample, and what they make. The end of the learners is that of the samplers."""
+    learners = _started("learning", config, layout)
+    samplers = _started("sampling", config, layout)
+    learners.take_along(samplers)
+    learning = _described("learning", config, layout, run=run, folder=str(folder))
+    return learners, samplers, (learning, _described("sampling", config, layout))
+
+
+def _of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
+    return Parts(
+        RankSampler(samplers),
+        RankLearner(learners, divided=divided),
+        _stop_token_ids(samplers),
+        ranks=learners,
+        samplers=samplers,
+        divided=divided,
+    )
+
+
+def _close(*both: Started) -> None:
+    for half in both:
+        half.close()
+
+
+def _made_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+    prefork.give_up()
+    return _make(kind, config, layout, **more)
+
+
+def _described(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
+    """What `make_described` takes, expressible as JSON."""
+    plain = config.model_dump(mode="json")
+    return {"kind": kind, "config": plain, "layout": asdict(layout), **more}
+
+
+def make_described(
+    kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **more: Any
+) -> Hosted:
+    """The factory that a zygote calls."""
+    from groupwise.engine.models.machine import give_back_memory
+
+    read = load_sft_config if kind == "supervised" else load_config
+    made = _make(kind, read(config).config, Layout(**layout), **more)
+    give_back_memory()
+    return made
+
+
+def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+    with memory_explained("making the model ready"):
+        return _MAKERS[kind](config, layout, **more)
+
+
+def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+    """Sampler and learner in this process, which may be a zygote: it has one thread as long as there are ranks to come."""
+    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.models.adapters import check_adapter
+    from groupwise.engine.models.load import stop_token_ids
+    from groupwise.engine.models.tokenizer import load_tokenizer
+
+    check_adapter(config.model, config.lora)
+    _prepare_process(layout)
+    tokenizer = load_tokenizer(config.model)
+    model = _loaded(config, layout, layout.device)
+    stops = stop_token_ids(model, tokenizer)
+    trained, served = (
+        _adapter_weights(config, model) if config.lora else _full_weights(config, layout, model)
+    )
+    replicas = _replicas(layout, trained)
+    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
+    by_servers = config.sampler.engine == "vllm" and layout.learners > 1
+    return Hosted(
+        layout.threads_each,
+        None if by_servers else _sampler(config, layout, served, tokenizer),
+        learner,
+        _with_configured(stops, config),
+        trained,
+        replicas,
+        witness=_witness(served) if by_servers else None,
+        bench=_bench(config, layout, trained.adapted, tokenizer) if _hosts_others(config) else None,
+    )
+
+
+def _witness(served: Any) -> Any:
+    from groupwise.engine.sampler.vllm.witness import Witness
+
+    return Witness(served)
+
+
+def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+    """A learner without a sampler."""
+    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.models.adapters import check_adapter
+    from groupwise.engine.models.load import load_model
+
+    check_adapter(config.model, config.lora)
+    _prepare_process(layout)
+    model = load_model(config.model, layout.dtype, _whole_on(layout))
+    trained = (
+        _trained_adapter(config, model) if config.lora else _trained_model(config, layout, model)
+    )
+    replicas = _replicas(layout, trained)
+    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
+    return Hosted(layout.threads_each, learner=learner, trained=trained, replicas=replicas)
+
+
+def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
+    """A sampler without a learner, of the weights that such a one will publish."""
+    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.models.adapters import check_adapter, starting_config
+    from groupwise.engine.models.load import load_model, stop_token_ids
+    from groupwise.engine.models.lora import AdaptedModel
+    from groupwise.engine.models.tokenizer import load_tokenizer
+    from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
+
+    check_adapter(config.model, config.lora)
+    _prepare_process(layout)
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(config.model, layout.dtype, layout.device)
+    served = ServedModel(model)
+    if config.lora:
+        shape = starting_config(config.model, config.lora)
+        served = ServedAdapter(AdaptedModel(model, shape))
+    stops = _with_configured(stop_token_ids(model, tokenizer), config)
+    return Hosted(
+        layout.threads_each, _sampler(config, layout, served, tokenizer), stop_token_ids=stops
+    )
+
+
+def _learner(
+    config: RunConfig,
+    layout: Layout,
+    trained: Any,
+    run: str,
+    folder: str,
+    seed: int,
+    replicas: Any = None,
+) -> TorchLearner:
+    from groupwise.engine.learner.torch_learner import TorchLearner
+
+    return TorchLearner(
+        trained,
+        engine=_own_engine(config, trained),
+        run=run,
+        publish_folder=Path(folder),
+        max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
+        seed=seed,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        packing=config.training.packing,
+        keep_publications=config.training.lag + 2,
+        replicas=replicas,
+        divide_on=_divide_on(layout),
+    )
+
+
+def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
+    """What computes rows for a learner where that is not its own choice."""
+    if config.model.backend != "unsloth":
+        return None
+    from groupwise.engine.backends.unsloth.engine import UnslothEngine
+
+    return UnslothEngine(trained)
+
+
+def _hosts_others(config: RunConfig) -> bool:
+    """Whether models can be added over the base of a training."""
+    return config.lora is not None and config.model.backend != "unsloth"
+
+
+def _loaded(config: AnyConfig, layout: Layout, device: str) -> Any:
+    """The model, as the backend loads it."""
+    if config.model.backend == "unsloth":
+        from groupwise.engine.backends.unsloth.parts import load
+
+        return load(config.model, layout.dtype, layout.key_length or None)
+    from groupwise.engine.models.load import load_model
+
+    return load_model(config.model, layout.dtype, device)
+
+
+def _divide_on(layout: Layout) -> str | None:
+    """Where a learner's part of the weights is to be; None where it has all of them."""
+    return layout.device if layout.parts > 1 else None
+
+
+def _whole_on(layout: Layout) -> str:
+    """Where a learner reads a model: not on a GPU that may be too small for it."""
+    return layout.device if layout.parts == 1 else "cpu"
+
+
+def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
+    from groupwise.engine.sampler.queued import DecodeLayout
+    from groupwise.engine.sampler.torch_sampler import TorchSampler
+
+    if config.sampler.engine == "vllm":
+        return _vllm_sampler(config, layout, _witness(served), tokenizer)
+    if config.model.backend == "unsloth":
+        from groupwise.engine.backends.unsloth.sampler import UnslothSampler
+
+        return UnslothSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
+    return TorchSampler(
+        served,
+        tokenizer,
+        DecodeLayout(layout.slots, layout.key_length),
+        enforce_eager=config.sampler.enforce_eager,
+    )
+
+
+def _prepare_process(layout: Layout) -> None:
+    """With several processes this one is the zygote, whose threads would be lost in a fork and which keeps no memory that is free."""
+    from groupwise.engine.models.machine import prepare_process, set_threads
+
+    if layout.sharing == 1:
+        prepare_process(layout.threads_each)
+    else:
+        set_threads(1)
+
+
+def _replicas(layout: Layout, trained: Any) -> Any:
+    """What the learners of all processes have in common; None where there is one process."""
+    from groupwise.engine.learner.collective import Collective
+    from groupwise.engine.learner.fsdp import Divided
+    from groupwise.engine.learner.replicas import Replicas
+
+    if layout.learning == 1:
+        return None
+    if layout.apart:
+        return Divided() if layout.parts > 1 else Collective()
+    return Replicas(layout.processes, [*trained.parameters().values()])
+
+
+def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> Hosted:
+    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.learner.torch_learner import TorchLearner
+    from groupwise.engine.learner.weights import TrainedModel
+    from groupwise.engine.models.adapters import check_adapter
+
+    check_adapter(config.model, config.lora)
+    _prepare_process(layout)
+    model = _loaded(config, layout, _whole_on(layout))
+    trained = _trained_adapter(config, model) if config.lora else TrainedModel(model)
+    replicas = _replicas(layout, trained)
+    learner = TorchLearner(
+        trained,
+        engine=_own_engine(config, trained),
+        run=run,
+        publish_folder=Path(folder),
+        max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
+        seed=config.training.seed,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        packing=config.training.packing,
+        replicas=replicas,
+        divide_on=_divide_on(layout),
+    )
+    return Hosted(layout.threads_each, learner=learner, replicas=replicas)
+
+
+def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
+    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.models.adapters import adapter_folder
+    from groupwise.engine.models.load import stop_token_ids
+    from groupwise.engine.models.tokenizer import load_tokenizer
+
+    folder = adapter_folder(config.model) if weights is None else Path(weights)
+    _prepare_process(layout)
+    tokenizer = load_tokenizer(config.model)
+    model = _loaded(config, layout, layout.device)
+    stops = _with_configured(stop_token_ids(model, tokenizer), config)
+    served = _served_weights(config, model, folder)
+    sampler = _sampler(config, layout, served, tokenizer)
+    return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
+
+
+def _make_base(config: RunConfig, layout: Layout) -> Hosted:
+    """The base with a sampler, which orders its weights for decoding, before there are ranks, for all models that come."""
+    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.models.config import LoraConfig
+    from groupwise.engine.models.load import load_model, stop_token_ids
+    from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+    from groupwise.engine.models.native.ready import ready_to_learn
+    from groupwise.engine.models.native.weights import native_model
+    from groupwise.engine.models.tokenizer import load_tokenizer
+    from groupwise.engine.sampler.weights import ServedModel
+
+    _prepare_process(layout)
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(config.model, layout.dtype, layout.device)
+    model.requires_grad_(False)
+    sampler = _sampler(config, layout, ServedModel(model), tokenizer)
+    native = native_model(model)
+    if native is not None:
+        ready_to_learn(native)
+    adapted = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
+    return Hosted(
+        layout.threads_each,
+        sampler,
+        stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
+        bench=_bench(config, layout, adapted, tokenizer),
+    )
+
+
+def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> Bench:
+    """What makes models over this base later."""
+    from groupwise.engine.distributed.multi_adapter_host import Bench
+
+    def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:
+        from groupwise.engine.learner.weights import TrainedAdapter
+        from groupwise.engine.models.adapters import (
+            check_adapter,
+            starting_config,
+            warn_of_other_base,
+        )
+        from groupwise.engine.models.lora import read_adapter, read_lora_config
+        from groupwise.engine.sampler.weights import ServedAdapter
+
+        model = config.model.model_copy(update={"adapter": new.start, "adapter_revision": None})
+        check_adapter(model, new.lora, "the adapter to start from,")
+        shape = starting_config(model, new.lora, "the adapter to start from,")
+        start = None
+        if new.start is not None:
+            start = read_adapter(Path(new.start))
+            warn_of_other_base(read_lora_config(Path(new.start)), model, Path(new.start))
+        trained = TrainedAdapter(adapted, new.seed, start, name, shape)
+        return trained, ServedAdapter(adapted, f"{name}-served", shape)
+
+    def make_learner(trained: Any, new: NewModel) -> TorchLearner:
+        return _learner(config, layout, trained, new.run, new.folder, new.seed)
+
+    def make_sampler(served: Any) -> Sampler:
+        return _sampler(config, layout, served, tokenizer)
+
+    return Bench(adapted, make_weights, make_learner, make_sampler)
+
+
+_MAKERS: dict[Kind, Callable[..., Hosted]] = {
+    "training": _make_training,
+    "learning": _make_learning,
+    "sampling": _make_sampling,
+    "supervised": _make_supervised,
+    "serving": _make_serving,
+    "base": _make_base,
+}
+
+
+def serving_label(config: RunConfig) -> str:
+    """How results call the policy that a run would start from."""
+    return "base" if config.model.adapter is None else "base+adapter"
+
+
+def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
+    """Claim the folder where a run publishes its weights, empty; `size` is that of one publication in bytes."""
+    return publications.claim(run_folder, size)
+
+
+def publication_bytes(config: RunConfig) -> int:
+    """Size of a publication: what is trained, in float32; and of the earlier ones that a lag keeps."""
+    trained = prefork.trained_parameters(config.model, config.lora)
+    return 4 * trained * (1 + config.training.lag)
+
+
+def remove_publications(folder: Path) -> None:
+    """Delete what a run published, and give the folder up."""
+    publications.release(folder)
+
+
+def build_algorithm(config: RunConfig) -> Any:
+    """The configured algorithm."""
+    return make(config.algorithm.type, config.algorithm.knobs)
+
+
+def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
+    from groupwise.engine.models.adapters import warn_of_other_base
+    from groupwise.engine.models.lora import CONFIG, read_lora_config
+    from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
+
+    if weights is None:
+        return ServedModel(model)
+    if (weights / CONFIG).is_file():
+        stored = read_lora_config(weights)
+        warn_of_other_base(stored, config.model, weights)
+        served: Any = ServedAdapter(_with_adapters(config, model, stored))
+    else:
+        served = ServedModel(model)
+    served.read(weights)
+    return served
+
+
+def _adapter_weights(config: RunConfig, model: Any) -> tuple[Any, Any]:
+    from groupwise.engine.sampler.weights import ServedAdapter
+
+    trained = _trained_adapter(config, model)
+    return trained, ServedAdapter(trained.adapted)
+
+
+def _trained_adapter(config: AnyConfig, model: Any) -> Any:
+    """A new adapter, or the one that the config starts from."""
+    from groupwise.engine.learner.weights import TrainedAdapter
+    from groupwise.engine.models.adapters import adapter_folder, starting_config, warn_of_other_base
+    from groupwise.engine.models.lora import read_adapter, read_lora_config
+
+    assert config.lora is not None
+    folder = adapter_folder(config.model)
+    adapted = _with_adapters(config, model, starting_config(config.model, config.lora))
+    if folder is None:
+        return TrainedAdapter(adapted, config.training.seed)
+    warn_of_other_base(read_lora_config(folder), config.model, folder)
+    return TrainedAdapter(adapted, config.training.seed, read_adapter(folder))
+
+
+def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
+    """The model, ready for adapters that have peft's config `shape` where they have none of their own."""
+    if config.model.backend == "unsloth":
+        from groupwise.engine.backends.unsloth.model import UnslothModel
+
+        recompute = config.training.gradient_checkpointing
+        return UnslothModel(model, shape, gradient_checkpointing=recompute)
+    from groupwise.engine.models.lora import AdaptedModel
+
+    return AdaptedModel(model, shape)
+
+
+def _full_weights(config: RunConfig, layout: Layout, model: Any) -> tuple[Any, Any]:
+    from groupwise.engine.models.load import load_model
+    from groupwise.engine.sampler.weights import ServedModel
+
+    sampled = load_model(config.model, layout.dtype, layout.device)
+    return _trained_model(config, layout, model), ServedModel(sampled)
+
+
+def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedModel:
+    """All weights, with a frozen copy where the algorithm needs one."""
+    from groupwise.engine.learner.weights import TrainedModel
+    from groupwise.engine.models.load import load_model
+
+    beta = getattr(config.algorithm, "beta", 0.0)
+    reference = load_model(config.model, layout.dtype, _whole_on(layout)) if beta > 0 else None
+    return TrainedModel(model, reference)
+
+
+def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:
+    """Raise ConfigError for `sampler.stop_token_ids` that the tokenizer does not have."""
+    unknown = [token for token in config.sampler.stop_token_ids if token >= len(tokenizer)]
+    if unknown:
+        raise ConfigError(
+            f"sampler.stop_token_ids has {', '.join(map(str, unknown))}, but the tokens of {config.model.name} end at "
+            f"{len(tokenizer) - 1}."
+        )
+
+
+def _with_configured(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
+    return tuple(sorted({*stops, *config.sampler.stop_token_ids}))

@@ -1,0 +1,550 @@
+"""Callbacks: code of others that is told what a training run does, and may ask it for something.
+
+The loop announces an event when what it tells of is durable. `Callbacks` passes it on: one callback after the other, in their order,
+and the loop waits for each, so that what they see and ask does not depend on time. A plain method runs in a thread of its
+own (one for all of them), so that rewards and completions under way go on meanwhile; an async one runs in the event loop. What a
+callback is given are copies: nothing that it does to them reaches the run. One that fails is reported, and the run goes on,
+unless it says that it is `critical`.
+
+A checkpoint holds what the callbacks knew (`Callback.state`) between two steps. A resume gives it back, and announces again all
+that came after it: first that checkpoint, then evaluations and steps. So a callback that keeps its state never sees
+anything twice, and one that acts on the world outside may do so again after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from groupwise.core.errors import CallbackError
+from groupwise.core.interruption import Interruption
+from groupwise.core.plugins import explain
+from groupwise.core.processes.threads import DaemonThreads
+from groupwise.core.settings.view import View
+from groupwise.core.types import Group, Policy
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import EvaluationRecord
+
+logger = logging.getLogger(__name__)
+
+EVENTS = {
+    "on_run_begin": ("run",),
+    "on_step_begin": ("run",),
+    "on_groups": ("run", "groups", "rejected"),
+    "on_step_end": ("run", "metrics"),
+    "on_evaluate": ("run", "evaluation"),
+    "on_save": ("run", "checkpoint"),
+    "on_run_end": ("run", "end"),
+}
+"""The methods of a callback that are called, in the order of a step, with what they are given."""
+
+SLOW = 60.0
+"""Seconds after which the log says which callback the run waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ended."""
+
+    state: Literal["finished", "interrupted", "failed"]
+    summary: dict[str, Any]
+    """As in the run's summary.json; empty for a failed run."""
+    error: str | None = None
+    """What a failed run failed of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A callback's wish that the run ends."""
+
+    by: str
+    """Its name."""
+    reason: str
+
+
+class Observed(Protocol):
+    """What a training run shows to callbacks."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def saved_step(self) -> int | None: ...
+    @property
+    def folder(self) -> RunFolder: ...
+    @property
+    def policy(self) -> Policy: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def interruption(self) -> Interruption: ...
+    def keep_for_replay(self, draws: Iterable[int]) -> None: ...
+    def epoch(self) -> float: ...
+    def say(self, text: str) -> None: ...
+
+
+class RunHandle:
+    """The run as one callback sees it: what it may read, and what it may ask for."""
+
+    def __init__(self, run: Observed, asked: Asked, name: str) -> None:
+        self._run = run
+        self._asked = asked
+        self._name = name
+        self.config = View(run.config.model_dump(mode="json"))
+        """The resolved config, read-only: `run.config["training"]["seed"]`, `run.config.training.seed`."""
+        self.first_step = run.step
+        """Steps done when this process took the run up; 0 for a new one."""
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self._run.folder.name
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder; a callback may write files of its own there."""
+        return self._run.folder.path
+
+    @property
+    def kind(self) -> str:
+        """The command that trains: `rl` or `sft`."""
+        return str(self._run.folder.store.get_meta().get("kind", "rl"))
+
+    @property
+    def step(self) -> int:
+        """Steps done; the next one has this index."""
+        return self._run.step
+
+    @property
+    def max_steps(self) -> int:
+        """Steps of the whole run."""
+        return self._run.max_steps
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._run.epoch()
+
+    @property
+    def policy(self) -> Policy:
+        """The newest policy; its files stand for the next steps only, those of a checkpoint for longer."""
+        return self._run.policy
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._run.tokenizer
+
+    def metrics(
+        self, names: Sequence[str] | None = None, since: int | None = None
+    ) -> dict[str, list[tuple[int, float]]]:
+        """Curves from the record: name -> (step, value), from step `since` on; all of them without `names`."""
+        return self._run.folder.store.metrics(names, since)
+
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        """Keep the prompts of these draws of the step under way in the replay buffer, once the step is committed."""
+        self._run.keep_for_replay(draws)
+
+    def record_evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Put one of the callback's own into the record, in place of an earlier one of the same step, name and policy."""
+        self._run.folder.store.add_evaluation(evaluation)
+
+    def say(self, text: str) -> None:
+        """Tell whoever watches, and the log."""
+        self._run.say(text)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C or SIGTERM has asked the run to end; whoever waits long looks at it now and then."""
+        return self._run.interruption.asked is not None
+
+    def leave(self, what: str) -> None:
+        """In `on_run_end` of a finished run: this was not waited for. The run counts as interrupted, so that a resume makes it."""
+        self._asked.left.append(what)
+
+    def stop(self, reason: str = "") -> None:
+        """End the run after this step, whole and with its final weights; `reason` stands in its summary."""
+        if self._asked.stop is None:
+            self._asked.stop = Stop(self._name, reason)
+
+    def save(self) -> None:
+        """Write a checkpoint after this step."""
+        self._asked.save = True
+
+    def evaluate(self) -> None:
+        """Answer the held-out prompts after this step."""
+        self._asked.evaluate = True
+
+
+Told = Awaitable[None] | None
+"""What an event's method returns: nothing, or (async) a promise of it."""
+
+
+class Callback:
+    """Override the events that you want to hear of, as plain or async methods. See docs/how-to/callbacks.md."""
+
+    critical: bool = False
+    """Whether the run ends when a method of this callback fails."""
+    last: bool = False
+    """Whether it is called after all that are not, because it shows what they record."""
+
+    def claim(self) -> str | None:
+        """What it must have for itself, in words, asked after `check`: two callbacks with an equal claim are refused."""
+        return None
+
+    def check(self, config: View) -> None:
+        """Before anything is loaded: raise ValueError if this callback has nothing to do, or no means, in such a run."""
+
+    def on_run_begin(self, run: RunHandle) -> Told:
+        """Everything is built, and a resumed run taken back to its checkpoint; `load_state` was called before."""
+
+    def on_step_begin(self, run: RunHandle) -> Told:
+        """The next step begins: its groups are asked for, or waited for."""
+
+    def on_groups(self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]) -> Told:
+        """The groups of the step are drawn and scored, and not yet learnt from. Others were drawn for the `rejected` ones."""
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> Told:
+        """A step is committed, and `run.step` counts it; these are all its metrics."""
+
+    def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> Told:
+        """Held-out data were answered by the policy after `evaluation.step` steps; metrics and rows are recorded."""
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> Told:
+        """The checkpoint after `run.step` steps stands complete in this folder."""
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> Told:
+        """The run ended, and its folder says how."""
+
+    def state(self) -> Any:
+        """What must survive a resume, as plain JSON (finite numbers, text, lists, dicts with text as keys); None: nothing."""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Take back what `state` returned at the checkpoint that the run goes on from."""
+
+
+def overrides(callback: Callback, method: str) -> bool:
+    """Whether a callback has a method of its own in place of the base's."""
+    return getattr(type(callback), method) is not getattr(Callback, method)
+
+
+@dataclass(slots=True)
+class Asked:
+    """What callbacks want of the run."""
+
+    stop: Stop | None = None
+    save: bool = False
+    evaluate: bool = False
+    left: list[str] = field(default_factory=list[str])
+    """Work of a finished run that is not done."""
+
+
+@dataclass(slots=True)
+class _Member:
+    name: str
+    callback: Callback
+    handle: RunHandle | None = None
+    failures: Counter[str] = field(default_factory=Counter[str])
+    """By event."""
+
+
+class Callbacks:
+    """Those of one run: tells them what happens, and keeps what they ask for."""
+
+    def __init__(self, callbacks: Iterable[tuple[str, Callback]] = ()) -> None:
+        self._members: list[_Member] = []
+        for name, callback in sorted(callbacks, key=lambda named: named[1].last):
+            self._members.append(_Member(self._free(name), callback))
+        self._asked = Asked()
+        self._run: Observed | None = None
+        self._thread: DaemonThreads[Callable[[], Any]] | None = None
+        self._told: list[str] = []
+        """The evaluations of the policy as it is that were announced."""
+        self._told_save: int | None = None
+        self._between_steps: dict[str, Any] | None = None
+        """While a step is under way: the state before it."""
+
+    def _free(self, name: str) -> str:
+        taken = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
+        return f"{name}-{taken + 1}" if taken else name
+
+    @property
+    def names(self) -> list[str]:
+        """What they are called in messages and checkpoints, in order."""
+        return [member.name for member in self._members]
+
+    # What they ask for
+
+    @property
+    def stop(self) -> Stop | None:
+        """Who wants the run to end after this step, and why."""
+        return self._asked.stop
+
+    @property
+    def left(self) -> Sequence[str]:
+        """What a finished run has not waited for, and a resume makes."""
+        return self._asked.left
+
+    def save_was_asked(self) -> bool:
+        """Whether a checkpoint is wanted now; asking makes it forgotten."""
+        asked, self._asked.save = self._asked.save, False
+        return asked
+
+    @property
+    def evaluation_was_asked(self) -> bool:
+        """Whether an evaluation is wanted now. It is until one was told of, also over an interruption, or given up."""
+        return self._asked.evaluate
+
+    def give_up_evaluation(self) -> None:
+        """The evaluation that was asked for cannot be made."""
+        self._asked.evaluate = False
+
+    # What they are told
+
+    async def begin(self, run: Observed) -> None:
+        """The run begins or goes on. The checkpoint that it goes on from is announced: it was not when it was written."""
+        self._run = run
+        if not self._members:
+            return
+        self._thread = DaemonThreads([_Caller()], "callbacks")
+        for member in self._members:
+            member.handle = RunHandle(run, self._asked, member.name)
+        logger.info("callbacks: %s", ", ".join(self.names))
+        await self._tell("on_run_begin")
+        await self.saved()
+
+    async def step_begins(self) -> None:
+        """A step is about to be drawn."""
+        self._between_steps = self._state_now()
+        await self._tell("on_step_begin")
+
+    async def groups_scored(self, groups: Sequence[Group], rejected: Sequence[Group] = ()) -> None:
+        """The groups of a step are there."""
+        await self._tell("on_groups", lambda: (_copied(groups), _copied(rejected)))
+
+    async def step_committed(self, metrics: Mapping[str, float]) -> None:
+        """A step stands in the record, and the run stands after it."""
+        self._between_steps = None
+        self._told.clear()
+        await self._tell("on_step_end", lambda: (dict(metrics),))
+
+    async def evaluated(self, record: EvaluationRecord) -> None:
+        """An evaluation stands in the record, now or since before a resume. Told once, if it is of the policy as it is."""
+        if self._run is None or record.step != self._run.step:
+            return
+        self._asked.evaluate = False
+        told = f"{record.name} {record.asked}".strip()  # what asks something else is another one
+        if told in self._told:
+            return
+        self._told.append(told)
+        await self._tell("on_evaluate", lambda: (copy.deepcopy(record),))
+
+    async def saved(self) -> None:
+        """The checkpoint of the steps done, if there is one that was not told of yet."""
+        run = self._run
+        if run is None or run.saved_step != run.step or self._told_save == run.step:
+            return
+        self._told_save = run.step
+        folder = run.folder.checkpoints / f"step-{run.step}"
+        await self._tell("on_save", lambda: (folder,))
+
+    async def end(self, end: RunEnd) -> None:
+        """The run ended. Where it failed, that is the failure to speak of, and no callback's.
+
+        Once one leaves work to a resume, the others are told of an interrupted run.
+        """
+
+        def ended() -> tuple[RunEnd]:
+            state = "interrupted" if self._asked.left else end.state
+            return (replace(end, state=state, summary=dict(end.summary)),)
+
+        try:
+            await self._tell("on_run_end", ended)
+        except CallbackError as error:
+            if end.state != "failed":
+                raise
+            logger.warning("%s", error)
+        for member in self._members:
+            if member.failures.total() > 1:
+                what = ", ".join(f"{count} × {e}" for e, count in member.failures.items())
+                logger.warning("the callback %s failed: %s; see log.txt", member.name, what)
+
+    def close(self) -> None:
+        """Let the thread go; one that hangs in a callback does not keep the process."""
+        if self._thread is not None:
+            self._thread.close()
+
+    # What a checkpoint keeps
+
+    def state(self) -> dict[str, Any]:
+        """What they know after the steps done, as plain JSON."""
+        return self._between_steps or self._state_now()
+
+    def load_state(self, kept: Mapping[str, Any]) -> None:
+        """The inverse of `state`. What belongs to a callback that is not there any more is forgotten."""
+        states = kept.get("states", {})
+        for member in self._members:
+            if member.name in states:
+                self._guarded(
+                    member, "load_state", lambda m=member: m.callback.load_state(states[m.name])
+                )
+        self._told = list(kept.get("told", ()))
+        self._asked.evaluate = kept.get("evaluate", False)
+        stop = kept.get("stop")
+        if stop and stop["by"] in self.names:
+            self._asked.stop = Stop(**stop)
+
+    def _state_now(self) -> dict[str, Any]:
+        keeping = [member for member in self._members if overrides(member.callback, "state")]
+        found = {m.name: self._guarded(m, "state", lambda m=m: _plain(m.callback)) for m in keeping}
+        return {
+            "states": {name: state for name, state in found.items() if state is not None},
+            "told": list(self._told),
+            "evaluate": self._asked.evaluate,
+            "stop": asdict(self._asked.stop) if self._asked.stop else None,
+        }
+
+    # Calling them
+
+    async def _tell(self, event: str, given: Callable[[], tuple[Any, ...]] = lambda: ()) -> None:
+        for member in self._members:
+            if overrides(member.callback, event):
+                error = await self._waited(self._attempt(member, event, given), member, event)
+                if error is not None:
+                    self._failed(member, event, error)
+
+    async def _attempt(
+        self, member: _Member, event: str, given: Callable[[], tuple[Any, ...]]
+    ) -> BaseException | None:
+        """Call one; returns what it raised."""
+        assert self._thread is not None
+        try:
+            method, arguments = getattr(member.callback, event), (member.handle, *given())
+            with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
+                if inspect.iscoroutinefunction(method):
+                    await method(*arguments)
+                    return None
+                result, error = await asyncio.wrap_future(
+                    self._thread.submit(lambda: method(*arguments))
+                )
+                if error is None and inspect.isawaitable(result):
+                    await result
+        except (Exception, SystemExit) as raised:  # noqa: BLE001 — any code of users may run here
+            return raised
+        return error
+
+    async def _waited(
+        self, work: Coroutine[Any, Any, BaseException | None], member: _Member, event: str
+    ) -> BaseException | None:
+        """Wait as long as it takes. A task of its own, so that code that cancels itself does not cancel the run."""
+        task = asyncio.ensure_future(work)
+        try:
+            done, _ = await asyncio.wait((task,), timeout=SLOW)
+            if not done:
+                logger.warning(
+                    "the run has been waiting for the callback %s in %s for %g seconds; Ctrl-C twice ends it",
+                    member.name,
+                    event,
+                    SLOW,
+                )
+                await asyncio.wait((task,))
+        finally:
+            task.cancel()
+        return RuntimeError("it was cancelled from within") if task.cancelled() else task.result()
+
+    def _guarded(self, member: _Member, method: str, call: Callable[[], Any]) -> Any:
+        try:
+            with redirect_stdout(sys.stderr):
+                return call()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 — any code of users may run here
+            self._failed(member, method, error)
+            return None
+
+    def _failed(self, member: _Member, event: str, error: BaseException) -> None:
+        """Report it: whole the first time, afterwards in the log only, unless the callback is critical."""
+        shown = explain(error)
+        if member.callback.critical:
+            raise CallbackError(
+                f"The callback {member.name} failed in {event}, and it is critical, so the run ends:\n{shown}\n"
+                "Mend it, or remove it from the callbacks, then go on with --resume."
+            ) from error
+        first = not member.failures[event]
+        member.failures[event] += 1
+        logger.log(
+            logging.WARNING if first else logging.INFO,
+            "the callback %s failed in %s; the run goes on:\n%s",
+            member.name,
+            event,
+            shown,
+        )
+
+
+class _Caller:
+    """The thread of the plain methods. What they raise is a result: some errors cannot be put into a future."""
+
+    def begin(self) -> None:
+        pass
+
+    def do(self, job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        try:
+            return job(), None
+        except BaseException as error:  # noqa: BLE001 — whatever it is, it must not end the thread
+            return None, error
+
+    def end(self) -> None:
+        pass
+
+
+def _plain(callback: Callback) -> Any:
+    """A callback's state, as a resume will give it back. Raises ValueError if that would be another one."""
+    state = callback.state()
+    try:
+        kept = json.loads(json.dumps(state, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"its state cannot be kept, because it is not plain JSON: {error}"
+        ) from error
+    if kept != state:
+        raise ValueError(
+            "its state cannot be kept, because it comes back from JSON as another one: return lists for tuples, and text for "
+            "keys that are numbers"
+        )
+    return kept
+
+
+def _copied(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Groups of which nothing that can be changed is the run's own."""
+    return tuple(
+        replace(
+            group,
+            example=replace(
+                group.example,
+                prompt=copy.deepcopy(group.example.prompt),
+                columns=copy.deepcopy(group.example.columns),
+            ),
+            rollouts=tuple(
+                replace(
+                    rollout,
+                    notes=copy.deepcopy(rollout.notes),
+                    messages=copy.deepcopy(rollout.messages),
+                )
+                for rollout in group.rollouts
+            ),
+            metrics=dict(group.metrics),
+        )
+        for group in groups
+    )

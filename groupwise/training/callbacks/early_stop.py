@@ -1,0 +1,128 @@
+"""The callback `early_stop`: end a run that has not got better for a while."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from groupwise.core.plugins import nearest
+from groupwise.core.settings.view import View
+from groupwise.runs.records import EvaluationRecord
+from groupwise.training.callbacks.base import Callback, RunHandle
+
+
+class EarlyStop(Callback):
+    """Ends the run after `patience` evaluations (or steps) in a row in which a metric did not get better.
+
+    Better is more than `min_delta` above the best so far, or below it with `mode: min`. Without a mode, it is `min` where the
+    metric's name speaks of a loss. The evaluation before training counts: it is what training has to beat.
+    """
+
+    def __init__(
+        self,
+        metric: str = "reward",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["max", "min"] | None = None,
+        observe: Literal["evaluations", "steps"] = "evaluations",
+    ) -> None:
+        if patience < 1:
+            raise ValueError(f"patience is {patience}; it must be at least 1.")
+        if min_delta < 0:
+            raise ValueError(f"min_delta is {min_delta}; it must be at least 0.")
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self.mode = mode or ("min" if "loss" in metric else "max")
+        self.observe = observe
+        self.best: float | None = None
+        self.best_step = 0
+        """Steps done when it was seen."""
+        self.not_better = 0
+        """Observations since the best one."""
+        self._asked = ""
+        """What the evaluations so far asked."""
+        self._missed = False
+
+    def check(self, config: View) -> None:
+        """There must be something to observe."""
+        if self.observe == "evaluations" and _only_before_and_after(config):
+            raise ValueError(
+                "it observes evaluations, but eval.eval_steps is null, so there are none during training. Set "
+                "eval.eval_steps, or let it `observe: steps`."
+            )
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """One observation, where steps are observed."""
+        if self.observe == "steps":
+            self._look(run, metrics)
+
+    def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
+        """One observation, where evaluations are observed."""
+        if self.observe == "evaluations":
+            self._forget_unless_comparable(evaluation.asked)
+            self._look(run, dict(evaluation.metrics))
+
+    def state(self) -> dict[str, Any]:
+        """The best so far, and how long ago it was."""
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            "not_better": self.not_better,
+            "asked": self._asked,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `state`."""
+        self.best, self.best_step = state["best"], state["best_step"]
+        self.not_better = state["not_better"]
+        self._asked = state.get("asked", "")
+
+    def _forget_unless_comparable(self, asked: str) -> None:
+        """What was the best on other held-out prompts is no mark for these."""
+        if self._asked and asked != self._asked:
+            self.best, self.best_step, self.not_better = None, 0, 0
+        self._asked = asked
+
+    def _look(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        value = metrics.get(self.metric)
+        if value is None:
+            self._miss(run, metrics)
+        elif self._is_better(value):
+            self.best, self.best_step, self.not_better = value, run.step, 0
+        else:
+            self.not_better += 1
+            if self.not_better >= self.patience:
+                run.stop(self._reason())
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        sign = 1 if self.mode == "max" else -1
+        return self.best is None or sign * (value - self.best) > self.min_delta
+
+    def _reason(self) -> str:
+        if self.best is None:
+            return f"{self.metric} was no finite number in {self.patience} {self.observe}"
+        way, more = ("above", "risen") if self.mode == "max" else ("below", "fallen")
+        least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        return (
+            f"{self.metric} has not {more} {way} {self.best:.4g} (after {self.best_step} steps){least} in "
+            f"{self.not_better} {self.observe}"
+        )
+
+    def _miss(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """A step may lack a metric, as a loss where nothing taught; say so once, in case that the name is wrong."""
+        if not self._missed:
+            self._missed = True
+            near = nearest(self.metric, metrics)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            run.say(
+                f"early_stop: there is no metric {self.metric!r} in the {self.observe} so far.{hint} There are: "
+                f"{', '.join(sorted(metrics))}"
+            )
+
+
+def _only_before_and_after(config: View) -> bool:
+    """Whether a run of RL has no evaluations on its way; one of SFT has them by default."""
+    return "before_and_after" in config.eval and config.eval.eval_steps is None

@@ -1,0 +1,96 @@
+"""The sink `jsonl`: `metrics.jsonl` in the run's folder, `completions.jsonl` with the rollouts that are to be shown, and
+`evaluations.jsonl` with what was found of checkpoints beside the training.
+
+All are only added to, so that a program may follow them, and each line is on the disk before the next step begins. A process that was
+killed may leave half a line, or rollouts and findings whose line of metrics was not written yet; and a run that goes on from a
+checkpoint draws steps again. When it is taken up, what stands behind the last whole line of the steps done is therefore cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core import atomic_files
+from groupwise.core.settings.view import View
+from groupwise.training.callbacks.sinks import NOTHING, TABLE, Line, Reported, State
+
+METRICS = "metrics.jsonl"
+COMPLETIONS = f"{TABLE}.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+KNOWN_AFTER = "known_after"
+"""Steps done of the line with which a finding came; its `step` says which policy it is about."""
+OURS = ("step", "wall_time")
+"""Keys of each line; a task's metric of such a name is kept as `task/<name>`."""
+
+
+class JsonlSink:
+    """Steps done, time and metrics as one flat object for each line."""
+
+    package = "json"
+
+    def __init__(self) -> None:
+        self._folder = Path()
+
+    def check(self, config: View) -> None:
+        """Nothing can be missing."""
+
+    def begin(self, run: Reported) -> int:
+        """Keep the whole lines of the steps done."""
+        self._folder = run.folder
+        held = _mended(run.folder / METRICS, run.steps)
+        _mended(run.folder / COMPLETIONS, held)
+        _mended(run.folder / EVALUATIONS, held, KNOWN_AFTER)
+        return held
+
+    def line(self, line: Line) -> None:
+        """First rollouts and findings: without the line of metrics they do not count."""
+        if line.findings:
+            found = [
+                {"step": each.steps, KNOWN_AFTER: line.steps, **each.values}
+                for each in line.findings
+            ]
+            atomic_files.append(self._folder / EVALUATIONS, _encoded(found))
+        if line.table:
+            rows = [{**row, "step": line.steps} for row in line.table]
+            atomic_files.append(self._folder / COMPLETIONS, _encoded(rows))
+        known = {f"task/{k}" if k in OURS else k: v for k, v in line.values.items()}
+        row = {"step": line.steps, "wall_time": line.finished_at, **known}
+        atomic_files.append(self._folder / METRICS, _encoded([row]))
+
+    def end(self, state: State) -> None:
+        """All is written."""
+
+
+def _encoded(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    plain = [atomic_files.without_nan(row) for row in rows]
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in plain]
+    return "".join(lines).encode("utf-8", "backslashreplace")
+
+
+def _mended(file: Path, last: int, key: str = "step") -> int:
+    """Cut off what is torn, and what comes after these steps; returns the steps of the last line that is left, which `key` has."""
+    held, size = NOTHING, 0
+    if not file.exists():
+        return held
+    with file.open("rb") as lines:
+        for line in lines:
+            steps = _steps(line, key)
+            if steps is None or not held <= steps <= last:
+                break
+            held, size = steps, size + len(line)
+    if size < file.stat().st_size:
+        atomic_files.cut(file, size)
+    return held
+
+
+def _steps(line: bytes, key: str) -> int | None:
+    """The steps done of a line; None where it is not whole."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    steps = cast("dict[str, Any]", row).get(key) if isinstance(row, dict) else None
+    return steps if isinstance(steps, int) else None

@@ -1,0 +1,87 @@
+"""The callback `loss_logging`: the course of the loss, in the log and as a table that any program reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from groupwise.core import atomic_files
+from groupwise.core.plugins import nearest
+from groupwise.training.callbacks.base import Callback, RunHandle
+
+logger = logging.getLogger(__name__)
+
+FILE = "loss_history.csv"
+"""Where the table stands, if no other file is named."""
+COLUMNS = ("loss", "reward", "reward_std", "kl", "entropy", "grad_norm", "learning_rate")
+
+
+class LossLogging(Callback):
+    """Writes `file` into the run's folder: a row for each step (from 0), a column for each of `metrics`.
+
+    A metric that a step does not have stays empty; one that none has had is named once, unless it is a default. When a run begins or
+    goes on, the file is made anew from its record, so that it has each step once, however the run ended before. Every
+    `run.logging_steps` steps the same numbers go to the log.
+    """
+
+    def __init__(self, metrics: tuple[str, ...] = COLUMNS, file: str = FILE) -> None:
+        if not metrics:
+            raise ValueError("metrics is empty; name at least one.")
+        if Path(file).name != file or not file.endswith(".csv"):
+            raise ValueError(
+                f"file is {file!r}; it stands in the run's folder, so give a name alone, that ends in .csv."
+            )
+        self.metrics = tuple(metrics)
+        self.file = file
+        self._doubted = () if self.metrics == COLUMNS else self.metrics
+        """Metrics that may not be known."""
+
+    def claim(self) -> str:
+        """Two tables cannot stand in one file."""
+        return f"the file {self.file}"
+
+    def on_run_begin(self, run: RunHandle) -> None:
+        """The steps so far."""
+        curves = {name: dict(curve) for name, curve in run.metrics(self.metrics).items()}
+        rows = [
+            [step, *(curves.get(name, {}).get(step, "") for name in self.metrics)]
+            for step in range(run.step)
+        ]
+        atomic_files.write_file(
+            run.folder / self.file, _table([["step", *self.metrics], *rows]).encode()
+        )
+        self._doubted = tuple(name for name in self._doubted if name not in curves)
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """One more."""
+        row = [run.step - 1, *(metrics.get(name, "") for name in self.metrics)]
+        _append(run.folder / self.file, _table([row]))
+        self._name_unknown(run, metrics)
+        if run.step % run.config.run.logging_steps == 0:
+            there = [f"{name} {metrics[name]:.4g}" for name in self.metrics if name in metrics]
+            logger.info("step %d/%d: %s", run.step, run.max_steps, ", ".join(there))
+
+    def _name_unknown(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
+        """Once: a step may lack a metric, as a loss where nothing taught, but a name may also be wrong."""
+        unknown, self._doubted = [name for name in self._doubted if name not in metrics], ()
+        for name in unknown:
+            near = nearest(name, metrics)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            run.say(
+                f"loss_logging: there is no metric {name!r} in the steps so far: its column is empty.{hint} There are: "
+                f"{', '.join(sorted(metrics))}"
+            )
+
+
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _append(file: Path, text: str) -> None:
+    with file.open("a", encoding="utf-8", newline="") as opened:
+        opened.write(text)

@@ -1,0 +1,283 @@
+"""The sink `mlflow`: a tracking server or a database file, as MLFLOW_TRACKING_URI says; without it `mlflow.db` in the current folder.
+
+MLflow keeps whatever it is sent, a point that comes twice twice. So its run carries a tag with our run's id, which finds it again, and
+which says up to which line it is there; the tag is set once the line is. A process that was killed in between has sent one line more, or
+part of it: of that line only the metrics are sent that are not there yet.
+
+Only MLflow's client is used, not its notion of the active run, which asks git and belongs to the code of tasks. What the client reads
+from its environment holds (MLFLOW_TRACKING_USERNAME, MLFLOW_RUN_ID …), but usage is not told to its makers unless the environment asks
+for that, and a server that does not answer is not waited for as long as the client would.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+from groupwise.core import atomic_files
+from groupwise.core.settings.view import View
+from groupwise.training.callbacks.sinks import NOTHING, TABLE, Finding, Line, Reported, State
+
+logger = logging.getLogger(__name__)
+
+EXPERIMENT = "groupwise"
+STATUS: dict[State, str] = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+LONGEST_VALUE = 500
+"""Characters of a param; older servers take no more. The file `config.json` has all of them."""
+LONGEST_TOLD = 400
+"""Characters of what the client said."""
+
+QUIET = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+AT_ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""Somebody waits for the answer whether the config is right: half a minute at most."""
+PATIENTLY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+"""The run waits: a minute for a server that starts again. The client's own 7 retries are four minutes, and 120 s for each answer."""
+
+
+class MlflowError(Exception):
+    """What the client said, without passwords: an address may hold one."""
+
+
+class Refusal(ValueError):
+    """What this sink says itself."""
+
+
+class MlflowSink:
+    """Metrics by steps done, the config as params, and files: config.json, and a table of rollouts for each line that has one."""
+
+    package = "mlflow"
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._run_id = ""
+        self._tag = ""
+        self._ours = True
+        """Whether the sink made the run; the state of one that MLFLOW_RUN_ID names is for those to say who made it."""
+        self._reached: Mapping[str, int] = {}
+        """The last steps of each metric that was there when the run was taken up."""
+        self._takes_files = True
+
+    def check(self, config: View) -> None:
+        """A server must answer, and a database file needs its packages."""
+        place = "the place that it was told"
+        try:
+            with _asking(AT_ONCE):
+                place = str(import_module("mlflow").get_tracking_uri())
+                if urlsplit(place).scheme in ("", "file", "sqlite"):
+                    _check_files(place)
+                elif run_id := os.environ.get("MLFLOW_RUN_ID"):
+                    _client().get_run(run_id)
+                else:
+                    _experiment(_client(), config)
+        except MlflowError as error:
+            raise ValueError(
+                f"mlflow cannot write to {_without_password(place)}: {error}. Start that server (mlflow server), or set "
+                "MLFLOW_TRACKING_URI to another address, or to a database file such as sqlite:///mlflow.db."
+            ) from None
+
+    def begin(self, run: Reported) -> int:
+        """Take the run up by its tag, or as MLFLOW_RUN_ID says."""
+        with _asking(PATIENTLY):
+            self._client = _client()
+            self._tag = f"groupwise.{run.id}"
+            found = self._found(run)
+            self._run_id = found.info.run_id
+            held = int(found.data.tags.get(self._tag, NOTHING))
+            if self._tag in found.data.tags:
+                self._reached = {point.key: point.step for point in found.data.to_proto().metrics}
+            self._tell_config(run.config.to_dict(), found.data.params)
+        logger.info("mlflow has it as the run %s", self._run_id)
+        return held
+
+    def line(self, line: Line) -> None:
+        """Its metrics, the table, and then that they are there."""
+        with _asking(PATIENTLY):
+            point = import_module("mlflow.entities").Metric
+            at = round(1000 * line.finished_at)
+            named = [(_name(name), value) for name, value in line.values.items()]
+            points = [
+                point(name, value, at, line.steps)
+                for name, value in named
+                if self._reached.get(name) != line.steps
+            ]
+            points += [
+                point(name, value, at, finding.steps)
+                for finding in line.findings
+                for name, value in self._missing(finding)
+            ]
+            self._client.log_batch(self._run_id, metrics=points)
+            if line.table:
+                self._keep(f"{TABLE}/step-{line.steps:08d}.csv", _csv(line))
+            self._client.set_tag(self._run_id, self._tag, str(line.steps))
+
+    def end(self, state: State) -> None:
+        """Say how it ended."""
+        if self._ours:
+            with _asking(PATIENTLY):
+                self._client.set_terminated(self._run_id, STATUS[state])
+
+    def _missing(self, finding: Finding) -> Iterator[tuple[str, float]]:
+        """The metrics of a finding that are not there; it may come after one of later steps, so the last step of a metric says little."""
+        for name, value in ((_name(name), value) for name, value in finding.values.items()):
+            known = name in self._reached
+            there = self._client.get_metric_history(self._run_id, name) if known else ()
+            if finding.steps not in [point.step for point in there]:
+                yield name, value
+
+    def _found(self, run: Reported) -> Any:
+        """The run in MLflow; it is made with its tag, so that no crash can make a second one."""
+        if run_id := os.environ.get("MLFLOW_RUN_ID"):
+            self._ours = False
+            return self._client.get_run(run_id)
+        experiment = _experiment(self._client, run.config) or self._client.create_experiment(
+            _experiment_name(run.config)
+        )
+        ours = self._client.search_runs([experiment], f"tags.`{self._tag}` LIKE '%'", max_results=1)
+        if ours:
+            self._client.update_run(ours[0].info.run_id, status="RUNNING")
+            return ours[0]
+        return self._client.create_run(
+            experiment,
+            start_time=round(1000 * run.began_at),
+            tags={self._tag: str(NOTHING)},
+            run_name=run.name,
+        )
+
+    def _tell_config(self, config: dict[str, Any], known: Mapping[str, str]) -> None:
+        """A param cannot be changed: what a resume changed is in the file only."""
+        param = import_module("mlflow.entities").Param
+        values = {_name(key): _shortened(value) for key, value in _flat(config)}
+        params = [param(key, value) for key, value in values.items() if key not in known]
+        self._client.log_batch(self._run_id, params=params)
+        self._keep("config.json", json.dumps(config, indent=2, ensure_ascii=False))
+
+    def _keep(self, file: str, text: str) -> None:
+        """Files have a store of their own, which may be missing; metrics go on without it."""
+        if not self._takes_files:
+            return
+        try:
+            self._client.log_text(self._run_id, text.encode("utf-8", "replace").decode(), file)
+        except Exception as error:  # noqa: BLE001 — each kind of store raises errors of its own package
+            self._takes_files = False
+            logger.warning("mlflow takes no files: %s. Only metrics are sent", _told(error))
+
+
+@contextmanager
+def _asking(limits: Mapping[str, str]) -> Generator[None, None, None]:
+    """The client talks as it should; its environment is the only place to say so, and what stands there already holds."""
+    ours = {key: value for key, value in {**QUIET, **limits}.items() if key not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception as error:  # noqa: BLE001 — the client's own errors, and those of databases and of HTTP
+        raise MlflowError(_told(error)) from None
+    finally:
+        for key in ours:
+            os.environ.pop(key, None)
+
+
+def _told(error: Exception) -> str:
+    """The first line of it."""
+    first = _without_password(str(error).strip().partition("\n")[0]).removesuffix(".")
+    return (first if len(first) <= LONGEST_TOLD else f"{first[:LONGEST_TOLD]}…") or type(
+        error
+    ).__name__
+
+
+def _without_password(text: str) -> str:
+    """Without user and password of an address."""
+    return re.sub(r"://[^/\s]*@", "://", text)
+
+
+def _client() -> Any:
+    return import_module("mlflow").MlflowClient()
+
+
+def _check_files(place: str) -> None:
+    """Without making any."""
+    if urlsplit(place).scheme != "sqlite":
+        if not import_module("mlflow.environment_variables").MLFLOW_ALLOW_FILE_STORE.get():
+            raise Refusal(
+                f"mlflow would write to the folder {place}, which it gave up. Set MLFLOW_TRACKING_URI to a database file such as "
+                "sqlite:///mlflow.db or to the address of a server; MLFLOW_ALLOW_FILE_STORE=true keeps the folder."
+            )
+        return
+    if lacking := [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]:
+        raise Refusal(
+            f"mlflow needs {' and '.join(lacking)} to write to {place}: pip install 'groupwise[mlflow]', or set "
+            "MLFLOW_TRACKING_URI to the address of a server."
+        )
+    folder = Path(place.removeprefix("sqlite:///")).parent
+    try:
+        atomic_files.try_to_write(folder)
+    except OSError as error:
+        raise Refusal(
+            f"mlflow cannot write to {folder}: {error.strerror}. Set MLFLOW_TRACKING_URI to another place."
+        ) from None
+
+
+def _experiment_name(config: View) -> str:
+    return (
+        config["run"]["mlflow_experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+    )
+
+
+def _experiment(client: Any, config: View) -> str | None:
+    """The id of the experiment; None if it is to be made."""
+    named = config["run"]["mlflow_experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if not named and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+        found = client.get_experiment(given)
+    else:
+        found = client.get_experiment_by_name(_experiment_name(config))
+    if found is not None and found.lifecycle_stage == "deleted":
+        raise Refusal(
+            f"the experiment {found.name} of mlflow is deleted. Restore it by `mlflow experiments restore -x "
+            f"{found.experiment_id}`, or name another one by run.mlflow_experiment."
+        )
+    return None if found is None else found.experiment_id
+
+
+def _name(name: str) -> str:
+    """As MLflow takes it, on any system: a path of plain characters. `pass@4` becomes `pass_at_4`."""
+    plain = re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_"))
+    parts = [part.strip(" ") for part in plain.split("/") if part.strip(" .")]
+    return "/".join(parts).lstrip(".")[:250].rstrip("/") or "_"
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(cast("Mapping[str, Any]", value), f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _shortened(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+
+
+def _csv(line: Line) -> str:
+    """As the pages of MLflow show a table."""
+    columns, rows = line.cells()
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()

@@ -1,0 +1,229 @@
+"""The callback `push_to_hub_revision`: each checkpoint as a branch of a repository on the hub, uploaded beside the training.
+
+The callback itself only puts what is to be uploaded into the run's folder (`groupwise.engine.models.hub_queue`); a thread uploads it, one
+checkpoint after the other, and goes on with the first that is left whenever there is another one. So a hub that is slow or away costs
+training nothing, and what a killed run has not uploaded is uploaded when it goes on, or by `groupwise runs push`. What waits keeps its
+weights on the disk, so only so many may wait; of more, the oldest is given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.processes.threads import DaemonThreads
+from groupwise.core.settings.view import View
+from groupwise.engine.models import hub_queue
+from groupwise.engine.models.card import Place, model_card
+from groupwise.engine.models.hub_push import Target, check_access
+from groupwise.engine.models.hub_queue import Queue
+from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT = 600.0
+"""Seconds that a finished run waits for its uploads."""
+MAX_WAITING = 10
+"""Checkpoints of which a hub that is away may take the place on the disk."""
+GLANCE = 0.2
+"""Seconds after which whoever waits looks whether it is to end."""
+AWAY = "away"
+"""How the causes of warnings begin that the hub fails; they count until an upload succeeds."""
+
+
+class PushToHubRevision(Callback):
+    """Pushes the checkpoint after 120 steps to the branch `<revision>-step-000000120` of `repo_id`.
+
+    `repo_id` is `run.hub.repo_id` where it is not given. A repository that is made is `private`. A branch that holds other files is not
+    replaced without `overwrite`. A run that has finished waits at most `max_wait` seconds for what is not uploaded yet. No more than
+    `max_waiting` checkpoints wait at once: of more, the oldest is given up.
+    """
+
+    def __init__(
+        self,
+        repo_id: str | None = None,
+        revision: str = "main",
+        private: bool = True,
+        overwrite: bool = False,
+        max_wait: float = MAX_WAIT,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        if max_waiting < 1:
+            raise ValueError(f"max_waiting is {max_waiting}; it must be at least 1.")
+        if max_wait < 0:
+            raise ValueError(f"max_wait is {max_wait}; it is a time in seconds, 0 or more.")
+        self.repo_id = repo_id
+        self.revision = revision
+        self.private = private
+        self.overwrite = overwrite
+        self.max_wait = max_wait
+        self.max_waiting = max_waiting
+        self._thread: DaemonThreads[Callable[[], None]] | None = None
+        self._round: Future[None] | None = None
+        """The last that was asked for: it uploads all that was there when it was."""
+        self._told: set[str] = set()
+        """What was warned of: the branches that refuse, and why the hub cannot be reached."""
+        self._no_answer: str | None = None
+        """Why nobody knows whether one may write, where the hub did not answer before the run."""
+        self._lock = threading.Lock()
+        self._uploading: int | None = None
+        """The step of the entry that the thread is at, which nobody may give up; set under the lock."""
+        self._given_up: list[int] = []
+        """Steps."""
+
+    def claim(self) -> str:
+        """What two upload to one branch they would take for somebody else's."""
+        return f"the branches {self.repo_id}@{self.revision}-step-…"
+
+    def check(self, config: View) -> None:
+        """One must be allowed to write there. That a hub does not answer now is no reason not to train."""
+        self.repo_id = self.repo_id or config["run"]["hub"]["repo_id"]
+        if self.repo_id is None:
+            raise ValueError("repo_id is not given: name OWNER/NAME, here or as run.hub.repo_id.")
+        try:
+            self._no_answer = check_access(self._target(0))
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        if self._no_answer:
+            logger.warning(
+                "push_to_hub_revision: %s. Training goes on; it is tried again", self._no_answer
+            )
+
+    def on_run_begin(self, run: RunHandle) -> None:
+        """Go on with what an earlier process has left."""
+        if self._no_answer:  # there was no log when that was told
+            logger.info("push_to_hub_revision: before the run %s", self._no_answer)
+        queue = self._queue(run)
+        queue.drop_after(run.step)
+        self._thread = DaemonThreads([_Uploader()], "hub")
+        if queue.waiting():
+            self._upload(queue)
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        """Another one to upload."""
+        queue = self._queue(run)
+        if any(entry.step == run.step for entry in queue.waiting()):
+            return  # an earlier process has prepared it
+        target = self._target(run.step)
+        place = Place(target.repo_id, target.revision)
+        card = model_card(run.folder, checkpoint, run.step, place=place)
+        self._make_room(run, queue)
+        queue.add(run.step, target, checkpoint, card, run.tokenizer)
+        self._upload(queue)
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """Wait for a finished run's uploads; one that goes on later takes them with it."""
+        if self._thread is None:
+            return
+        queue = self._queue(run)
+        if end.state == "finished" and queue.waiting():
+            self._upload(queue)
+            self._wait(run)
+        self._thread.close()
+        if self._given_up:
+            logger.warning(
+                "given up, because more than %d checkpoints waited for the hub: those after %s steps",
+                self.max_waiting,
+                ", ".join(map(str, self._given_up)),
+            )
+        if left := queue.waiting():
+            logger.warning(
+                "not uploaded yet: %s. %s",
+                ", ".join(str(entry.target) for entry in left),
+                f"Upload it by: groupwise runs push {run.name} --dir {run.folder.parent}"
+                if end.state == "finished"
+                else "A resume goes on with it",
+            )
+
+    def _target(self, step: int) -> Target:
+        assert self.repo_id is not None, "`check` has seen to that"
+        revision = f"{self.revision}-step-{step:09d}"
+        return Target(self.repo_id, revision, self.private, self.overwrite)
+
+    def _queue(self, run: RunHandle) -> Queue:
+        return hub_queue.queue(run.folder, f"{self.repo_id}@{self.revision}")
+
+    def _upload(self, queue: Queue) -> None:
+        assert self._thread is not None
+        self._round = self._thread.submit(lambda: self._upload_all(queue))
+
+    def _wait(self, run: RunHandle) -> None:
+        """For the round that was asked for, until the time is up or Ctrl-C."""
+        assert self._round is not None
+        run.say("waiting for the hub; Ctrl-C leaves what is not uploaded to `groupwise runs push`")
+        end = time.monotonic() + self.max_wait
+        while not wait((self._round,), timeout=min(GLANCE, self.max_wait)).done:
+            if run.interrupted:
+                return
+            if time.monotonic() >= end:
+                logger.warning("gave up waiting for the hub after %g seconds", self.max_wait)
+                return
+
+    def _make_room(self, run: RunHandle, queue: Queue) -> None:
+        """Give up the oldest entries where one more would be too many, but not the one that is being uploaded."""
+        with self._lock:
+            waiting = queue.waiting()
+            free = [entry for entry in waiting if entry.step != self._uploading]
+            for entry in free[: max(0, len(waiting) + 1 - self.max_waiting)]:
+                entry.drop()
+                self._given_up.append(entry.step)
+                self._warn_once(
+                    "given up",
+                    f"{entry.target} is given up, because {self.max_waiting} later checkpoints wait for the hub (max_waiting). As long "
+                    f"as its checkpoint is there, `groupwise runs export {run.name}@{entry.step} --dir {run.folder.parent} --to adapter "
+                    "-o FOLDER` writes it (merged, where there is no adapter), and `hf upload` brings it there",
+                )
+
+    def _upload_all(self, queue: Queue) -> None:
+        """All that waits, in order. A hub that fails ends the round; a branch that refuses is passed over."""
+        for entry in queue.waiting():
+            with self._lock:
+                if not entry.is_there:
+                    continue
+                self._uploading = entry.step
+            try:
+                pushed = entry.push()
+                logger.info("uploaded %s, commit %s", pushed.url, pushed.commit)
+                self._told = {cause for cause in self._told if not cause.startswith(AWAY)}
+            except UsageError as error:
+                self._warn_once(entry.target.revision, str(error))
+            except EndpointError as error:
+                self._warn_once(
+                    _cause(error),
+                    f"{error} The run goes on; it is tried again at each checkpoint",
+                )
+                return
+            finally:
+                self._uploading = None
+
+    def _warn_once(self, cause: str, text: str) -> None:
+        """Afterwards only the log has it."""
+        logger.log(logging.INFO if cause in self._told else logging.WARNING, "%s", text)
+        self._told.add(cause)
+
+
+def _cause(error: EndpointError) -> str:
+    """Equal for equal failures, whose texts may differ by the number of a request."""
+    answer = getattr(error.__cause__, "response", None)
+    return f"{AWAY} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}"
+
+
+class _Uploader:
+    """The thread's work."""
+
+    def begin(self) -> None:
+        pass
+
+    def do(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001 — nobody else would hear of it
+            logger.warning("uploading failed: %s: %s", type(error).__name__, error)
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,223 @@
+"""From what a config or a task names to callbacks that a run can call.
+
+An entry of the config's `callbacks` is a name (a built-in, or one that an installed package announces under the entry point
+`groupwise.training.callbacks`), a class (`module:Class`, `path/to/file.py:Class`), or either with parameters (`{name: …, patience: 5}`).
+The hook `get_rl_callbacks` of a task returns objects. Both may be classes of our own base or of transformers' TrainerCallback.
+Whatever cannot work is refused before a model is loaded: unknown names and parameters, methods that would never be called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from typing import Any
+
+from groupwise.core.construct import instance, refusing, taken_by
+from groupwise.core.errors import ConfigError, TaskError
+from groupwise.core.plugins import load, missing, nearest
+from groupwise.core.settings.view import View
+from groupwise.tasks.contract import Task
+from groupwise.training.callbacks.base import EVENTS, Callback, overrides
+from groupwise.training.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
+from groupwise.training.callbacks.early_stop import EarlyStop
+from groupwise.training.callbacks.loss_logging import LossLogging
+from groupwise.training.callbacks.parquet_record import NAME as PARQUET
+from groupwise.training.callbacks.parquet_record import ParquetRecord
+from groupwise.training.callbacks.push_to_hub_revision import PushToHubRevision
+from groupwise.training.callbacks.reporting import NAME, Reporting
+from groupwise.training.callbacks.success_cache import SuccessCache
+from groupwise.training.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
+
+BUILTIN: dict[str, type[Callback]] = {
+    "benchmark_on_checkpoint": BenchmarkOnCheckpoint,
+    "early_stop": EarlyStop,
+    "loss_logging": LossLogging,
+    "push_to_hub_revision": PushToHubRevision,
+    "success_cache": SuccessCache,
+}
+ENTRY_POINTS = "groupwise.callbacks"
+"""The entry-point group in which installed packages announce their callbacks."""
+
+_KNOWN = dict.fromkeys(BUILTIN, __name__)
+
+Named = tuple[str, Callback]
+"""A callback with its name in messages and checkpoints."""
+
+KINDS = "groupwise.Callback, or of transformers' TrainerCallback"
+
+
+def configured_callbacks(
+    entries: Sequence[str | Mapping[str, Any]], config: View, origin: str
+) -> tuple[Named, ...]:
+    """Those of the config's `callbacks`, and those that report to what `run.report_to` names.
+
+    Raises ConfigError with a line for each that cannot be had; `origin` is where they stand.
+    """
+    found: list[Named] = []
+    problems: list[str] = []
+    for entry in entries:
+        try:
+            with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
+                made = _configured(entry, config)
+            _refuse_equal_claims([*found, made])
+            found.append(made)
+        except TaskError as error:
+            problems.append(f"{origin}: callbacks: {error}")
+    try:
+        found += _reporting(config)
+    except TaskError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tuple(found)
+
+
+def _reporting(config: View) -> list[Named]:
+    given = config["run"].get("report_to", ())
+    sinks = [given] if isinstance(given, str) else given
+    names = dict.fromkeys(name for name in sinks if name != "none")
+    shown = tuple(name for name in names if name != PARQUET)
+    found: list[Named] = []
+    if shown:
+        found.append((NAME, _checked(Reporting(shown), config, NAME)))
+    if PARQUET in names:
+        found.append((PARQUET, _checked(ParquetRecord(), config, NAME)))
+    return found
+
+
+def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
+    """Those that a task's hook returned, instances or classes. Raises TaskError, which begins with `where`."""
+    found: list[Named] = []
+    for each in given:
+        kind = _kind(each)
+        what = f"{where}: {kind.__name__}"
+        _check_kind(kind, what)
+        made = instance(each, {}, what) if inspect.isclass(each) else each
+        found.append((kind.__name__, _checked(made, config, what)))
+    return tuple(found)
+
+
+def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
+    parameters = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "name"}
+    name = entry if isinstance(entry, str) else str(entry["name"])
+    if name in BUILTIN:
+        return name, _checked(instance(BUILTIN[name], parameters, name), config, name)
+    found = _loaded(name)
+    _check_kind(_kind(found), name)
+    if inspect.isclass(found):
+        _refuse_hidden_parameter(found, name)
+        made = instance(found, parameters, name)
+    elif parameters:
+        raise TaskError(
+            f"{name} is an instance, so it takes no parameters ({', '.join(parameters)}). Name its class instead."
+        )
+    else:
+        made = found
+    announced = ":" not in name
+    return name if announced else _kind(found).__name__, _checked(made, config, name)
+
+
+def _refuse_hidden_parameter(kind: type, what: str) -> None:
+    if any(parameter.name == "name" for parameter in taken_by(kind)):
+        raise TaskError(
+            f"{what} has a parameter `name`, which no entry can give: there it says which callback is meant. Give the parameter "
+            "another name, or return an instance from the task's get_rl_callbacks."
+        )
+
+
+def _refuse_equal_claims(named: Sequence[Named]) -> None:
+    """Raises TaskError for the last one, if another one has what it needs for itself."""
+    name, callback = named[-1]
+    claim = callback.claim()
+    for other, each in named[:-1]:
+        if claim is not None and each.claim() == claim:
+            raise TaskError(
+                f"{name}: {claim} cannot be had by two callbacks, and {other} before it has it already. Leave one out, or give it "
+                "other parameters."
+            )
+
+
+def unknown_callback(name: str) -> str | None:
+    """What is to be said of a name that stands for nothing, as far as that shows without running code; None otherwise."""
+    return missing(name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS)
+
+
+def _loaded(name: str) -> object:
+    """The class (or instance) that a name stands for."""
+    plugin = load(
+        name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS, instantiate=False
+    )
+    if not inspect.ismodule(plugin.object):
+        return plugin.object
+    there = [
+        each
+        for each, value in vars(plugin.object).items()
+        if inspect.isclass(value) and value.__module__ == plugin.module.__name__ and _is_kind(value)
+    ]
+    raise TaskError(
+        f"{name} is a module. Name the class in it, {name}:Class; callbacks there are: {', '.join(there) or 'none'}."
+    )
+
+
+def _kind(each: object) -> type:
+    return each if inspect.isclass(each) else type(each)
+
+
+def _is_kind(kind: type[Any]) -> bool:
+    return issubclass(kind, Callback) or is_trainer_callback(kind)
+
+
+def _check_kind(kind: type, what: str) -> None:
+    if not _is_kind(kind):
+        raise TaskError(
+            f"{what} is {kind.__name__}, which is no callback. Derive its class from {KINDS}."
+        )
+
+
+# --- checking ------------------------------------------------------------------------------------
+
+
+def _checked(made: object, config: View, what: str) -> Callback:
+    """As one that a run can call, and that has something to do in it."""
+    if not isinstance(made, Callback):
+        return TrainerCallbackAdapter(made)
+    _check_methods(made, what)
+    refusing(lambda: made.check(config), what)
+    return made
+
+
+def _check_methods(callback: Callback, what: str) -> None:
+    for name in dir(type(callback)):
+        if name.startswith("on_") and name not in EVENTS:
+            near = nearest(name, EVENTS)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise TaskError(
+                f"{what}: `{name}` would never be called.{hint} The events are: {', '.join(EVENTS)}."
+            )
+    for name, parameters in {**EVENTS, "state": (), "load_state": ("state",)}.items():
+        signature = inspect.signature(getattr(callback, name))
+        try:
+            signature.bind(*parameters)
+        except TypeError:
+            expected = ", ".join(("self", *parameters))
+            raise TaskError(
+                f"{what}: {name} has the wrong parameters.\n  expected: {name}({expected})\n  found:    {name}{signature}"
+            ) from None
+    if overrides(callback, "state") != overrides(callback, "load_state"):
+        raise TaskError(
+            f"{what}: `state` and `load_state` belong together, but one of them is missing."
+        )
+
+
+def callbacks_of_task(
+    task: Task, config: View, tokenizer: Any, output_dir: str, beside: Sequence[Named] = ()
+) -> tuple[Named, ...]:
+    """Those that the hook `get_rl_callbacks` returns; none where there is no such hook. `beside` are those of the config."""
+    with redirect_stdout(sys.stderr):  # as above
+        given = task.rl_callbacks(config, tokenizer, output_dir)
+        found = given_callbacks(given, config, f"{task.described}: get_rl_callbacks")
+    for end in range(len(found)):
+        _refuse_equal_claims([*beside, *found[: end + 1]])
+    return found

@@ -1,0 +1,49 @@
+"""The callback `success_cache`: chooses, in place of `data.replay` itself, which prompts are kept to be drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from groupwise.core.settings.view import View
+from groupwise.core.types import Group
+from groupwise.tasks.data.success import SoughtPart, successes
+from groupwise.training.callbacks.base import Callback, RunHandle
+
+PART = "success_cache: part"
+"""What messages call the parameter."""
+
+
+class SuccessCache(Callback):
+    """Gives the replay buffer the prompts of which a completion earned `threshold` or more, with the group's mean reward.
+
+    `part` names the reward part that the threshold is about; without it, the first with accuracy in its name, else the total. A
+    prompt that is kept already is credited by the run itself, whatever it earned.
+    """
+
+    def __init__(self, threshold: float = 0.999, part: str | None = None) -> None:
+        self.threshold = threshold
+        self.part = part
+        self._sought = SoughtPart(PART, part)
+
+    def check(self, config: View) -> None:
+        """There must be a buffer, and nobody else who fills it."""
+        replay = config["data"].get("replay")
+        if replay is None:
+            raise ValueError(
+                "it fills the replay buffer, but there is none. Set data.replay to {success_threshold: null}; supervised runs have "
+                "no such buffer."
+            )
+        if replay["success_threshold"] is not None:
+            raise ValueError(
+                f"data.replay.success_threshold is {replay['success_threshold']}, so the buffer chooses prompts by itself. Set it "
+                "to null, or leave this callback out."
+            )
+
+    def on_groups(self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]) -> None:
+        """Choose the prompts that were solved."""
+        drawn = (*groups, *rejected)
+        if text := self._sought.missing(drawn):
+            run.say(text)
+        run.keep_for_replay(
+            group.draw for group in drawn if successes(group, self.threshold, self.part)[0]
+        )

@@ -1,0 +1,74 @@
+"""The sink `tensorboard`: event files in `tensorboard/` of the run's folder, which `tensorboard --logdir runs` finds.
+
+They are written by tensorboard's own writer, because torch's would load torch. An event file can only be appended to, and a killed
+process leaves it anywhere; so the files are made anew from the run's record whenever the run is taken up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from groupwise.core.settings.view import View
+from groupwise.training.callbacks.sinks import NOTHING, Line, Reported, State
+
+FOLDER = "tensorboard"
+STRING = 7
+"""DT_STRING, the type of text in a tensor of its format."""
+
+
+class TensorBoardSink:
+    """Scalars by steps done, and the config as text."""
+
+    package = "tensorboard"
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._event: Any = None
+        """What makes an event."""
+
+    def check(self, config: View) -> None:
+        """Nothing can be missing but the package."""
+
+    def begin(self, run: Reported) -> int:
+        """Make the file anew."""
+        messages = import_module(
+            "tensorboard.compat.proto.event_pb2"
+        )  # no types are known of these
+        writing = import_module("tensorboard.summary.writer.event_file_writer")
+        folder = run.folder / FOLDER
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._event = messages.Event
+        self._writer = writing.EventFileWriter(str(folder))
+        # Whoever watches holds the old curves: a session that starts at 0 makes it forget them.
+        begun = messages.SessionLog(status=messages.SessionLog.START)
+        self._writer.add_event(messages.Event(step=0, session_log=begun))
+        config = json.dumps(run.config.to_dict(), indent=2, ensure_ascii=False)
+        event = messages.Event(step=0)
+        shown = event.summary.value.add(tag="config/text_summary")
+        shown.metadata.plugin_data.plugin_name = "text"
+        shown.tensor.dtype = STRING
+        shown.tensor.tensor_shape.dim.add(size=1)
+        shown.tensor.string_val.append(f"```json\n{config}\n```".encode())
+        self._writer.add_event(event)
+        return NOTHING
+
+    def line(self, line: Line) -> None:
+        """One event with all values, and one for each finding, at its own steps."""
+        self._add(line.finished_at, line.steps, line.values)
+        for finding in line.findings:
+            self._add(line.finished_at, finding.steps, finding.values)
+        self._writer.flush()
+
+    def _add(self, at: float, steps: int, values: Mapping[str, float]) -> None:
+        event = self._event(wall_time=at, step=steps)
+        for name, value in values.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._writer.add_event(event)
+
+    def end(self, state: State) -> None:
+        """Close the file."""
+        self._writer.close()

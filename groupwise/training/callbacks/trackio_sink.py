@@ -1,0 +1,53 @@
+"""The sink `trackio`: a database on this machine (TRACKIO_DIR), shown by `trackio show`, or the Space that TRACKIO_SPACE_ID names.
+
+trackio takes a run up by its name, so the name carries the run's id; and it knows the last step that it has of it.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from typing import Any
+
+from groupwise.core.settings.view import View
+from groupwise.training.callbacks.sinks import Line, Reported, State
+
+PROJECT = "groupwise"
+
+
+class TrackioSink:
+    """Rows by steps done, a table of rollouts among them, and the config."""
+
+    package = "trackio"
+
+    def __init__(self) -> None:
+        self._trackio: Any = None
+        self._run: Any = None
+
+    def check(self, config: View) -> None:
+        """Nothing can be missing but the package."""
+
+    def begin(self, run: Reported) -> int:
+        """Take the run up by its name."""
+        self._trackio = import_module("trackio")
+        self._run = self._trackio.init(
+            project=run.config["run"]["trackio_project"] or PROJECT,
+            name=f"{run.name}-{run.id}",
+            config=run.config.to_dict(),
+            resume="allow",
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
+        return self._run._next_step - 1
+
+    def line(self, line: Line) -> None:
+        """One row."""
+        values: dict[str, Any] = {k: v for k, v in line.row().items() if math.isfinite(v)}
+        for name, (columns, rows) in line.tables().items():
+            values[name] = self._trackio.Table(columns=columns, data=rows)
+        self._run.log(values, step=line.steps)
+
+    def end(self, state: State) -> None:
+        """Wait until all is written."""
+        self._run.finish()

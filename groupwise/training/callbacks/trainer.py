@@ -1,0 +1,315 @@
+"""Callbacks that were written for the Trainer of transformers, run by the events that exist here.
+
+They are recognised by the name of their base class, so that nothing imports transformers. Each is wrapped, and given what it
+expects: `args` (the config's keys, which mostly have the same names), `state` (where the run stands) and `control`, whose wishes
+are passed on: stop, save, evaluate, log. There is no model, optimiser or data loader to give: those arguments are None.
+
+One step here is one `global_step`. Events that never happen here (epochs, single optimiser calls, prediction) are named at the start,
+where a callback waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core.settings.view import View
+from groupwise.runs.records import EvaluationRecord
+from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
+
+BASE = "TrainerCallback"
+STATEFUL = "ExportableState"
+
+HAPPEN = frozenset(
+    {
+        "on_init_end",
+        "on_train_begin",
+        "on_step_begin",
+        "on_step_end",
+        "on_log",
+        "on_evaluate",
+        "on_save",
+        "on_train_end",
+    }
+)
+NOT_HERE = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+"""Arguments that a Trainer gives, and that are None here."""
+OF_THE_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+"""Attributes of `state` that speak of the best evaluation so far."""
+
+
+def is_trainer_callback(kind: type) -> bool:
+    """Whether a class was written for the Trainer of transformers."""
+    return _base(kind) is not None
+
+
+def _base(kind: type) -> type | None:
+    return next((each for each in kind.__mro__ if each.__name__ == BASE), None)
+
+
+class TrainerArgs:
+    """What a callback reads as `args`: the config's keys, and the names that a Trainer has beside them."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        there = [each for each in vars(self) if not each.startswith("_")]
+        near = get_close_matches(name, there, n=3, cutoff=0.0)
+        raise AttributeError(
+            f"these `args` have no `{name}`; there is no Trainer here. The nearest are {', '.join(near)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of them."""
+        return dict(vars(self))
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """What a callback reads as `state`."""
+
+    max_steps: int
+    logging_steps: int
+    save_steps: int
+    eval_steps: int | None
+    num_train_epochs: int
+    train_batch_size: int | None
+    epoch: float = 0.0
+    global_step: int = 0
+    """Steps done."""
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    best_metric: float | None = None
+    """Of `args.metric_for_best_model`, in the evaluations before this one."""
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class TrainerControl:
+    """What a callback sets to ask for something."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    """There are no epochs to stop here."""
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+
+class TrainerCallbackAdapter(Callback):
+    """One of them, as a callback of this package. Its own state is kept if it is an `ExportableState`."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+        self.critical = bool(getattr(wrapped, "critical", False))
+        self._args: Any = None
+        self._state: Any = None
+        self._control: Any = TrainerControl()
+        self._best: dict[str, Any] = {}
+        self._asked = ""
+        self._saved: tuple[int, str] | None = None
+        self._epochs_said = False
+
+    @property
+    def never_called(self) -> list[str]:
+        """Its methods for events that do not happen here."""
+        kind = cast("type[Any]", type(self.wrapped))
+        base = _base(kind)
+        events = [name for name in dir(base) if name.startswith("on_") and name not in HAPPEN]
+        return [name for name in events if getattr(kind, name) is not getattr(base, name)]
+
+    def on_run_begin(self, run: RunHandle) -> None:
+        """`on_init_end` and `on_train_begin`."""
+        self._args = TrainerArgs(_args(run))
+        self._state = _state(run)
+        for name, value in self._best.items():
+            setattr(self._state, name, value)
+        if self.never_called:
+            run.say(
+                f"callback {type(self.wrapped).__name__}: {', '.join(self.never_called)} will not be called, because there is no "
+                "such event here"
+            )
+        self._call(run, "on_init_end")
+        self._call(run, "on_train_begin")
+
+    def on_step_begin(self, run: RunHandle) -> None:
+        """The event of the same name."""
+        self._call(run, "on_step_begin")
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """The event of the same name, and `on_log` where it is due or asked for."""
+        self._state.global_step, self._state.epoch = run.step, run.epoch
+        self._state.num_input_tokens_seen = int(metrics.get("num_tokens", 0))
+        self._call(run, "on_step_end")
+        if self._control.should_log or run.step % self._state.logging_steps == 0:
+            self._log(run, metrics)
+
+    def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
+        """`on_log` and `on_evaluate` with metrics called `eval_…`; the best metric is known afterwards, as in a Trainer."""
+        metrics = {
+            name if name.startswith("eval_") else f"eval_{name}": value
+            for name, value in evaluation.metrics.items()
+        }
+        if (
+            self._asked and evaluation.asked != self._asked
+        ):  # other prompts: nothing to compare with
+            for name in OF_THE_BEST:
+                setattr(self._state, name, None)
+        self._asked = evaluation.asked
+        self._log(run, metrics)
+        self._call(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
+        self._note_best(run, metrics)
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        """The event of the same name."""
+        self._saved = (run.step, str(checkpoint))
+        if self._state.best_global_step == run.step:
+            self._state.best_model_checkpoint = str(checkpoint)
+        self._call(run, "on_save")
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """`on_train_end`, however the run ended."""
+        self._call(run, "on_train_end")
+
+    def state(self) -> dict[str, Any]:
+        """The best evaluation so far, and the attributes that the callback itself exports."""
+        known = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
+        kept = {"best": known or self._best, "asked": self._asked}
+        if not any(each.__name__ == STATEFUL for each in type(self.wrapped).__mro__):
+            return kept
+        return {**kept, "attributes": dict(self.wrapped.state()["attributes"])}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """See `state`."""
+        self._best, self._asked = state["best"], state.get("asked", "")
+        for name, value in state.get("attributes", {}).items():
+            setattr(self.wrapped, name, value)
+
+    def _call(self, run: RunHandle, event: str, **given: Any) -> None:
+        """Call it as a Trainer does, and pass on what its `control` asks for."""
+        absent = dict.fromkeys(NOT_HERE)
+        tokenizer = {"processing_class": run.tokenizer, "tokenizer": run.tokenizer}
+        method = getattr(self.wrapped, event)
+        returned = method(self._args, self._state, self._control, **absent, **tokenizer, **given)
+        if returned is not None:
+            self._control = returned
+        control = self._control
+        if control.should_training_stop:
+            run.stop("it set control.should_training_stop")
+        if control.should_save:
+            run.save()
+        if control.should_evaluate:
+            run.evaluate()
+        if control.should_epoch_stop and not self._epochs_said:
+            self._epochs_said = True
+            run.say(
+                f"callback {type(self.wrapped).__name__}: control.should_epoch_stop has no effect, because there are no epochs to "
+                "stop here; should_training_stop ends the run"
+            )
+        control.should_save = control.should_evaluate = False
+
+    def _log(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
+        self._control.should_log = False
+        logs = {**metrics, "epoch": run.epoch}
+        self._state.log_history.append({**logs, "step": run.step})
+        self._call(run, "on_log", logs=dict(logs))
+
+    def _note_best(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
+        name = str(self._args.metric_for_best_model)
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is None or not math.isfinite(value):
+            return
+        sign, best = (1 if self._args.greater_is_better else -1), self._state.best_metric
+        if best is None or sign * (value - best) > 0:
+            self._state.best_metric, self._state.best_global_step = value, run.step
+            saved = self._saved
+            here = saved is not None and saved[0] == run.step
+            self._state.best_model_checkpoint = saved[1] if saved and here else None
+
+
+def _args(run: RunHandle) -> dict[str, Any]:
+    """The keys of the config's sections, flat, and what a Trainer calls otherwise or has beside them."""
+    keys: dict[str, Any] = {}
+    for section in ("data", "sampler", "algorithm", "eval", "training", "run"):
+        keys |= _section(run.config, section)
+    for name in ("name", "dir", "type"):
+        keys.pop(name, None)
+    supervised = run.kind == "sft"
+    evaluates = supervised or keys.get("eval_steps") is not None
+    return {
+        **keys,
+        "output_dir": str(run.folder),
+        "run_name": run.name,
+        "max_steps": run.max_steps,
+        "per_device_train_batch_size": _rows_per_step(run.config),
+        "train_batch_size": _rows_per_step(run.config),
+        "gradient_accumulation_steps": 1,
+        "logging_strategy": "steps",
+        "logging_first_step": False,
+        "save_strategy": "steps",
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_delay": 0,
+        "do_train": True,
+        "do_eval": evaluates,
+        "load_best_model_at_end": keys.get("load_best_model_at_end", False),
+        "metric_for_best_model": "eval_loss" if supervised else "eval_reward",
+        "greater_is_better": not supervised,
+        "report_to": [],
+        "push_to_hub": False,
+        "disable_tqdm": False,
+        "world_size": 1,
+        "process_index": 0,
+        "local_process_index": 0,
+        "local_rank": -1,
+        "should_save": True,
+        "should_log": True,
+    }
+
+
+def _state(run: RunHandle) -> TrainerState:
+    """Where the run stands, with the logs of the steps before as the record has them."""
+    settings = run.config.run
+    epochs = _section(run.config, "training").get("num_train_epochs")
+    return TrainerState(
+        max_steps=run.max_steps,
+        logging_steps=settings.logging_steps,
+        save_steps=settings.save_steps,
+        eval_steps=_section(run.config, "eval").get("eval_steps"),
+        num_train_epochs=math.ceil(epochs or 0),
+        train_batch_size=_rows_per_step(run.config),
+        epoch=run.epoch,
+        global_step=run.step,
+        log_history=_logged(run, settings.logging_steps),
+    )
+
+
+def _logged(run: RunHandle, every: int) -> list[dict[str, Any]]:
+    logs: dict[int, dict[str, Any]] = {}
+    for name, curve in run.metrics().items():
+        for step, value in curve:
+            logs.setdefault(step + 1, {})[name] = value
+    return [{**logs[done], "step": done} for done in sorted(logs) if done % every == 0]
+
+
+def _rows_per_step(config: View) -> int | None:
+    training = _section(config, "training")
+    prompts = training.get("prompts_per_step")
+    if prompts is None:
+        return training.get("examples_per_step")
+    return prompts * training["num_generations"]
+
+
+def _section(config: View, name: str) -> dict[str, Any]:
+    return config[name].to_dict() if name in config else {}

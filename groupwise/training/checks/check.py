@@ -1,0 +1,485 @@
+"""The command `groupwise check`: a task and its rewards, before any training, without a GPU and without loading a model.
+
+    hooks and data          can be called, are enough for a verb; sizes, columns, lengths, duplicates, overlap
+    the first prompts       exactly as the model will see them
+    rewards                 in the same workers as in training, on gold answers, on wrong ones, and on given completions
+
+A reward that crashes, never varies, or gives gold less than something wrong is a problem; what merely looks odd is a warning. What
+cannot be used at all (a file, hook or config that is broken) raises `UsageError`, as `groupwise rl` would.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
+from groupwise.core.interruption import run_to_end
+from groupwise.core.reward_call.request import Scorer
+from groupwise.core.reward_call.text import as_completion
+from groupwise.core.types import Example
+from groupwise.engine.models.tokens import rendered
+from groupwise.tasks.contract import Task, check_reward_columns, load_task
+from groupwise.tasks.data.overlap import same_prompt, same_row
+from groupwise.tasks.rewards.router import Router
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.tools import Schema
+from groupwise.training import placement, rollout_builder
+from groupwise.training.checks import check_games
+from groupwise.training.checks.check_data import (
+    check_dataset,
+    check_hooks,
+    check_left_out,
+    check_overlap,
+    check_teacher,
+    first_prompts,
+    prompt_lengths,
+    spread,
+)
+from groupwise.training.checks.check_environment import check_environment
+from groupwise.training.checks.check_given import GivenGroup, judge_given, load_given, score_given
+from groupwise.training.checks.check_gold import (
+    GOLD_COMPLETION,
+    Gold,
+    GoldByLabel,
+    gold_column,
+    gold_columns,
+)
+from groupwise.training.checks.check_rewards import (
+    ALONE_ROWS,
+    Trial,
+    Verdict,
+    find_layout,
+    judge_alone,
+    judge_cheap,
+    judge_failures,
+    judge_forms,
+    judge_latency,
+    judge_order,
+    judge_parts,
+    judge_repetition,
+    judge_spread,
+    table,
+    try_cases,
+)
+from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
+from groupwise.training.config import RunConfig, load_config, view, with_task_schema
+from groupwise.training.evaluation.evaluate import success_of
+
+ROWS = 16
+"""Rows on which rewards are tried, where nobody says."""
+SHOWN_PROMPTS = 2
+SHOWN_LAYOUTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A task with what is known about it."""
+
+    config: RunConfig
+    task: Task
+    tokenizer: Any
+    """None where no library for tokenizers is installed."""
+    own_model: bool
+    """Whether the config was given; otherwise the tokenizer is that of `tiny`, and lengths in tokens say nothing."""
+    train: list[Example]
+    held_out: list[Example]
+    rubric: Rubric | None
+    tools: tuple[Schema, ...] = ()
+    """Those that the prompts of chats describe."""
+
+    @property
+    def examples(self) -> list[Example]:
+        """Those on which rewards are tried."""
+        return self.train or self.held_out
+
+
+def check(
+    task: object = None,
+    config: Path | str | Mapping[str, Any] | RunConfig | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    completions: str | None = None,
+    rows: int = ROWS,
+    on_finding: OnFinding | None = None,
+) -> Report:
+    """Look at a task and its rewards: the command `groupwise check`.
+
+    Without a task, that of the config is meant. `completions` is a JSONL file or a run whose rollouts are scored too, `rows` the
+    number of examples that rewards are tried on. Without a config, that of the model `tiny` stands in. Raises `UsageError` for what
+    cannot be used at all.
+    """
+    findings = Findings(on_finding)
+    subject = _subject(task, config, overrides, findings)
+    room = _room(subject)
+    lengths_by = subject.tokenizer if subject.own_model else None
+    same = same_row if subject.task.has("get_environment") else same_prompt
+    for name, examples in (("training data", subject.train), ("held-out data", subject.held_out)):
+        if examples:
+            findings.extend(check_dataset(name, examples, lengths_by, room, same, subject.tools))
+    findings.extend(check_left_out(subject.task.accounts))
+    if subject.train and subject.held_out:
+        findings.add(check_overlap(subject.train, subject.held_out, same))
+    findings.extend(
+        check_teacher(subject.task, view(subject.config), subject.tokenizer, _draws(subject.config))
+    )
+    details: dict[str, Any] = {
+        "prompts": _shown_prompts(subject),
+        "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,
+    }
+    given = _given(subject, completions)
+    if subject.examples:
+        findings.add(_rendering(subject))
+        details["table"] = run_to_end(_try_everything(subject, rows, given, findings))
+    return Report(subject.task.described, tuple(findings.found), "check_failed", details)
+
+
+def _subject(
+    task: object,
+    config: Path | str | Mapping[str, Any] | RunConfig | None,
+    overrides: Sequence[str],
+    findings: Findings,
+) -> Subject:
+    """Load everything that can be loaded; what is broken raises, as it does in training."""
+    given_task = None if task is None else load_task(task)
+    loaded = load_config(_stand_in(given_task) if config is None else config, overrides)
+    found = rollout_builder.task_of(loaded.config, given_task)
+    findings.add(check_hooks(found))
+    loaded = with_task_schema(loaded, found.config_schema())
+    settings = loaded.config
+    given = view(settings)
+    train = found.rl_examples(given, limit=_draws(settings)) if found.has("get_rl_dataset") else []
+    held_out = (
+        found.eval_examples(given, limit=settings.eval.max_prompts)
+        if found.has("get_eval_dataset")
+        else []
+    )
+    tokenizer = _tokenizer(settings, required=config is not None)
+    rubric = rollout_builder.task_rubric(settings, found, tokenizer)
+    tools = rollout_builder.check_rollouts(settings, found, train or held_out)
+    if rubric is not None:
+        in_workers = rollout_builder.scores_in_workers(settings, found, rubric)
+        findings.extend(filter(None, [_machine(rubric)]))
+        for examples in (train, held_out):
+            check_reward_columns(found, rubric, examples, in_workers=in_workers)
+    return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric, tools)
+
+
+def _machine(rubric: Rubric) -> Finding | None:
+    """What the rewards say of this machine; the training may be for another one."""
+    said = "; ".join(rubric.check_machine(refuse=False))
+    try:
+        rubric.check_machine()
+    except TaskError:
+        return Finding("machine", "warning", said, "a training would not begin here")
+    return Finding("machine", "ok", said) if said else None
+
+
+def _stand_in(task: Task | None) -> dict[str, Any]:
+    """The config where none is given."""
+    rollout = {"type": "environment"} if task and task.has("get_environment") else {}
+    return {"model": {"name": "tiny"}, "rollout": rollout}
+
+
+def _draws(config: RunConfig) -> int | None:
+    """How many examples of an endless stream a training would read."""
+    steps = config.training.max_steps
+    return None if steps is None else steps * config.training.prompts_per_step
+
+
+def _tokenizer(config: RunConfig, *, required: bool) -> Any:
+    """That of the config's model. Its libraries may be missing, unless somebody asked for it."""
+    if importlib.util.find_spec("transformers") is None:
+        if required:
+            raise UsageError(
+                "--config asks for the tokenizer of its model, but transformers is not installed here. Leave --config out, or: "
+                "pip install groupwise[train]"
+            )
+        return None
+    from groupwise.engine.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.model)
+
+
+def _room(subject: Subject) -> int | None:
+    """Tokens that the model leaves for a prompt; None where the model is not known."""
+    if not subject.own_model:
+        return None
+    from groupwise.engine.models.plan import prompt_room
+
+    room = prompt_room(subject.config.model, rollout_builder.longest_completion(subject.config))
+    limit = subject.config.data.max_prompt_length
+    return None if limit is not None and limit <= room else room
+
+
+def _shown_prompts(subject: Subject) -> list[str]:
+    """The first prompts; those that environments begin with, unless they cannot, which is found out elsewhere."""
+    tokenizer, examples = subject.tokenizer, subject.examples
+    if tokenizer is not None and examples and subject.task.has("get_environment"):
+        asked = rollout_builder.first_prompts(
+            subject.config, subject.task, tokenizer, examples[:SHOWN_PROMPTS]
+        )
+        with suppress(TaskError, EnvironmentWorkerError):
+            return [rendered(tokenizer, ids) for ids in run_to_end(asked)]
+    return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
+
+
+def _rendering(subject: Subject) -> Finding:
+    """What the prompts below are rendered by."""
+    if subject.own_model:
+        return Finding("rendering", "ok", f"by the tokenizer of {subject.config.model.name}")
+    if subject.tokenizer is None:
+        return Finding(
+            "rendering",
+            "skipped",
+            "no tokenizer is installed here, so prompts are shown as the task gives them",
+            remedy="install groupwise[train] and give --config",
+        )
+    return Finding(
+        "rendering",
+        "ok",
+        "by the tokenizer of tiny, because no config was given; lengths are in characters",
+        "--config C.yaml shows prompts and lengths as your own model has them",
+    )
+
+
+def _given(subject: Subject, completions: str | None) -> list[GivenGroup]:
+    if completions is None:
+        return []
+    runs_dir = Path(subject.config.run.dir)
+    return load_given(completions, subject.train, subject.held_out, runs_dir)
+
+
+async def _try_everything(
+    subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
+) -> list[dict[str, Any]]:
+    """Environment and rewards, as far as the task has them."""
+    if subject.task.has("get_environment"):
+        played = await check_environment(subject.task, subject.config, subject.examples[0])
+        findings.add(played)
+        if subject.rubric is None and subject.tokenizer is not None and played.level == "ok":
+            return await _try_games(subject, findings)
+    if subject.rubric is not None:
+        return await _try_rewards(subject, rows, given, findings)
+    findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
+    return []
+
+
+async def _try_games(subject: Subject, findings: Findings) -> list[dict[str, Any]]:
+    """Games in an environment that is to give the rewards itself, and the table of what was earned."""
+    config, tokenizer, examples = subject.config, subject.tokenizer, subject.examples
+    room = None
+    if subject.own_model:
+        lengths, _ = prompt_lengths(examples, tokenizer, subject.tools)
+        room = placement.key_length(config, max(lengths))
+    try:
+        games = await check_games.play(config, subject.task, tokenizer, examples, room)
+    except EnvironmentWorkerError as error:
+        findings.add(
+            Finding("games", "problem", str(error), "a training would stop here", "make it faster")
+        )
+        return []
+    findings.extend(check_games.judge_games(games))
+    return check_games.table(games)
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+async def _try_rewards(
+    subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
+) -> list[dict[str, Any]]:
+    """Call the rewards in all ways, judge them, and return the table of what was earned."""
+    config = subject.config
+    scorer = rollout_builder.build_scorer(config, subject.task, subject.tokenizer, subject.rubric)
+    trial = Trial(scorer, subject.tokenizer)
+    try:
+        await scorer.start()
+        chosen = _chosen(subject, rows)
+        gold = await _gold(trial, subject, chosen, findings)
+        verdicts = await _on_known(subject, trial, chosen, gold, findings)
+        if given:
+            answers = await score_given(trial, given)
+            findings.extend(judge_given(given, answers, success_of(subject.config)))
+            verdicts += [verdict for group in answers for verdict in group]
+        if subject.task.has("compute_metrics"):
+            findings.add(await _metrics_on_gold(subject, scorer, rows, gold))
+    except RewardWorkerError as error:
+        findings.add(
+            Finding(
+                "rewards",
+                "problem",
+                str(error),
+                "a training would stop here",
+                "mend what the message names",
+            )
+        )
+        return []
+    finally:
+        await scorer.close()
+    return table(verdicts)
+
+
+async def _on_known(
+    subject: Subject,
+    trial: Trial,
+    chosen: Sequence[Example],
+    gold: Gold | None,
+    findings: Findings,
+) -> list[Verdict]:
+    """Gold and wrong completions, and everything that can be told from them."""
+    config, rubric = subject.config, subject.rubric
+    assert rubric is not None
+    tried = await try_cases(trial, chosen, gold)
+    verdicts = [verdict for row in tried for verdict in row]
+    findings.extend(judge_failures(verdicts))
+    findings.add(judge_spread(tried, gold))
+    if gold is not None:
+        findings.add(judge_order(tried, gold))
+        findings.extend(judge_forms(tried))
+        findings.extend(judge_cheap(tried))
+    findings.extend(judge_parts(verdicts, with_gold=gold is not None and gold.is_read))
+    group = config.training.num_generations
+    findings.add(judge_latency(trial, config.rewards.time_limit, group))
+    findings.extend(await _again(trial, rubric, chosen, tried))
+    return verdicts
+
+
+def _by_label(
+    rubric: Rubric | None, examples: Sequence[Example]
+) -> dict[str | None, list[Example]]:
+    """The examples by whose rewards they have; together, where all have the same."""
+    if not isinstance(rubric, Router):
+        return {None: list(examples)}
+    found: dict[str | None, list[Example]] = {}
+    for example in examples:
+        found.setdefault(rubric.label_of(example.columns), []).append(example)
+    return found
+
+
+def _chosen(subject: Subject, rows: int) -> list[Example]:
+    """The examples on which rewards are tried: of every label as many."""
+    labels = _by_label(subject.rubric, subject.examples)
+    each = -(-rows // len(labels))
+    return [example for own in labels.values() for example in spread(own, each)]
+
+
+async def _gold(
+    trial: Trial, subject: Subject, chosen: Sequence[Example], findings: Findings
+) -> Gold | None:
+    """Where gold completions come from, for each label of its own; says so."""
+    labels = _by_label(subject.rubric, chosen)
+    found = {
+        label: await _gold_of(trial, subject, own, f" of {label}" if label else "", findings)
+        for label, own in labels.items()
+    }
+    golds = {label: gold for label, gold in found.items() if gold is not None}
+    if isinstance(subject.rubric, Router) and golds:
+        return GoldByLabel.of(golds, subject.rubric.label_of)
+    return next(iter(golds.values()), None)
+
+
+async def _gold_of(
+    trial: Trial, subject: Subject, chosen: Sequence[Example], of: str, findings: Findings
+) -> Gold | None:
+    """The gold of rows that have the same rewards; `of` says in the report whose they are."""
+    answer_column = subject.config.rewards.answer_column
+    column = gold_column(chosen, answer_column)
+    if column is None:
+        findings.add(
+            Finding(
+                f"gold answers{of}",
+                "skipped",
+                f"there is no column {', '.join(gold_columns(answer_column))}",
+                "whether a right completion earns most could not be checked",
+                "add a column `gold_completion` with what a perfect model would write, or check --completions of your own",
+            )
+        )
+        return None
+    if column == GOLD_COMPLETION:
+        findings.add(Finding(f"gold answers{of}", "ok", f"column `{column}`, whole completions"))
+        return Gold(column, None)
+    layout, means, is_read = await find_layout(trial, chosen, column)
+    others = sorted(means.items(), key=lambda pair: -pair[1])[:SHOWN_LAYOUTS]
+    earned = "; ".join(f"{name} {mean:.4g}" for name, mean in others)
+    gold = Gold(column, layout, is_read=is_read)
+    findings.add(
+        Finding(
+            f"gold answers{of}",
+            "ok",
+            gold.described,
+            f"the way of writing it that the rewards read; on average earn: {earned}"
+            if means
+            else "",
+            data={"column": column, "layout": layout, "rewards": means},
+        )
+    )
+    return gold
+
+
+async def _again(
+    trial: Trial, rubric: Rubric, chosen: Sequence[Example], tried: Sequence[Sequence[Verdict]]
+) -> list[Finding]:
+    """The same calls a second time, and some completions one by one."""
+    if rubric.stateful:
+        return _not_again("a reward says that it keeps state, so calls may differ")
+    if trial.given_up:
+        return _not_again(trial.given_up)
+    pairs = list(zip(chosen, tried, strict=True))
+    before = [verdict.member for _, verdicts in pairs for verdict in verdicts]
+    after = [
+        member
+        for example, verdicts in pairs
+        for member in await trial.score(example, [verdict.text for verdict in verdicts])
+    ]
+    found = [judge_repetition(before, after)]
+    if trial.given_up:
+        return [*found, Finding("independence", "skipped", trial.given_up)]
+    relative = [
+        name
+        for name, function in zip(rubric.names, rubric.functions, strict=True)
+        if getattr(function, "relative", False) is True
+    ]
+    if relative:
+        said = f"{', '.join(f'`{name}`' for name in relative)} compares the members of a group, as it says"
+        return [*found, Finding("independence", "ok", said)]
+    few = [verdict for _, verdicts in pairs[:ALONE_ROWS] for verdict in verdicts]
+    alone = [
+        (await trial.score(example, [verdict.text]))[0]
+        for example, verdicts in pairs[:ALONE_ROWS]
+        for verdict in verdicts
+    ]
+    return [*found, judge_alone([verdict.member for verdict in few], alone)]
+
+
+def _not_again(why: str) -> list[Finding]:
+    return [Finding(name, "skipped", why) for name in ("determinism", "independence")]
+
+
+async def _metrics_on_gold(
+    subject: Subject, scorer: Scorer, rows: int, gold: Gold | None
+) -> Finding:
+    """Whether `compute_metrics` works: on gold, or on nothing said where there is none."""
+    examples = spread(subject.held_out or subject.train, rows)
+    texts = [next(iter(gold.texts(example)), "") if gold else "" for example in examples]
+    what = "gold completions" if any(texts) else "empty completions"
+    try:
+        details = await scorer.compute_metrics(
+            [example.prompt for example in examples],
+            [as_completion(each.prompt, text) for each, text in zip(examples, texts, strict=True)],
+            [{"prompt": example.prompt, **example.columns} for example in examples],
+        )
+    except RewardWorkerError as error:
+        meaning = "an evaluation would have no metrics"
+        return Finding("compute_metrics", "problem", str(error), meaning, "mend compute_metrics")
+    numbers = {
+        name: float(value)
+        for name, value in details.get("metrics", details).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "no numbers"
+    return Finding("compute_metrics", "ok", f"on {len(examples)} {what}: {shown}", data=numbers)

@@ -1,0 +1,300 @@
+"""What `groupwise check` finds out about a task before a reward is called: its hooks, its datasets, its prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, TypeVar, cast
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Example, Prompt
+from groupwise.engine.models.tokens import rendered
+from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, require
+from groupwise.tasks.data.chat import Account
+from groupwise.tasks.data.overlap import SameAs, trained_on
+from groupwise.tasks.data.sft import teacher_example
+from groupwise.tasks.rollouts.dialogue import first_ids
+from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
+from groupwise.tasks.tools import Schema
+from groupwise.training.checks.findings import Finding
+
+MEASURED = 2000
+"""Prompts of a dataset whose length is measured, evenly spread over it."""
+
+T = TypeVar("T")
+
+
+def check_hooks(task: Task) -> Finding:
+    """Every hook that is there can be called, and they suffice for some verb. Raises TaskError with all that is wrong."""
+    there = [hook for hook in HOOKS if task.has(hook)]
+    refuse_wrong_signatures(task, there)
+    usable = [verb for verb in NEEDED if suffices(task, verb)]
+    if not usable:
+        raise TaskError(
+            "\n".join(task.missing(hook, "rl") for hook in NEEDED["rl"] if not task.has(hook))
+        )
+    lacking = {
+        verb: [hook for hook in NEEDED[verb] if not task.has(hook)]
+        for verb in NEEDED
+        if verb not in usable
+    }
+    not_for = "; ".join(
+        f"`{verb}` would need {', '.join(names)}" for verb, names in lacking.items()
+    )
+    return Finding(
+        "hooks",
+        "ok",
+        ", ".join(there),
+        f"enough for {' and '.join(f'`{verb}`' for verb in usable)}"
+        + (f"; {not_for}" if not_for else ""),
+        data={"hooks": there, "verbs": usable, "missing": lacking},
+    )
+
+
+def suffices(task: Task, verb: Verb) -> bool:
+    """Whether the task has all that a verb needs."""
+    try:
+        require(task, verb)
+    except TaskError:
+        return False
+    return True
+
+
+def refuse_wrong_signatures(task: Task, hooks: Iterable[str]) -> None:
+    """Raise one TaskError for all hooks that cannot be called."""
+    wrong: list[str] = []
+    for hook in hooks:
+        try:
+            task.check_signature(hook)
+        except TaskError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise TaskError("\n".join(wrong))
+
+
+def check_dataset(
+    name: str,
+    examples: Sequence[Example],
+    tokenizer: Any,
+    room: int | None,
+    same: SameAs,
+    tools: Sequence[Schema] = (),
+) -> Iterator[Finding]:
+    """Size, columns and lengths, then what is wrong with them. `room` is that of the model for a prompt, in tokens.
+
+    `tools` are those that the prompts of chats describe.
+    """
+    lengths, unit = prompt_lengths(examples, tokenizer, tools)
+    sizes = {"min": min(lengths), "median": median(lengths), "max": max(lengths)}
+    columns = described_columns(examples)
+    shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+    yield Finding(
+        name,
+        "ok",
+        f"{rows(len(examples))}; prompts of {sizes['min']} to {sizes['max']} {unit}, median "
+        f"{sizes['median']:g}; columns: {shown or 'none but prompt'}",
+        data={
+            "rows": len(examples),
+            "columns": columns,
+            "prompt_length": {**sizes, "unit": unit, "measured": len(lengths)},
+        },
+    )
+    if room is not None and sizes["max"] > room:
+        long = sum(length > room for length in lengths)
+        yield Finding(
+            f"{name}: length",
+            "problem",
+            f"{long} of {len(lengths)} prompts are longer than the {room} tokens that the model leaves beside the completion",
+            "training would refuse to start",
+            "shorten sampler.max_completion_length"
+            + (f", or set data.max_prompt_length={room} to leave them out" if room > 0 else ""),
+            {"too_long": long, "room": room},
+        )
+    odd = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
+    yield from _hardly_meant(name, odd)
+    yield from _repeated(name, examples, same)
+    yield from _incomplete(name, examples)
+
+
+def check_left_out(accounts: Mapping[str, Account]) -> Iterator[Finding]:
+    """Which rows the hooks left out, by reason."""
+    for hook, account in accounts.items():
+        if account.left_out:
+            reasons = "; ".join(f"{count} × {reason}" for reason, count in account.left_out.items())
+            yield Finding(
+                f"{hook}: left out",
+                "warning",
+                f"{rows(sum(account.left_out.values()))} cannot be used: {reasons}",
+                "nothing is learnt or measured on them",
+                "mend them, or set data.strict to refuse them",
+                {"left_out": dict(account.left_out)},
+            )
+
+
+def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) -> Iterator[Finding]:
+    """Size and columns of what a teacher wrote, or what is wrong with it, which keeps nothing else from being looked at."""
+    for hook, name in (
+        ("get_sft_dataset", "sft data"),
+        ("get_sft_eval_dataset", "sft held-out data"),
+    ):
+        if not task.has(hook):
+            continue
+        try:
+            found = task.sft_rows(hook, config, tokenizer, limit)
+            formatted = task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
+            where = f"{task.described}: {hook}"
+            examples = [
+                teacher_example(index, row, text_field="text", where=where).example
+                for index, row in enumerate(() if formatted else found)
+            ]
+        except TaskError as error:
+            yield Finding(
+                name, "problem", str(error), "groupwise sft would refuse to start", "mend the hook"
+            )
+            continue
+        columns = described_columns([Example(index, "", row) for index, row in enumerate(found)])
+        shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+        yield Finding(
+            name,
+            "ok",
+            f"{rows(len(found))}; columns: {shown}"
+            + ("; the formatting function was not called" if formatted else ""),
+            data={"rows": len(found), "columns": columns},
+        )
+        yield from _hardly_meant(name, odd_prompts(tokenizer, examples))
+
+
+def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: SameAs) -> Finding:
+    """Whether held-out prompts are trained on."""
+    shared = trained_on(train, held_out, same)
+    data = {"shared": len(shared), "examples": [example.index for example in shared[:5]]}
+    if not shared:
+        return Finding("overlap", "ok", "no held-out prompt is trained on", data=data)
+    return Finding(
+        "overlap",
+        "warning",
+        f"{len(shared)} of {len(held_out)} held-out prompts are also trained on "
+        f"(held-out row {shared[0].row_number} for example)",
+        "the evaluation partly measures what was learnt by heart",
+        "split the rows before they are returned, by prompt",
+        data,
+    )
+
+
+def first_prompts(
+    examples: Sequence[Example], tokenizer: Any, count: int, tools: Sequence[Schema] = ()
+) -> list[str]:
+    """The first prompts as the model sees them; without a tokenizer, as they are written."""
+    if tokenizer is None:
+        return [written(example.prompt) for example in examples[:count]]
+    ids = [
+        first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples[:count]
+    ]
+    return [rendered(tokenizer, each) for each in ids]
+
+
+def written(prompt: Prompt) -> str:
+    """A prompt as text: of a chat, each message with its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in prompt)
+
+
+def prompt_lengths(
+    examples: Sequence[Example], tokenizer: Any, tools: Sequence[Schema] = ()
+) -> tuple[list[int], str]:
+    """Lengths of prompts spread over the dataset, and their unit."""
+    chosen = spread(examples, MEASURED)
+    if tokenizer is None:
+        return [len(written(example.prompt)) for example in chosen], "characters"
+    return [
+        len(first_ids(tokenizer, example.prompt, tools, example.columns)) for example in chosen
+    ], "tokens"
+
+
+def spread(found: Sequence[T], count: int) -> list[T]:
+    """At most `count` of them, evenly from the first to the last."""
+    if len(found) <= count:
+        return list(found)
+    return [found[index * len(found) // count] for index in range(count)]
+
+
+def described_columns(examples: Sequence[Example]) -> dict[str, str]:
+    """Each column with what it holds, and how many rows lack it."""
+    kinds: dict[str, Counter[str]] = {}
+    for example in examples:
+        for column, value in example.columns.items():
+            kinds.setdefault(column, Counter())[kind(value)] += 1
+    described: dict[str, str] = {}
+    for column, counts in kinds.items():
+        absent = len(examples) - counts.total() + counts.pop("nothing", 0)
+        held = " or ".join(sorted(counts)) or "nothing"
+        described[column] = held + (f", missing in {absent}" if absent else "")
+    return described
+
+
+def kind(value: Any) -> str:
+    """What a value is, in a word."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, bool):
+        return "yes or no"
+    if isinstance(value, int | float):
+        return "number"
+    if isinstance(value, list | tuple):
+        inner = {kind(entry) for entry in cast("Sequence[Any]", value)}
+        return f"list of {inner.pop()}" if len(inner) == 1 else "list"
+    return "mapping" if isinstance(value, Mapping) else type(value).__name__
+
+
+def rows(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
+    for warning in warnings:
+        yield Finding(
+            f"{name}: prompts",
+            "warning",
+            warning,
+            "the model may be asked otherwise than is meant",
+            "look at the first prompts, which --json shows as the model sees them",
+        )
+
+
+def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:
+    """Prompts that occur several times."""
+    counts = Counter(map(same, examples))
+    surplus = len(examples) - len(counts)
+    if not surplus:
+        return
+    key, most = counts.most_common(1)[0]
+    places = [example.row_number for example in examples if same(example) == key][:3]
+    yield Finding(
+        f"{name}: duplicates",
+        "warning",
+        f"{rows(surplus)} repeat the prompt of another; the most frequent one occurs {most} times "
+        f"(rows {', '.join(map(str, places))}{' …' if most > 3 else ''})",
+        "they count as often as they occur",
+        "leave them out, unless they are meant to weigh more",
+        {"surplus": surplus, "most": most, "rows": places},
+    )
+
+
+def _incomplete(name: str, examples: Sequence[Example]) -> Iterator[Finding]:
+    """Columns that only some rows have."""
+    counts = Counter(column for example in examples for column in example.columns)
+    partial = sorted(column for column, count in counts.items() if count < len(examples))
+    if partial:
+        yield Finding(
+            f"{name}: columns",
+            "warning",
+            f"only some rows have {', '.join(f'`{column}`' for column in partial)}",
+            "a reward function that asks for it by name would be refused",
+            "give every row the same columns, None where there is nothing",
+            {"partial": partial},
+        )

@@ -1,0 +1,306 @@
+"""Completions that somebody wrote: from a JSONL file, from an evaluation's results, or from the record of a run.
+
+    {"prompt": …, "completion": "…"}      the prompt as the task gives it: text or messages
+    {"example": 3, "completion": "…"}     row 3 of the training data, from 0
+
+Results of `groupwise eval` (a JSON file with `rows`) have both. A run's rollouts carry their own examples, and what they earned then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from groupwise.core.errors import RunNotFoundError, UsageError
+from groupwise.core.types import Example, Group
+from groupwise.runs import find
+from groupwise.runs.advice import DISTINCT, LEAST_DISTINCT, MOST_WITHOUT_SIGNAL
+from groupwise.runs.folder import RECORD
+from groupwise.runs.store import Store
+from groupwise.tasks.data.overlap import prompt_key
+from groupwise.training.checks.check_rewards import (
+    Trial,
+    Verdict,
+    distribution,
+    is_constant,
+    rewards_of,
+)
+from groupwise.training.checks.findings import Finding
+from groupwise.training.evaluation.measures import Success, distinct_share
+
+MOST_ROLLOUTS = 512
+"""Of a run, the newest steps with about so many rollouts are scored again."""
+FEW = 8
+"""Completions below which it means little that none of them is right."""
+NEAR = 1e-6
+"""Rewards that differ by less are what was recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenGroup:
+    """Completions of one example."""
+
+    example: Example
+    texts: tuple[str, ...]
+    recorded: tuple[float | None, ...] = ()
+    """What each earned in its run; empty where nobody knows."""
+
+
+def load_given(
+    source: str, train: Sequence[Example], held_out: Sequence[Example], runs_dir: Path
+) -> list[GivenGroup]:
+    """The completions in a file, or in the record of a run. UsageError for what is neither, or does not fit the task."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _of_file(path, train, held_out)
+    try:
+        address = find.resolve(source, runs_dir)
+    except RunNotFoundError as error:
+        raise UsageError(
+            f"--completions {source}: there is no file of that name, and it names no run: {error}"
+        ) from error
+    return _of_run(address.path)
+
+
+async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[Verdict]]:
+    """The verdicts, a list for each group."""
+    return [
+        [
+            Verdict(group.example.row_number, "given", text, member)
+            for text, member in zip(
+                group.texts, await trial.score(group.example, group.texts), strict=True
+            )
+        ]
+        for group in groups
+    ]
+
+
+def judge_given(
+    groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]], success: Success
+) -> list[Finding]:
+    """Their distribution, groups without signal, whether any is a success, failures, and whether they earn what they earned."""
+    every = [rewards_of(verdicts) for verdicts in tried]
+    values = [value for rewards in every for value in rewards]
+    total = sum(len(group.texts) for group in groups)
+    failed = total - len(values)
+    found = [_spread_of_given(groups, every, values, total), *_nothing_solved(tried, success)]
+    if failed:
+        reasons = Counter(
+            v.member.reason or v.member.outcome
+            for verdicts in tried
+            for v in verdicts
+            if v.member.outcome != "scored"
+        )
+        shown = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
+        found.append(
+            Finding(
+                "given: failures",
+                "problem",
+                f"{failed} of {total} given completions could not be scored:\n{shown}",
+                "such rollouts do not teach",
+                "let the reward functions take what a model writes",
+                {"failed": failed, "reasons": dict(reasons)},
+            )
+        )
+    found += _compared(groups, tried)
+    return found
+
+
+def _spread_of_given(
+    groups: Sequence[GivenGroup],
+    every: Sequence[Sequence[float]],
+    values: Sequence[float],
+    total: int,
+) -> Finding:
+    if not values:
+        return Finding("given completions", "skipped", f"none of {total} was scored")
+    compared = [rewards for rewards in every if len(rewards) > 1]
+    constant = sum(is_constant(rewards) for rewards in compared)
+    texts = [group.texts for group in groups if len(group.texts) > 1]
+    distinct = fmean(map(distinct_share, texts)) if texts else 1.0
+    numbers = distribution(values)
+    data = {
+        **numbers,
+        "completions": total,
+        "prompts": len(groups),
+        "groups": len(compared),
+        "constant_groups": constant,
+        **({DISTINCT: distinct} if texts else {}),
+    }
+    measured = (
+        f"{total} of {len(groups)} prompts: mean {numbers['mean']:.4g}, from {numbers['min']:.4g} to {numbers['max']:.4g}"
+        + (f"; {constant} of {len(compared)} groups are constant" if compared else "")
+        + (f"; {distinct:.0%} of the completions of a prompt differ" if texts else "")
+    )
+    if is_constant(values) and len(values) > 1:
+        return Finding(
+            "given completions",
+            "warning",
+            measured,
+            "a reward that is the same for all of them teaches nothing",
+            "begin with easier prompts, or add a part for what comes before a right answer",
+            data,
+        )
+    if compared and constant > MOST_WITHOUT_SIGNAL * len(compared):
+        return Finding(
+            "given completions",
+            "warning",
+            measured,
+            "members of a group are compared with each other, and here they hardly ever earn anything different",
+            "raise sampler.temperature, or end the warm-up sooner (its training.stop_when), for the members of a group are alike"
+            if distinct < LEAST_DISTINCT
+            else "begin with prompts that are sometimes answered rightly, pay for parts of an answer, or warm the model up first (warm_up)",
+            data,
+        )
+    return Finding("given completions", "ok", measured, data=data)
+
+
+def _nothing_solved(tried: Sequence[Sequence[Verdict]], success: Success) -> list[Finding]:
+    members = [verdict.member for verdicts in tried for verdict in verdicts]
+    judged = [
+        success.reached(member.reward, {part.name: part.value for part in member.parts})
+        for member in members
+    ]
+    if any(judged) or len(judged) < FEW:
+        return []
+    return [
+        Finding(
+            "given: solved",
+            "warning",
+            f"none of {len(judged)} counts as solved (eval.success_threshold, eval.success_part)",
+            "a reward that is paid for right answers alone cannot rise from here; one that pays for steps towards them can",
+            "begin with easier examples or with hints in the prompt, warm the model up first (warm_up), or say in the config what counts",
+            {"completions": len(judged)},
+        )
+    ]
+
+
+def _compared(groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]) -> list[Finding]:
+    pairs = [
+        (verdict, then)
+        for group, verdicts in zip(groups, tried, strict=True)
+        if group.recorded
+        for verdict, then in zip(verdicts, group.recorded, strict=True)
+        if then is not None and verdict.member.reward is not None
+    ]
+    if not pairs:
+        return []
+    changed = [(v, then) for v, then in pairs if abs((v.member.reward or 0.0) - then) > NEAR]
+    data = {"compared": len(pairs), "changed": len(changed)}
+    if not changed:
+        return [
+            Finding(
+                "given: recorded",
+                "ok",
+                f"all {len(pairs)} earn what the run recorded",
+                data=data,
+            )
+        ]
+    verdict, then = changed[0]
+    return [
+        Finding(
+            "given: recorded",
+            "warning",
+            f"{len(changed)} of {len(pairs)} earn something else than the run recorded; row {verdict.example}: "
+            f"{then:.4g} then, {verdict.member.reward:.4g} now",
+            "the rewards were changed since, depend on the step, or are not deterministic",
+            "nothing, if you changed them",
+            data,
+        )
+    ]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _of_run(path: Path) -> list[GivenGroup]:
+    groups: list[GivenGroup] = []
+    with Store.open(path / RECORD, readonly=True) as store:
+        for record in reversed(store.steps()):
+            groups += [_recorded(group) for group in store.groups(record.step)]
+            if sum(len(group.texts) for group in groups) >= MOST_ROLLOUTS:
+                break
+    if not groups:
+        raise UsageError(f"--completions {path}: the run has no committed step, so no rollouts.")
+    return groups
+
+
+def _recorded(group: Group) -> GivenGroup:
+    return GivenGroup(
+        group.example,
+        tuple(rollout.completion for rollout in group.rollouts),
+        tuple(rollout.reward for rollout in group.rollouts),
+    )
+
+
+def _of_file(path: Path, train: Sequence[Example], held_out: Sequence[Example]) -> list[GivenGroup]:
+    by_prompt = {prompt_key(example.prompt): example for example in (*held_out, *train)}
+    by_index = {example.index: example for example in train}
+    found: dict[str, tuple[Example, list[str]]] = {}
+    for place, row in _rows(path):
+        example = _example_of(row, place, by_prompt, by_index)
+        completion = row.get("completion")
+        if not isinstance(completion, str):
+            raise UsageError(f"{place}: `completion` is {completion!r:.40}; expected text.")
+        found.setdefault(prompt_key(example.prompt), (example, []))[1].append(completion)
+    if not found:
+        raise UsageError(f"--completions {path}: the file has no rows. {_EXPECTED}")
+    return [GivenGroup(example, tuple(texts)) for example, texts in found.values()]
+
+
+_EXPECTED = 'Expected one JSON object in each line: {"prompt": …, "completion": "…"} or {"example": 0, "completion": "…"}.'
+
+
+def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """The rows with their places for messages."""
+    text = path.read_text(encoding="utf-8")
+    whole = _parsed(text)
+    if isinstance(whole, Mapping) and isinstance(whole.get("rows"), list):  # type: ignore[reportUnknownMemberType]
+        listed = cast("list[Any]", whole["rows"])
+        return [_checked(row, f"{path}, row {number}") for number, row in enumerate(listed)]
+    return [
+        _checked(_parsed(line), f"{path}:{number}")
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip()
+    ]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _checked(row: Any, place: str) -> tuple[str, Mapping[str, Any]]:
+    if not isinstance(row, Mapping):
+        raise UsageError(f"{place}: this is no JSON object. {_EXPECTED}")
+    return place, cast("Mapping[str, Any]", row)
+
+
+def _example_of(
+    row: Mapping[str, Any],
+    place: str,
+    by_prompt: Mapping[str, Example],
+    by_index: Mapping[int, Example],
+) -> Example:
+    """The prompt says which example is meant; where it is not given, the number does."""
+    if "prompt" in row:
+        found = by_prompt.get(prompt_key(row["prompt"]))
+        what = f"the prompt {json.dumps(row['prompt'], ensure_ascii=False)[:60]}"
+    elif "example" in row:
+        found = by_index.get(row["example"])
+        what = f"example {row['example']!r:.40}"
+    else:
+        raise UsageError(f"{place}: there is neither `prompt` nor `example`. {_EXPECTED}")
+    if found is None:
+        raise UsageError(
+            f"{place}: {what} is not in the task's data, which have {len(by_index)} training rows. "
+            "Rewards need the other columns of the row, so only prompts of the task can be scored."
+        )
+    return found

@@ -1,0 +1,554 @@
+"""Rewards tried on completions whose worth is known: `Trial` calls them as training does, the functions below judge.
+
+find_layout      how a gold answer has to be written to earn anything
+try_cases        gold and wrong completions of some rows, one call for each row
+judge_…          one finding each, from the verdicts alone
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from groupwise.core.reward_call.request import MemberScore, Scorer, ScoreRequest, unscored
+from groupwise.core.reward_call.text import as_completion
+from groupwise.core.types import Example
+from groupwise.engine.models.tokens import text_ids
+from groupwise.tasks.rewards.rubric import NO_REWARD
+from groupwise.training.checks.check_gold import LAYOUTS, Gold, accepted_forms, cases_of, laid_out
+from groupwise.training.checks.findings import Finding, Level
+
+LAYOUT_ROWS = 4
+"""Rows on which each way of writing a gold answer is tried."""
+ALONE_ROWS = 2
+"""Rows whose completions are also scored one by one."""
+SAME = 1e-9
+"""Rewards that differ by less are the same."""
+CHEAP = 0.25
+"""A completion without an answer that earns so much of what gold earns above the worst, is worth a warning."""
+SLOW = 0.5
+"""Share of the time limit above which a call is called slow."""
+PATIENCE = 3
+"""Calls in a row that take too long before the rewards are given up: each costs the whole time limit, and more would say the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one completion earned."""
+
+    example: int
+    kind: str
+    text: str
+    member: MemberScore
+
+
+@dataclass(slots=True)
+class Trial:
+    """Calls the rewards as training does, and notes how long each call took.
+
+    After `PATIENCE` calls in a row that took too long it calls no more: everything else comes back as timed out, with that reason.
+    """
+
+    scorer: Scorer
+    tokenizer: Any
+    """None where none is known: functions that ask for `completion_ids` then get empty lists."""
+    seconds: list[float] = field(default_factory=list[float])
+    """Of each call."""
+    most: int = 0
+    """Completions of the largest call."""
+    too_long: int = 0
+    """Calls in a row, up to the last one, that took too long."""
+    reason: str | None = None
+    """What the last of these took too long with."""
+    _ids_of: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the rewards are called no more; None as long as they are."""
+        if self.too_long < PATIENCE:
+            return None
+        return f"given up after {self.too_long} time-outs in a row; the last one: {self.reason}"
+
+    async def score(self, example: Example, texts: Sequence[str]) -> tuple[MemberScore, ...]:
+        """The verdicts on completions of one example, asked for in one call."""
+        count = len(texts)
+        if self.given_up:
+            return unscored(count, "timed_out", self.given_up).members
+        request = ScoreRequest(
+            draw=example.index,
+            prompts=[example.prompt] * count,
+            completions=[as_completion(example.prompt, text) for text in texts],
+            completion_ids=[self._ids(text) for text in texts],
+            columns={name: [value] * count for name, value in example.columns.items()},
+            global_step=0,
+            max_steps=1,
+        )
+        begun = time.perf_counter()
+        score = await self.scorer.score(request)
+        self.seconds.append(time.perf_counter() - begun)
+        self.most = max(self.most, count)
+        self._note_time_out(score.members)
+        return score.members
+
+    def _note_time_out(self, members: Sequence[MemberScore]) -> None:
+        """A call is stopped as a whole, so one member tells of all."""
+        reasons = [member.reason for member in members if member.outcome == "timed_out"]
+        self.too_long = self.too_long + 1 if reasons else 0
+        self.reason = reasons[0] if reasons else None
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of a completion; most are tried on many rows and more than once, so each is cut up only once."""
+        if self.tokenizer is None:
+            return []
+        if text not in self._ids_of:
+            self._ids_of[text] = text_ids(self.tokenizer, text)
+        return list(self._ids_of[text])
+
+
+async def find_layout(
+    trial: Trial, examples: Sequence[Example], column: str
+) -> tuple[str, dict[str, float], bool]:
+    """The way of writing gold answers that the rewards read, what each way earns on average, and whether any of them is read.
+
+    It is read where a row's own answer earns something else than another row's, be it more or less: a reward that is the wrong way
+    round must not hide behind a layout that it does not understand. Of ways that are read alike the one that earns most is taken.
+    """
+    own: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+    margins: dict[str, list[float]] = {layout: [0.0] for layout in LAYOUTS}
+    with_gold = [each for each in examples if accepted_forms(each.columns.get(column))]
+    for example in with_gold[:LAYOUT_ROWS]:
+        stored = accepted_forms(example.columns[column])[0]
+        other = _other_answer(example, with_gold, column)
+        texts = [laid_out(answer, layout) for answer in (stored, other) for layout in LAYOUTS]
+        members = await trial.score(example, texts)
+        halves = members[: len(LAYOUTS)], members[len(LAYOUTS) :]
+        for layout, right, wrong in zip(LAYOUTS, *halves, strict=True):
+            if right.reward is not None:
+                own[layout].append(right.reward)
+            if right.reward is not None and wrong.reward is not None:
+                margins[layout].append(abs(right.reward - wrong.reward))
+    means = {layout: fmean(values) for layout, values in own.items() if values}
+    read = {layout: round(fmean(values), 6) for layout, values in margins.items()}
+    best = max(means, key=lambda way: (read[way], means[way]), default="plain")
+    return best, means, any(read.values())
+
+
+def _other_answer(example: Example, examples: Sequence[Example], column: str) -> str:
+    """The gold answer of another row that is none of this one; the same one where there is no such row."""
+    forms = accepted_forms(example.columns[column])
+    others = (accepted_forms(each.columns[column])[0] for each in examples)
+    return next((answer for answer in others if answer not in forms), forms[0])
+
+
+async def try_cases(
+    trial: Trial, examples: Sequence[Example], gold: Gold | None
+) -> list[list[Verdict]]:
+    """The verdicts on gold and wrong completions, a list for each example."""
+    tried: list[list[Verdict]] = []
+    for place, example in enumerate(examples):
+        others = [*examples[place + 1 :], *examples[:place]]
+        cases = cases_of(example, others, gold)
+        members = await trial.score(example, [case.text for case in cases])
+        tried.append(
+            [
+                Verdict(example.row_number, case.kind, case.text, member)
+                for case, member in zip(cases, members, strict=True)
+            ]
+        )
+    return tried
+
+
+# --- judging -------------------------------------------------------------------------------------
+
+
+def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
+    """Completions that could not be scored: because a reward broke down, or because none applied."""
+    broken = [v for v in verdicts if v.member.outcome != "scored" and v.member.reason != NO_REWARD]
+    if not broken:
+        yield Finding("exceptions", "ok", f"none in {len(verdicts)} completions")
+    else:
+        reasons = Counter(v.member.reason or v.member.outcome for v in broken)
+        kinds = ", ".join(dict.fromkeys(v.kind for v in broken))
+        shown = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
+        yield Finding(
+            "exceptions",
+            "problem",
+            f"{len(broken)} of {len(verdicts)} completions could not be scored ({kinds}):\n"
+            + "\n".join(shown),
+            "in training such rollouts are failed and do not teach; a model writes all of these",
+            "let the reward function take any text and return a number for it, or None where it does not apply",
+            {"failed": len(broken), "reasons": dict(reasons)},
+        )
+    silent = [v for v in verdicts if v.member.reason == NO_REWARD]
+    if silent:
+        everywhere = len(silent) == len(verdicts)
+        yield Finding(
+            "no reward",
+            "problem" if everywhere else "warning",
+            f"every reward function returned None for {len(silent)} of {len(verdicts)} completions "
+            f"({', '.join(dict.fromkeys(v.kind for v in silent))})",
+            "rollouts without any reward do not teach",
+            "return a number where the reward applies",
+            {"unrewarded": len(silent)},
+        )
+
+
+def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Finding:
+    """Whether the reward tells completions apart at all. Without gold all that were tried are wrong, and may well earn the same."""
+    with_gold = gold is not None
+    every = [rewards_of(verdicts) for verdicts in tried]
+    every = [rewards for rewards in every if len(rewards) > 1]
+    values = [value for rewards in every for value in rewards]
+    if not values:
+        return Finding("spread", "skipped", "no completion was scored")
+    constant = sum(is_constant(rewards) for rewards in every)
+    data = {**distribution(values), "rows": len(every), "constant_rows": constant}
+    measured = f"rewards from {min(values):.4g} to {max(values):.4g}"
+    if is_constant(values) and not with_gold:
+        return Finding(
+            "spread",
+            "skipped",
+            f"every completion earns {values[0]:.4g}, but none of them is meant to be right",
+            "whether a right one earns more could not be checked",
+            data=data,
+        )
+    if is_constant(values) and gold is not None and not gold.is_read:
+        return Finding(
+            "spread",
+            "warning",
+            f"every completion of every row earns {values[0]:.4g}, in whichever of {len(LAYOUTS)} ways the gold answer was written",
+            "either the reward never varies, or right completions look otherwise",
+            "add a column `gold_completion` with completions as they should be, which is used as it stands",
+            data,
+        )
+    if is_constant(values):
+        return Finding(
+            "spread",
+            "problem",
+            f"every completion of every row earns {values[0]:.4g}",
+            "nothing can be learnt from a reward that never varies",
+            "look at what the reward functions compare, and at the column that they compare with",
+            data,
+        )
+    if constant and with_gold:
+        return Finding(
+            "spread",
+            "warning",
+            f"{measured}; in {constant} of {len(every)} rows all completions earn the same",
+            "a group whose members earn the same teaches nothing",
+            "look at these rows: is their gold answer right?",
+            data,
+        )
+    rows = f"{constant} rows are constant" if constant else "no row is constant"
+    return Finding("spread", "ok", f"{measured}; {rows}", data=data)
+
+
+def judge_order(tried: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
+    """Whether the right completion earns most."""
+    pairs = [
+        (right, max(wrong, key=_reward))
+        for right, wrong in map(_right_and_wrong, tried)
+        if right is not None and wrong
+    ]
+    name = "gold earns most"
+    if not gold.is_read:
+        return Finding(
+            name,
+            "skipped",
+            f"the rewards read the gold answer in none of the {len(LAYOUTS)} ways in which it was written",
+            "whether a right completion earns most could not be checked",
+            "add a column `gold_completion` with completions as they should be",
+            {"column": gold.column},
+        )
+    if not pairs:
+        return Finding(name, "skipped", "no gold completion was scored")
+    beaten = [(r, w) for r, w in pairs if _reward(w) > _reward(r) + SAME]
+    tied = [(r, w) for r, w in pairs if abs(_reward(w) - _reward(r)) <= SAME]
+    mean = fmean(_reward(right) for right, _ in pairs)
+    data = {
+        "rows": len(pairs),
+        "beaten": len(beaten),
+        "tied": len(tied),
+        "gold_reward": mean,
+        "column": gold.column,
+        "layout": gold.layout,
+    }
+    guessed = (
+        ""
+        if gold.layout is None
+        else "; if right completions look otherwise, add a column `gold_completion` that holds them"
+    )
+    if beaten:
+        right, wrong = max(beaten, key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
+        return Finding(
+            name,
+            "problem",
+            f"in {len(beaten)} of {len(pairs)} rows a wrong completion earns more than gold; row {right.example}: "
+            f"{wrong.kind} {_reward(wrong):.4g}, gold {_reward(right):.4g}",
+            "training would teach the wrong answer",
+            f"mend the reward{guessed}",
+            data,
+        )
+    if tied:
+        right, wrong = tied[0]
+        return Finding(
+            name,
+            "warning",
+            f"in {len(tied)} of {len(pairs)} rows a wrong completion earns as much as gold; row {right.example}: "
+            f"{wrong.kind}, {_reward(wrong):.4g}",
+            "the right answer is not told apart from that",
+            f"look at these rows{guessed}",
+            data,
+        )
+    return Finding(name, "ok", f"in all {len(pairs)} rows; {mean:.4g} on average", data=data)
+
+
+def judge_forms(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
+    """Whether every accepted form of an answer is accepted."""
+    unequal: list[tuple[Verdict, Verdict]] = []
+    rows = 0
+    for verdicts in tried:
+        right = [v for v in verdicts if v.kind == "gold" and v.member.reward is not None]
+        rows += len(right) > 1
+        unequal += [(right[0], v) for v in right[1:] if _reward(v) < _reward(right[0]) - SAME]
+    if unequal:
+        first, other = unequal[0]
+        yield Finding(
+            "accepted forms",
+            "warning",
+            f"{len(unequal)} further forms of gold answers earn less than the first; row {first.example}: "
+            f"{other.text!r:.60} {_reward(other):.4g}, {first.text!r:.60} {_reward(first):.4g}",
+            "an answer that the data call right is punished",
+            "compare with every form in the list",
+            {"unequal": len(unequal), "rows": rows},
+        )
+    elif rows:
+        yield Finding("accepted forms", "ok", f"all earn the same in {rows} rows that have several")
+
+
+def judge_cheap(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
+    """Completions that hold no answer and earn something all the same."""
+    names = {
+        "empty": "saying nothing",
+        "prompt echoed": "repeating the prompt",
+        "very long": "going on and on",
+    }
+    for kind, doing in names.items():
+        shares = [
+            share for verdicts in tried if (share := _share_of_gold(verdicts, kind)) is not None
+        ]
+        if not shares:
+            continue
+        mean = fmean(shares)
+        level: Level = "warning" if mean > CHEAP else "ok"
+        yield Finding(
+            kind,
+            level,
+            f"{doing} earns {mean:.0%} of the way from the worst completion to gold",
+            "a policy finds that first, and may stay there" if level == "warning" else "",
+            "give it less than an honest wrong answer" if level == "warning" else "",
+            {"share_of_gold": mean},
+        )
+
+
+def judge_parts(verdicts: Sequence[Verdict], *, with_gold: bool) -> Iterator[Finding]:
+    """Each reward function by itself: how often it applies, and whether it ever changes (which without gold says nothing)."""
+    parts = part_values(verdicts)
+    failures = Counter(name for v in verdicts for name in v.member.notes.get("failed_rewards", ()))
+    for name, values in parts.items():
+        given = [value for value in values if value is not None]
+        failed = failures[name] / len(values)
+        absent = 1 - len(given) / len(values) - failed
+        numbers = distribution(given) if given else {}
+        described = "no value"
+        if given:
+            described = "{min:.4g} to {max:.4g}, mean {mean:.4g}".format_map(numbers)
+        if failures[name]:
+            described += f"; failed for {failed:.0%}"
+        if len(given) + failures[name] < len(values):
+            described += f"; None for {absent:.0%}"
+        silent = not given and not failures[name]
+        idle = with_gold and (silent or (bool(given) and is_constant(given) and len(parts) > 1))
+        yield Finding(
+            f"part {name}",
+            "warning" if idle else "ok",
+            described,
+            "the same for every completion: this part changes nothing that is learnt"
+            if idle
+            else "",
+            "remove it, or look at what it expects" if idle else "",
+            {"none_share": absent, "failed_share": failed, **numbers},
+        )
+
+
+def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> Finding:
+    """Whether the same call gives the same rewards."""
+    changed = _differences(first, second)
+    data = {"changed": len(changed), "completions": len(first)}
+    if not changed:
+        return Finding(
+            "determinism",
+            "ok",
+            f"a second call gives the same for {len(first)} completions",
+            data=data,
+        )
+    return Finding(
+        "determinism",
+        "warning",
+        f"a second call gives something else for {len(changed)} of {len(first)} completions: {changed[0]}",
+        "repeated runs and resumes will differ, and chance is learnt from",
+        "seed what is random by the completion's text; a judge wants temperature 0",
+        data,
+    )
+
+
+def judge_alone(together: Sequence[MemberScore], alone: Sequence[MemberScore]) -> Finding:
+    """Whether a completion's reward depends on the others of its call."""
+    changed = _differences(together, alone)
+    data = {"changed": len(changed), "completions": len(alone)}
+    name = "independence"
+    if not changed:
+        return Finding(
+            name, "ok", f"{len(alone)} completions earn the same alone and together", data=data
+        )
+    return Finding(
+        name,
+        "warning",
+        f"{len(changed)} of {len(alone)} completions earn something else when scored alone: {changed[0]}",
+        "the reward of a completion depends on the others of its group",
+        "if it is meant to compare them, say so with `function.relative = True`; otherwise look for an index or a list that is "
+        "shared",
+        data,
+    )
+
+
+def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
+    """How long a call takes, against `rewards.time_limit`. The first may import and load things."""
+    first, later = trial.seconds[0], trial.seconds[1:] or trial.seconds
+    usual, worst = median(later), max(later)
+    data = {
+        "median": usual,
+        "max": worst,
+        "first": first,
+        "calls": len(trial.seconds),
+        "completions": trial.most,
+        "time_limit": limit,
+    }
+    measured = (
+        f"{seconds(usual)} for a call in the middle, {seconds(worst)} for the longest, of up to {trial.most} completions "
+        f"(a group has {group}); the limit is {limit:g} s for each function"
+    )
+    if max(worst, first) > SLOW * limit:
+        return Finding(
+            "latency",
+            "warning",
+            measured,
+            "calls near the limit time out on a busy machine, and those rollouts do not teach",
+            "make the reward faster, raise rewards.time_limit, or give it more rewards.workers",
+            data,
+        )
+    return Finding("latency", "ok", measured, data=data)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def table(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
+    """What each kind of completion earned: a row with its count, total and parts (means), and failures."""
+    by_kind: dict[str, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_kind.setdefault(verdict.kind, []).append(verdict)
+    return [
+        {
+            "completion": kind,
+            "count": len(found),
+            "failed": sum(v.member.outcome != "scored" for v in found),
+            "reward": mean_or_none(rewards_of(found)),
+            "parts": {name: mean_or_none(values) for name, values in part_values(found).items()},
+        }
+        for kind, found in by_kind.items()
+    ]
+
+
+def part_values(verdicts: Iterable[Verdict]) -> dict[str, list[float | None]]:
+    """The values of each part, None where it does not apply."""
+    values: dict[str, list[float | None]] = {}
+    for verdict in verdicts:
+        for part in verdict.member.parts:
+            values.setdefault(part.name, []).append(part.value)
+    return values
+
+
+def rewards_of(verdicts: Iterable[Verdict]) -> list[float]:
+    """The totals of those that were scored."""
+    return [v.member.reward for v in verdicts if v.member.reward is not None]
+
+
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """Mean, spread and range."""
+    return {"mean": fmean(values), "std": pstdev(values), "min": min(values), "max": max(values)}
+
+
+def is_constant(values: Sequence[float]) -> bool:
+    """Whether all are the same."""
+    return max(values) - min(values) <= SAME
+
+
+def mean_or_none(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are there."""
+    given = [value for value in values if value is not None]
+    return fmean(given) if given else None
+
+
+def seconds(value: float) -> str:
+    """A short time for people."""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _reward(verdict: Verdict) -> float:
+    assert verdict.member.reward is not None
+    return verdict.member.reward
+
+
+def _right_and_wrong(verdicts: Sequence[Verdict]) -> tuple[Verdict | None, list[Verdict]]:
+    """The preferred gold completion and all wrong ones, of those that were scored."""
+    scored = [v for v in verdicts if v.member.reward is not None]
+    right = next((v for v in scored if v.kind == "gold"), None)
+    return right, [v for v in scored if v.kind != "gold"]
+
+
+def _share_of_gold(verdicts: Sequence[Verdict], kind: str) -> float | None:
+    """How far a kind of completion gets from the worst one to gold; None where that cannot be said."""
+    right, wrong = _right_and_wrong(verdicts)
+    asked = [_reward(v) for v in wrong if v.kind == kind]
+    if right is None or not asked:
+        return None
+    floor = min(_reward(v) for v in wrong)
+    span = _reward(right) - floor
+    return (asked[0] - floor) / span if span > SAME else None
+
+
+def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> list[str]:
+    """What differs between two verdicts on the same completions, in words."""
+    found: list[str] = []
+    for before, after in zip(first, second, strict=True):
+        values = _values(before), _values(after)
+        changed = [name for name in values[0] if values[0][name] != values[1].get(name)]
+        if changed:
+            name = changed[0]
+            found.append(f"`{name}` {_shown(values[0][name])}, then {_shown(values[1].get(name))}")
+        elif before.outcome != after.outcome:
+            found.append(f"{before.outcome}, then {after.outcome}")
+    return found
+
+
+def _values(member: MemberScore) -> Mapping[str, float | None]:
+    return {part.name: part.value for part in member.parts}
+
+
+def _shown(value: float | None) -> str:
+    return "None" if value is None else f"{value:.4g}"

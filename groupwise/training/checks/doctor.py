@@ -1,0 +1,51 @@
+"""The command `groupwise doctor`: whether model, template and engine work on this machine, and what a run will cost.
+
+    machine      libraries, cores, device, memory, disk, random numbers        (doctor_machine)
+    tokenizer    template, beginnings and ends, what further turns change      (doctor_template)
+    engine       masks, log-probability gap, batch invariance, publication     (doctor_engine)
+    cost         peak memory, tokens per second, seconds of a step             (doctor_cost)
+
+It builds what `groupwise rl` would build from the same config, samples a few short completions, makes one update that nobody keeps,
+and writes nothing but publications, which it removes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.engine.backends.unsloth import library
+from groupwise.training.checks import doctor_machine
+from groupwise.training.checks.findings import Findings, OnFinding, Report
+from groupwise.training.config import RunConfig, load_config
+
+CODE = "doctor_failed"
+
+
+def doctor(
+    config: Path | str | Mapping[str, Any] | RunConfig | None = None,
+    task: object = None,
+    *,
+    overrides: Sequence[str] = (),
+    on_finding: OnFinding | None = None,
+) -> Report:
+    """Examine model, template and engine on this machine: the command `groupwise doctor`.
+
+    Without a config it is that of the model `tiny`; with a task its prompts are asked, otherwise some of our own. Raises `UsageError`
+    for a config, task or model that cannot be used at all.
+    """
+    findings = Findings(on_finding)
+    loaded = load_config({"model": {"name": "tiny"}} if config is None else config, overrides)
+    libraries = doctor_machine.libraries(doctor_machine.installed_versions())
+    findings.add(libraries)
+    if libraries.level == "problem":  # the rest would need them
+        return Report("this machine", tuple(findings.found), CODE)
+    library.import_first(loaded.config.model)
+    load = os.getloadavg()[0]  # of the others: nothing has been computed yet
+
+    from groupwise.training.checks.doctor_examination import examine_all
+
+    subject, details = examine_all(loaded, task, load, findings)
+    return Report(subject, tuple(findings.found), CODE, details)

@@ -1,0 +1,310 @@
+"""What a run will cost on this machine: a short measurement of sampling and learning, and what follows for a step.
+
+Completions are sampled to a fixed length with all slots occupied, because a decode step costs the same however many slots are.
+What is learnt from are whole groups. Scoring is left out: rewards run beside it in other processes, and only the task knows. So is
+the time that an environment takes; what its turns cost the model is not: each reads the conversation again, which is measured too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.algorithms.registry import make
+from groupwise.algorithms.sft import Sft
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import GroupRequest, Learner, OptimiserParams, Row
+from groupwise.tasks.data.order import Order
+from groupwise.tasks.rollouts.seeds import member_seed
+from groupwise.tasks.rollouts.teacher import LessonSet, teacher_row
+from groupwise.training import rollout_builder
+from groupwise.training.checks.doctor_engine import Engine
+from groupwise.training.checks.findings import Finding
+from groupwise.training.config import DEFAULT_ALGORITHM, RunConfig
+from groupwise.training.sft_config import SftConfig
+
+BUDGET = 12.0
+"""Seconds that a measurement of sampling, or of learning, may take."""
+FEW_TOKENS, MANY_TOKENS = 4, 64
+"""The first measurement is of few, which says how many the second may have."""
+READ_TOKENS = 512
+"""Of a conversation that is read again, at most."""
+MIB = 2**20
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Measured."""
+
+    sampling: float
+    """Tokens per second, with all slots occupied."""
+    learning: float
+    """Completion tokens per second, their prompts included."""
+    publishing: float
+    """Seconds of an update, its publication, and loading it."""
+    tokens: int
+    """Of a completion that was measured."""
+    reading: float = float("inf")
+    """Tokens of a prompt per second; infinite where nothing is read twice, and was not measured."""
+
+
+async def measure(
+    engine: Engine, config: RunConfig, slots: int, version: int, clock: Clock = time.perf_counter
+) -> Speeds:
+    """Sample, learn and publish for a few seconds each."""
+    limit = rollout_builder.longest_written(config)
+    members = config.training.num_generations
+    groups = max(1, min(slots // members, config.training.prompts_per_step))
+    _, few = await _sampled(engine, groups, members, min(FEW_TOKENS, limit), clock)
+    affordable = int(BUDGET * min(FEW_TOKENS, limit) / few) if few else MANY_TOKENS
+    tokens = max(min(FEW_TOKENS, limit), min(affordable, MANY_TOKENS, limit))
+    rows, seconds = await _sampled(engine, groups, members, tokens, clock)
+    learning = await _learnt(engine, rows, members, clock)
+    turns = _turns(config)
+    reading = await _read(engine, config, clock) if turns > 1 else float("inf")
+    begun = clock()
+    await engine.learner.update(OptimiserParams(learning_rate=config.training.learning_rate))
+    await engine.sampler.load(await engine.learner.publish(version))
+    return Speeds(
+        sampling=_rate(len(rows) * tokens, seconds),
+        learning=learning,
+        publishing=clock() - begun,
+        tokens=tokens,
+        reading=reading,
+    )
+
+
+def _turns(config: RunConfig) -> int:
+    """Most completions of a rollout that are asked for with all that was said before."""
+    return config.rollout.max_turns if config.rollout.type == "environment" else 1
+
+
+async def _read(engine: Engine, config: RunConfig, clock: Clock) -> float:
+    """Tokens of a prompt per second, from the first token after one that is as long as a conversation becomes."""
+    prompt = engine.prompts[0]
+    length = min(READ_TOKENS, len(prompt) + rollout_builder.longest_completion(config) - 1)
+    conversation = (prompt * (length // len(prompt) + 1))[:length]
+    _, seconds = await _sampled(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
+    return _rate(length, seconds)
+
+
+async def _sampled(
+    engine: Engine, groups: int, members: int, tokens: int, clock: Clock
+) -> tuple[list[Row], float]:
+    """Groups of completions of exactly so many tokens, as rows, and the seconds that they took."""
+    params = replace(engine.params, max_tokens=tokens, stop_token_ids=(), stop=())
+    asked = [
+        GroupRequest(
+            draw,
+            engine.prompts[draw % len(engine.prompts)],
+            tuple(member_seed(engine.seed, draw, member) for member in range(members)),
+            params,
+        )
+        for draw in range(groups)
+    ]
+    begun = clock()
+    found = await gather_all(engine.sampler.generate(request) for request in asked)
+    seconds = clock() - begun
+    rows = [
+        Row(
+            prompt_ids=request.prompt_ids,
+            completion_ids=each.token_ids,
+            mask=(1,) * len(each.token_ids),
+            sampling_logprobs=each.logprobs,
+            advantage=(-1.0) ** place,
+            scale=1.0,
+            temperature=params.temperature,
+        )
+        for request, completions in zip(asked, found, strict=True)
+        for place, each in enumerate(completions)
+    ]
+    return rows, seconds
+
+
+async def _learnt(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
+    """Tokens per second of forward and backward: of one group, and then of as many as there is time for."""
+    seconds = await _backward(engine, rows[:members], clock)
+    engine.learner.discard()
+    affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
+    chosen = rows[: members * affordable]
+    seconds = await _backward(engine, chosen, clock)
+    return _rate(sum(len(row.completion_ids) for row in chosen), seconds)
+
+
+async def _backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
+    algorithm = make(DEFAULT_ALGORITHM, {})
+    tokens = float(sum(len(row.completion_ids) for row in rows))
+    begun = clock()
+    await engine.learner.forward_backward(rows, algorithm.loss_spec(), {"policy": tokens})
+    return clock() - begun
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else float("inf")
+
+
+def estimate(
+    speeds: Speeds,
+    config: RunConfig,
+    steps: int | None,
+    usual_length: float | None,
+    longest_prompt: int = 0,
+) -> Finding:
+    """Seconds of a step and of the run. `usual_length`: tokens of completions that ended by themselves; None where few did.
+
+    How many turns are usual in an environment nobody knows: there is only a bound.
+    """
+    completions = config.training.prompts_per_step * config.training.num_generations
+    turns = _turns(config)
+    most = _most_seconds(speeds, config, completions, longest_prompt)
+    usual = None
+    if usual_length is not None and turns == 1:
+        usual = _step_seconds(speeds, completions, usual_length, usual_length)
+    data: dict[str, Any] = {
+        "sampling_tokens_per_second": speeds.sampling,
+        "learning_tokens_per_second": speeds.learning,
+        "publishing_seconds": speeds.publishing,
+        "completions_per_step": completions,
+        "step_seconds_at_most": most,
+        "step_seconds_usual": usual,
+        "usual_length": usual_length,
+        "steps": steps,
+    }
+    if turns > 1:
+        data["reading_tokens_per_second"] = speeds.reading
+    if steps is not None:
+        data["run_seconds_at_most"] = most * steps
+        data["run_seconds_usual"] = None if usual is None else usual * steps
+    run = "" if steps is None else f"; {steps} steps: {duration((usual or most) * steps)}"
+    step = (
+        f"{duration(most)} at most"
+        if usual is None
+        else f"{duration(usual)} with completions as long as those above ({usual_length:.0f} tokens), {duration(most)} at most"
+    )
+    return Finding(
+        "speed",
+        "ok",
+        f"sampling {speeds.sampling:,.0f} tokens/s, learning {speeds.learning:,.0f} tokens/s",
+        f"a step of {completions} {'completions' if turns == 1 else f'rollouts with {turns} turns'} takes {step}{run}; "
+        f"{'' if turns == 1 else 'the environment, '}scoring and evaluations come on top",
+        data=data,
+    )
+
+
+def _step_seconds(
+    speeds: Speeds, rollouts: int, written: float, learnt: float, read: float = 0.0
+) -> float:
+    """Of rollouts with so many tokens each: written by the policy, learnt from, and read again in later turns."""
+    each = written / speeds.sampling + learnt / speeds.learning + read / speeds.reading
+    return rollouts * each + speeds.publishing
+
+
+def _most_seconds(speeds: Speeds, config: RunConfig, rollouts: int, longest_prompt: int) -> float:
+    """Of rollouts that reach every limit; the learner also goes through what the environment said."""
+    written, turns = rollout_builder.longest_written(config), _turns(config)
+    if turns == 1:
+        return _step_seconds(speeds, rollouts, written, written)
+    whole = rollout_builder.longest_completion(config)
+    return _step_seconds(speeds, rollouts, written, whole, (turns - 1) * (longest_prompt + whole))
+
+
+@dataclass(frozen=True, slots=True)
+class LessonSpeeds:
+    """Measured, of a supervised run."""
+
+    learning: float
+    """Tokens of rows per second, forward and backward."""
+    updating: float
+    """Seconds of an update."""
+
+
+async def measure_lessons(
+    learner: Learner, lessons: LessonSet, config: SftConfig, clock: Clock = time.perf_counter
+) -> LessonSpeeds:
+    """Learn from one example, and then from as many of a step as there is time for; nothing is kept."""
+    training, count = config.training, len(lessons.lessons)
+    order = Order(count, training.seed, shuffle=config.data.shuffle)
+    drawn = (lessons.lessons[order.example(draw)] for draw in range(training.examples_per_step))
+    rows = [teacher_row(row) for lesson in drawn for row in lesson.rows]
+    seconds = await _taught(learner, rows[:1], clock)
+    learner.discard()
+    affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
+    chosen = rows[:affordable]
+    seconds = await _taught(learner, chosen, clock)
+    begun = clock()
+    await learner.update(OptimiserParams(learning_rate=training.learning_rate))
+    return LessonSpeeds(_rate(sum(map(_length, chosen)), seconds), clock() - begun)
+
+
+async def _taught(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
+    tokens = float(sum(sum(row.mask) for row in rows))
+    begun = clock()
+    await learner.forward_backward(rows, Sft().loss_spec(), {Sft.name: tokens})
+    return clock() - begun
+
+
+def _length(row: Row) -> int:
+    return len(row.prompt_ids) + len(row.completion_ids)
+
+
+def estimate_lessons(
+    speeds: LessonSpeeds, lessons: LessonSet, config: SftConfig, steps: int
+) -> Finding:
+    """Seconds of a step and of a supervised run, with usual rows and with the longest ones."""
+    size = config.training.examples_per_step
+    each = lessons.tokens / len(lessons.lessons)
+    usual = size * each / speeds.learning + speeds.updating
+    most = size * max(each, lessons.longest) / speeds.learning + speeds.updating
+    return Finding(
+        "speed",
+        "ok",
+        f"learning {speeds.learning:,.0f} tokens/s",
+        f"a step of {size} examples takes {duration(usual)} with usual rows ({each:.0f} tokens), {duration(most)} with the "
+        f"longest; {steps} steps: {duration(usual * steps)}; evaluations come on top",
+        data={
+            "learning_tokens_per_second": speeds.learning,
+            "updating_seconds": speeds.updating,
+            "examples_per_step": size,
+            "step_seconds_usual": usual,
+            "step_seconds_at_most": most,
+            "steps": steps,
+            "run_seconds_usual": usual * steps,
+        },
+    )
+
+
+def peak(planned: float, peak_bytes: int | None) -> Finding:
+    """What was really held here, beside the plan of a whole step (MiB)."""
+    if peak_bytes is None:
+        said = f"this system does not say what processes share; the plan for a whole step is {planned:,.0f} MiB"
+        return Finding(
+            "peak memory", "skipped", said, data={"peak_mib": None, "planned_mib": planned}
+        )
+    held = peak_bytes / MIB
+    data = {"peak_mib": held, "planned_mib": planned}
+    measured = f"{held:,.0f} MiB at most so far; the plan for a whole step is {planned:,.0f} MiB"
+    if held > 1.2 * planned:
+        return Finding(
+            "peak memory",
+            "warning",
+            measured,
+            "a run will need more than was planned",
+            "leave room: lower training.max_tokens_per_microbatch or sampler.slots",
+            data,
+        )
+    return Finding("peak memory", "ok", measured, data=data)
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min`, `2.5 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

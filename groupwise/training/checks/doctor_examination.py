@@ -1,0 +1,280 @@
+"""The examination of `groupwise doctor`: everything that needs torch. What is wrong with a config, task or model raises `UsageError`."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from groupwise.core.errors import RunError, TaskError
+from groupwise.core.interruption import run_to_end
+from groupwise.core.types import Example, Group, Prompt, SamplingParams
+from groupwise.engine.models.cores import available_cores
+from groupwise.engine.models.machine import describe_processor, has_bfloat16
+from groupwise.engine.models.plan import ModelPlan, prompt_room
+from groupwise.engine.models.probes import free_memory, random_start
+from groupwise.engine.models.tokenizer import load_tokenizer
+from groupwise.engine.sampler.chance import uniform
+from groupwise.tasks.configured import find_task
+from groupwise.tasks.contract import Task
+from groupwise.tasks.rollouts.prompts import PromptSet, tokenise
+from groupwise.tasks.rollouts.seeds import member_seed
+from groupwise.training import build, placement, rollout_builder
+from groupwise.training.build import Parts
+from groupwise.training.checks import doctor_cost, doctor_machine
+from groupwise.training.checks.check_data import spread
+from groupwise.training.checks.doctor_cost import Speeds
+from groupwise.training.checks.doctor_engine import (
+    PROMPTS,
+    TOKENS,
+    Engine,
+    check_gap,
+    check_invariance,
+    check_publication,
+    failed,
+    judge_drift,
+    judge_masks,
+    judge_slopes,
+    publish,
+    rows_of,
+)
+from groupwise.training.checks.doctor_template import check_tokenizer, opening_of, stop_tokens
+from groupwise.training.checks.findings import Finding, Findings
+from groupwise.training.config import LoadedConfig, RunConfig, view, with_task_schema
+from groupwise.training.loops.rl_prepare import planned_sizes
+from groupwise.training.placement import Layout
+
+MIB = 2**20
+QUESTIONS = ("What is two plus three?", "Name a colour.", "Say the word yes, and nothing else.")
+"""What is asked where there is no task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """A config with everything that can be told before the model is loaded."""
+
+    config: RunConfig
+    tokenizer: Any
+    prompts: PromptSet
+    task: Task | None
+    layout: Layout
+    sizes: ModelPlan
+
+    @property
+    def steps(self) -> int | None:
+        """How many a run takes; None where only the task's data would say."""
+        training = self.config.training
+        if training.max_steps is not None:
+            return training.max_steps
+        if self.task is None or training.num_train_epochs is None:
+            return None
+        examples = len(self.prompts.examples)
+        return max(1, math.ceil(training.num_train_epochs * examples / training.prompts_per_step))
+
+
+def examine_all(
+    loaded: LoadedConfig, task: object, load: float, findings: Findings
+) -> tuple[str, dict[str, Any]]:
+    """Look at machine, tokenizer, engine and cost, in this order; returns the subject and the layout.
+
+    `load` is that of other programs, in cores, before anything was computed here.
+    """
+    wanted = task is not None or loaded.config.data.names_data
+    patient = _patient(loaded, find_task(task, view(loaded.config)) if wanted else None)
+    findings.extend(_machine(patient, load))
+    findings.extend(check_tokenizer(patient.tokenizer))
+    findings.add(_prompts(patient))
+    run_to_end(_engine(patient, findings))
+    subject = f"{patient.config.model.name} on {patient.layout.device}"
+    return subject, {"layout": asdict(patient.layout)}
+
+
+def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
+    """Load all but the model, as a training would."""
+    schema = task.config_schema() if task else None
+    config = (loaded if schema is None else with_task_schema(loaded, schema)).config
+    # The machine is this one, whoever would train.
+    config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
+    tokenizer = load_tokenizer(config.model)
+    examples = _examples(config, task) if task else _own_examples(tokenizer)
+    prompts = tokenise(
+        tokenizer,
+        examples,
+        max_prompt_length=config.data.max_prompt_length,
+        room=prompt_room(config.model, rollout_builder.longest_completion(config)),
+        where=task.described if task else "The prompts of the doctor",
+        tools=rollout_builder.check_rollouts(config, task, examples) if task else (),
+    )
+    layout = placement.choose_layout(config, prompts.longest)
+    sizes = planned_sizes(config, layout)
+    return Patient(config, tokenizer, prompts, task, layout, sizes)
+
+
+def _examples(config: RunConfig, task: Task) -> list[Example]:
+    """The task's prompts, those of the training first."""
+    given = view(config)
+    steps = config.training.max_steps
+    if task.has("get_rl_dataset"):
+        limit = None if steps is None else steps * config.training.prompts_per_step
+        return task.rl_examples(given, limit=limit)
+    if task.has("get_eval_dataset"):
+        return task.eval_examples(given, limit=config.eval.max_prompts)
+    raise TaskError(task.missing("get_rl_dataset", "rl"))
+
+
+def _own_examples(tokenizer: Any) -> list[Example]:
+    """Questions of our own, as chat where there is a template."""
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    prompts: list[Prompt] = []
+    for question in QUESTIONS:
+        asked = opening_of(tokenizer) if chat else []
+        prompts.append(
+            [*asked[:-1], {"role": "user", "content": question}] if chat else f"{question}\n"
+        )
+    return [Example(index, prompt) for index, prompt in enumerate(prompts)]
+
+
+def _machine(patient: Patient, load: float) -> Iterator[Finding]:
+    """Everything about the machine that the config has to do with."""
+    config, layout = patient.config, patient.layout
+    yield doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
+    yield doctor_machine.device(
+        describe_processor(layout.device),
+        layout.device,
+        layout.dtype,
+        has_bfloat16(layout.device),
+    )
+    free = free_memory(layout.device)
+    yield doctor_machine.memory(patient.sizes.memory.total, None if free is None else free / MIB)
+    steps = patient.steps or 1
+    rollouts = steps * config.training.prompts_per_step * config.training.num_generations
+    kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
+    folder = doctor_machine.existing_parent(Path(config.run.dir))
+    yield doctor_machine.disk(
+        folder,
+        doctor_machine.disk_needed(4 * patient.sizes.trained_parameters, rollouts, kept),
+        shutil.disk_usage(folder).free,
+    )
+    seed = member_seed(0, 0, 0)
+    start = random_start(0, len(doctor_machine.FIRST_START))
+    yield doctor_machine.random_numbers(seed, uniform(seed, 0), start)
+
+
+def _prompts(patient: Patient) -> Finding:
+    """Which prompts the engine is asked."""
+    longest = patient.prompts.longest
+    if patient.task is not None:
+        count = len(patient.prompts.examples)
+        return Finding(
+            "prompts", "ok", f"{PROMPTS} of the task's {count:,}, of up to {longest} tokens"
+        )
+    return Finding(
+        "prompts",
+        "ok",
+        f"{len(QUESTIONS)} of our own, of up to {longest} tokens",
+        "--task-module asks those of your task, and measures with their length",
+    )
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+async def _engine(patient: Patient, findings: Findings) -> None:
+    """Build sampler and learner, look at them, measure them."""
+    config = patient.config
+    try:
+        with _parts(patient) as parts:
+            findings.add(stop_tokens(patient.tokenizer, parts.stop_token_ids, config.sampler.stop))
+            await examine(await engine_of(patient, parts), parts, patient, findings)
+    except RunError as error:
+        findings.add(failed(error, "engine"))
+
+
+async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int | None]:
+    """How fast a run like this one samples and learns here, its `usual_length`, and the bytes that it held, if that can be told;
+    no more is examined."""
+    with _parts(patient) as parts:
+        engine = await engine_of(patient, parts)
+        published = await publish(engine, 0)
+        groups = await engine.sample()
+        slots, version = patient.layout.all_slots, published.version + 1
+        speeds = await doctor_cost.measure(engine, patient.config, slots, version)
+        peak = parts.peak_memory(patient.layout.device)
+    return speeds, usual_length(groups), peak
+
+
+@contextmanager
+def _parts(patient: Patient) -> Generator[Parts]:
+    """Sampler and learner; what they publish is removed afterwards."""
+    config = patient.config
+    folder = build.publication_folder(
+        Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
+    )
+    try:
+        with closing(build.training_parts(config, patient.layout, "doctor", folder)) as parts:
+            yield parts
+    finally:
+        build.remove_publications(folder)
+
+
+async def engine_of(patient: Patient, parts: Parts) -> Engine:
+    """The engine with a few prompts, spread over those there are, as their environments begin."""
+    config, task = patient.config, patient.task
+    sampler = config.sampler
+    chosen = spread(patient.prompts.examples, PROMPTS)
+    if task is not None:
+        room = patient.layout.key_length
+        prompts = await rollout_builder.first_prompts(config, task, patient.tokenizer, chosen, room)
+    else:
+        prompts = spread(patient.prompts.prompts, PROMPTS)
+    return Engine(
+        sampler=parts.sampler,
+        learner=parts.learner,
+        tokenizer=patient.tokenizer,
+        params=SamplingParams(
+            max_tokens=min(TOKENS, sampler.max_completion_length),
+            temperature=sampler.temperature,
+            stop_token_ids=parts.stop_token_ids,
+            stop=sampler.stop,
+            min_tokens=sampler.min_completion_length,
+        ),
+        examples=tuple(chosen),
+        prompts=tuple(prompts),
+        dtype=patient.layout.dtype,
+        seed=config.training.seed,
+    )
+
+
+async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Findings) -> None:
+    """From what is sampled to what it costs."""
+    config, layout = patient.config, patient.layout
+    published = await publish(engine, 0)
+    groups = await engine.sample()
+    rows = rows_of(groups)
+    findings.add(judge_masks(groups, rows, parts.stop_token_ids))
+    findings.add(judge_drift(engine.tokenizer, groups))
+    findings.add(await check_gap(engine, rows, "log-probability gap"))
+    findings.add(await check_invariance(engine, groups))
+    rate = config.training.learning_rate
+    slopes = await parts.slopes(rate)
+    if slopes:
+        findings.add(judge_slopes([(each.layer, each.value, each.error) for each in slopes], rate))
+    findings.extend(await check_publication(engine, published, groups))
+    speeds = await doctor_cost.measure(engine, config, layout.all_slots, published.version + 2)
+    findings.add(doctor_cost.peak(patient.sizes.memory.total, parts.peak_memory(layout.device)))
+    longest = patient.prompts.longest
+    findings.add(doctor_cost.estimate(speeds, config, patient.steps, usual_length(groups), longest))
+
+
+def usual_length(groups: Sequence[Group]) -> float | None:
+    """Mean tokens of completions, if all ended by themselves; otherwise nobody knows how long they would have become."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if any(rollout.truncated for rollout in rollouts):
+        return None
+    return fmean(len(rollout.completion_ids) for rollout in rollouts)

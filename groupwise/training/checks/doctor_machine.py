@@ -1,0 +1,180 @@
+"""What `groupwise doctor` finds out about the machine: libraries, cores, device, memory, disk, random numbers."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from groupwise.engine.models.memory import NEEDS_LESS
+from groupwise.training.checks.findings import Finding
+
+LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "huggingface_hub")
+"""What training imports."""
+NEARLY_FULL = 0.8
+"""Share of the free memory above which a plan is called tight."""
+BUSY = 0.5
+"""Load of other programs for each core, above which measured speeds are called too low."""
+
+FIRST_SEED = 10880533986507347724
+"""`member_seed(0, 0, 0)`."""
+FIRST_UNIFORM = 0.6934185669952335
+"""The first number of that seed."""
+FIRST_START = (0.49625658988952637, 0.7682217955589294, 0.08847743272781372, 0.13203048706054688)
+"""The first numbers of torch's generator with the seed 0, on every processor that this was tried on."""
+
+
+def libraries(versions: Mapping[str, str | None]) -> Finding:
+    """The libraries that training imports; one that is missing is a problem."""
+    missing = [name for name, version in versions.items() if version is None]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    if missing:
+        return Finding(
+            "libraries",
+            "problem",
+            f"not installed: {', '.join(missing)}",
+            "neither sampling nor training works without",
+            "pip install groupwise[train]",
+            {"versions": dict(versions)},
+        )
+    python = platform.python_version()
+    return Finding(
+        "libraries",
+        "ok",
+        f"python {python}, {shown}",
+        data={"versions": {"python": python, **versions}},
+    )
+
+
+def installed_versions() -> dict[str, str | None]:
+    """The release of each library; None where it is not installed. Imports none of them."""
+    return {name: _version(name) for name in ("groupwise", *LIBRARIES)}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(not installed)" if name == "groupwise" else None
+
+
+def cores(threads: int, processes: int, there: int, load: float) -> Finding:
+    """Threads of torch, of all processes together, against the cores that may be used, and how busy they are with other things."""
+    data = {"threads": threads, "processes": processes, "cores": there, "load": load}
+    measured = (
+        f"{threads} thread{'s' * (threads > 1)} on {there} core{'s' * (there > 1)}, load {load:.1f}"
+    )
+    if threads > there:
+        return Finding(
+            "cores",
+            "warning",
+            measured,
+            "threads that share a core wait for each other, which is slower than fewer threads",
+            f"run.threads={there}" + (f" run.processes={there}" if processes > there else ""),
+            data,
+        )
+    if load > BUSY * there:
+        return Finding(
+            "cores",
+            "warning",
+            measured,
+            "other programs are running: the speeds below are lower than this machine's",
+            "measure again when it is idle",
+            data,
+        )
+    return Finding("cores", "ok", measured, data=data)
+
+
+def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
+    """What computes, and in which number format."""
+    data = {"device": kind, "name": name, "dtype": dtype, "bfloat16": has_bfloat16}
+    measured = f"{kind} ({name}), weights in {dtype}"
+    if dtype == "bfloat16" and not has_bfloat16:
+        return Finding(
+            "device",
+            "warning",
+            measured,
+            "this processor has no bfloat16 of its own and emulates it, slower than float32",
+            "model.dtype=auto",
+            data,
+        )
+    if kind == "cuda" and dtype == "float32" and has_bfloat16:
+        return Finding(
+            "device",
+            "ok",
+            measured,
+            "model.dtype=bfloat16 would need half of the memory for the weights",
+            data=data,
+        )
+    return Finding("device", "ok", measured, data=data)
+
+
+def memory(needed: float, free_mib: float | None) -> Finding:
+    """What a run needs by its plan (MiB) against what is free on the device."""
+    data = {"needed_mib": needed, "free_mib": free_mib}
+    if free_mib is None:
+        said = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
+        return Finding("memory", "skipped", said, data=data)
+    measured = f"a run needs about {needed:,.0f} MiB, {free_mib:,.0f} MiB are free"
+    if needed > free_mib:
+        meaning = "the run would be killed, or fail for want of memory"
+        return Finding("memory", "problem", measured, meaning, NEEDS_LESS, data)
+    if needed > NEARLY_FULL * free_mib:
+        meaning = "the plan is an estimate, and this leaves little beside it"
+        return Finding("memory", "warning", measured, meaning, NEEDS_LESS, data)
+    return Finding("memory", "ok", measured, data=data)
+
+
+def disk(folder: Path, needed: int, free: int) -> Finding:
+    """What a run writes (checkpoints, the final weights, the record) against what is free where it is written."""
+    data = {"folder": str(folder), "needed_bytes": needed, "free_bytes": free}
+    measured = f"a run writes about {size(needed)}, {size(free)} are free in {folder}"
+    remedy = "make room, lower run.save_total_limit, or name another disk with run.dir"
+    if free < needed:
+        meaning = "the run would stop at the checkpoint that does not fit"
+        return Finding("disk", "problem", measured, meaning, remedy, data)
+    if free < 2 * needed:
+        return Finding("disk", "warning", measured, "that is little for two runs", remedy, data)
+    return Finding("disk", "ok", measured, data=data)
+
+
+def disk_needed(published: int, rows: int, kept: int) -> int:
+    """Bytes that a run leaves: `kept` checkpoints (one more while it is written) of weights and two moments, the final weights,
+    and 8 KiB for each rollout."""
+    return (kept + 1) * 3 * published + published + 8192 * rows
+
+
+def existing_parent(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    absolute = folder.expanduser().absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.is_dir())
+
+
+def random_numbers(seed: int, uniform: float, start: Sequence[float]) -> Finding:
+    """Whether this machine draws the random numbers that every other one draws."""
+    drawn = (seed, uniform) == (FIRST_SEED, FIRST_UNIFORM)
+    begun = tuple(start) == FIRST_START
+    data = {"seed": seed, "uniform": uniform, "start": list(start)}
+    if drawn and begun:
+        said = "seeds, sampled tokens and the adapter's start are drawn as on other machines"
+        return Finding("random numbers", "ok", said, data=data)
+    what = "the seeds of the sampler" if not drawn else "the start of an adapter"
+    return Finding(
+        "random numbers",
+        "warning" if drawn else "problem",
+        f"{what} differ from those of other machines",
+        "a run with the same seed gives something else here",
+        "install the pinned releases (constraints.txt) to repeat a run of another machine",
+        data,
+    )
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if value >= 10 or unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,272 @@
+"""What `groupwise doctor` finds out about tokenizer and chat template, on a conversation of two turns.
+
+Training takes every prompt as one rendering and trains the tokens that were sampled, verbatim, so most oddities of a template are
+harmless here. They matter where text is rendered again: in the next turn of a conversation, and in SFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Message
+from groupwise.engine.models.chat_template import unannounced
+from groupwise.engine.models.tokens import prompt_ids
+from groupwise.training.checks.findings import Finding
+
+QUESTION = "What is two plus three?"
+ANSWER = "It makes five."
+THOUGHT = "<think>\nTwo and three.\n</think>\n\n"
+AGAIN = "And plus four?"
+ROUND_TRIP = "A plain line, 3 + 4 = 7 (roughly).\n  And an indented one: don't trim it!"
+DATES = ("strftime_now", "datetime")
+"""What a template calls that writes today's date."""
+
+
+def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
+    """All that can be told without a model."""
+    yield round_trip(tokenizer)
+    yield end_of_sequence(tokenizer)
+    yield padding(tokenizer)
+    if not getattr(tokenizer, "chat_template", None):
+        yield beginning(tokenizer, QUESTION)
+        yield Finding(
+            "chat template",
+            "skipped",
+            "the tokenizer has none",
+            "prompts must be text; chat messages would be refused",
+            "model.chat_template names a file with one",
+        )
+        return
+    opening = opening_of(tokenizer)
+    yield beginning(tokenizer, opening)
+    yield generation_prompt(tokenizer, opening)
+    yield own_turn(tokenizer, opening)
+    yield earlier_turns(tokenizer, opening)
+    yield from dated(tokenizer)
+
+
+def opening_of(tokenizer: Any) -> list[Message]:
+    """A conversation up to the first question; without a system message where the template refuses one."""
+    asked: list[Message] = [{"role": "user", "content": QUESTION}]
+    full: list[Message] = [{"role": "system", "content": "Be brief."}, *asked]
+    try:
+        prompt_ids(tokenizer, full)
+    except TaskError:
+        return asked
+    return full
+
+
+def round_trip(tokenizer: Any) -> Finding:
+    """Whether ordinary text survives encoding and decoding."""
+    ids = tokenizer(ROUND_TRIP, add_special_tokens=False)["input_ids"]
+    back = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if back == ROUND_TRIP:
+        return Finding("round trip", "ok", "text that is encoded and decoded is the same")
+    return Finding(
+        "round trip",
+        "warning",
+        f"{ROUND_TRIP!r} becomes {back!r}",
+        "rewards see text that differs from what the model wrote, and SFT teaches other text than was given",
+        "use the tokenizer that the model was trained with",
+        {"back": back},
+    )
+
+
+def end_of_sequence(tokenizer: Any) -> Finding:
+    """Whether there is a token that ends a completion."""
+    name, token = "end of sequence", getattr(tokenizer, "eos_token_id", None)
+    if token is None:
+        return Finding(
+            name,
+            "problem",
+            "the tokenizer has no end-of-sequence token",
+            "unless the model's generation config names one, every completion runs to its limit and is cut off",
+            "set eos_token in the tokenizer's config, or sampler.stop_token_ids",
+        )
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    return Finding(name, "ok", f"{text!r} ({token})", data={"id": token, "text": text})
+
+
+def padding(tokenizer: Any) -> Finding:
+    """Which token pads; harmless, whatever it is."""
+    pad, end = getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None)
+    data = {"pad": pad, "eos": end}
+    if pad is not None and pad == end:
+        said = "it is the end-of-sequence token, which is harmless: masks come from lengths"
+        return Finding("padding", "ok", said, data=data)
+    return Finding("padding", "ok", "there is none" if pad is None else f"token {pad}", data=data)
+
+
+def beginning(tokenizer: Any, prompt: str | list[Message]) -> Finding:
+    """The beginning-of-sequence token stands there once, or not at all."""
+    name, first = "begin of sequence", getattr(tokenizer, "bos_token_id", None)
+    ids = prompt_ids(tokenizer, prompt)
+    if first is None:
+        return Finding(name, "ok", "the tokenizer has no such token")
+    count = next((place for place, token in enumerate(ids) if token != first), len(ids))
+    data = {"id": first, "count": count}
+    if count > 1:
+        return Finding(
+            name,
+            "problem",
+            f"a prompt begins with it {count} times",
+            "the model has never seen that; answers get worse",
+            "remove it from the chat template, or from the text of the prompts",
+            data,
+        )
+    return Finding(
+        name, "ok", f"a prompt begins with it {'once' if count else 'not at all'}", data=data
+    )
+
+
+def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
+    """Whether the template says where the answer begins."""
+    name = "generation prompt"
+    bare, asked = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
+    added = tokenizer.decode(asked[len(bare) :], skip_special_tokens=False)
+    if asked == bare and unannounced(tokenizer, opening) is None:
+        return Finding(name, "ok", "an answer follows its prompt at once", data={"added": added})
+    if asked == bare:
+        return Finding(
+            name,
+            "warning",
+            "the template adds nothing where the assistant's answer begins",
+            "the model is not told that it is its turn",
+            "let the template honour add_generation_prompt",
+        )
+    return Finding(name, "ok", f"the template adds {added!r}", data={"added": added})
+
+
+def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
+    """The rendered prompt is how the rendering with its answer begins."""
+    prompt = _ids(tokenizer, opening, ask=True)
+    whole = _ids(tokenizer, [*opening, _said(ANSWER)], ask=False)
+    if whole[: len(prompt)] == prompt:
+        return Finding(
+            "template prefix", "ok", "a prompt is the beginning of the prompt with its answer"
+        )
+    place = _common(prompt, whole)
+    asked = tokenizer.decode(prompt[place:], skip_special_tokens=False)
+    told = tokenizer.decode(whole[place:], skip_special_tokens=False)
+    return Finding(
+        "template prefix",
+        "warning",
+        f"a prompt ends with {_shown(asked)}, where the prompt with its answer reads {_shown(told)}",
+        "RL asks with one text and SFT teaches another; in a conversation each turn becomes a row of its own",
+        "a template for training that renders both alike, as model.chat_template",
+        {"prompt": asked, "with_answer": told},
+    )
+
+
+def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
+    """Whether a further turn leaves the earlier ones as they were."""
+    name = "earlier turns"
+    rewritten: list[str] = []
+    for what, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):
+        told = [*opening, _said(answer)]
+        whole = _ids(tokenizer, told, ask=False)
+        longer = _ids(tokenizer, [*told, {"role": "user", "content": AGAIN}], ask=True)
+        kept = _common(whole, longer)
+        lost = tokenizer.decode(whole[kept:], skip_special_tokens=False)
+        if lost.strip():
+            rewritten.append(f"{what} (from {_shown(lost)})")
+    if not rewritten:
+        return Finding(name, "ok", "a further turn leaves them as they were")
+    return Finding(
+        name,
+        "warning",
+        f"a further turn changes earlier {' and '.join(rewritten)}",
+        "in a conversation each such turn becomes a row of its own, so its prompt is computed again",
+        "nothing for tasks of one turn; otherwise a template that keeps what was said, as model.chat_template",
+        {"rewritten": rewritten},
+    )
+
+
+def dated(tokenizer: Any) -> Iterator[Finding]:
+    """A template that writes the date gives other prompts tomorrow."""
+    template = str(tokenizer.chat_template)
+    found = [name for name in DATES if name in template]
+    if found:
+        yield Finding(
+            "template date",
+            "warning",
+            f"the template calls {', '.join(found)}",
+            "prompts change from day to day, so a run cannot be resumed or repeated tomorrow",
+            "a template with a fixed date, as model.chat_template",
+        )
+
+
+def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str]) -> Finding:
+    """The token with which the template ends an answer must end a completion, too. `stops` are those of model and config."""
+    name = "stop tokens"
+    shown = ", ".join(
+        f"{tokenizer.decode([token], skip_special_tokens=False)!r} ({token})" for token in stops
+    )
+    data = {"stop_token_ids": list(stops), "stop": list(stop_texts)}
+    if not stops and not stop_texts:
+        return Finding(
+            name,
+            "problem",
+            "no token ends a completion",
+            "every completion runs to its limit and is cut off",
+            "set sampler.stop_token_ids or sampler.stop",
+            data,
+        )
+    ender = answer_end(tokenizer)
+    end_id = getattr(tokenizer, "eos_token_id", None)
+    for token, owner in (
+        (ender, "the chat template ends an answer with"),
+        (end_id, "the end-of-sequence token is"),
+    ):
+        if token is not None and token not in stops and not stop_texts:
+            text = tokenizer.decode([token], skip_special_tokens=False)
+            return Finding(
+                name,
+                "problem",
+                f"{owner} {text!r} ({token}), which is no stop token; those are {shown or 'none'}",
+                "completions go on beyond the end of the answer",
+                f"sampler.stop_token_ids=[{token}]",
+                {**data, "missing": token},
+            )
+    told = [*([shown] if shown else []), *(repr(text) for text in stop_texts)]
+    return Finding(name, "ok", f"a completion ends at {', '.join(told)}", data=data)
+
+
+def answer_end(tokenizer: Any) -> int | None:
+    """The first special token after an answer in the chat template; None where there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    ids = _ids(tokenizer, [*opening_of(tokenizer), _said(ANSWER)], ask=False)
+    special: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
+    for place in range(len(ids), 0, -1):
+        text = tokenizer.decode(ids[place - 1 :], skip_special_tokens=False)
+        if ANSWER in text:
+            return next((token for token in ids[place:] if token in special), None)
+    return None
+
+
+def _ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> list[int]:
+    """A conversation as token ids; `ask` adds the place where the next answer begins."""
+    if ask:
+        return list(prompt_ids(tokenizer, list(messages)))
+    return list(
+        tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=False, tokenize=True, return_dict=False
+        )
+    )
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens in which both begin alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _shown(text: str) -> str:
+    return repr(text[:40] + ("…" if len(text) > 40 else ""))

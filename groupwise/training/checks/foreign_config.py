@@ -1,0 +1,286 @@
+"""Reading the GRPO configs of TRL, open-r1 and Unsloth, whatever file they stand in.
+
+    .yaml, .yml, .json    its keys, also within one section each; what GRPOConfig.to_dict() writes too
+    .sh, .txt             the flags of a command, `--num_generations 8`, and of the file that its `--config` names
+    .py, .ipynb           what GRPOConfig, LoraConfig, GRPOTrainer and Unsloth's loaders are given, where it is plain (foreign_python.py)
+
+Nothing of a file is run. A config of another framework is refused by its name, with what its keys are here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.settings.tree import read_yaml
+from groupwise.training.checks.foreign_names import DEFAULTS, NO_EQUAL, SAME, WITHOUT_EFFECT
+from groupwise.training.checks.foreign_python import Unread, of_notebook, of_python
+from groupwise.training.foreign_keys import FOREIGN_TO_RL
+
+ALIASES = {
+    "r": "lora_r", "target_modules": "lora_target_modules", "modules_to_save": "lora_modules_to_save", "random_state": "seed",
+    "reward_functions": "reward_funcs", "model": "model_name_or_path", "model_name": "model_name_or_path",
+    "wandb_log_unique_prompts": "log_unique_prompts", "dtype": "torch_dtype", "use_gradient_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing": "gradient_checkpointing", "num_completions": "num_generations",
+    "vllm_importance_sampling_clip_max": "vllm_importance_sampling_cap", "evaluation_strategy": "eval_strategy", "bias": "lora_bias",
+    "nproc_per_node": "num_processes", "stop_strings": "stop", "min_new_tokens": "min_tokens",
+}  # fmt: skip
+"""Names that a value also has, in the calls of peft and Unsloth above all. The usual name goes before."""
+WITHIN = {
+    ("lora", "alpha"): "lora_alpha", ("lora", "dropout"): "lora_dropout", ("lora", "rank"): "lora_r", ("peft", "alpha"): "lora_alpha",
+    ("peft", "dropout"): "lora_dropout", ("model", "name"): "model_name_or_path", ("dataset", "name"): "dataset_name",
+}  # fmt: skip
+"""Short names within sections that people make."""
+MAPPINGS = frozenset(
+    {"chat_template_kwargs", "dataset_mixture", "dataset_mixer", "lr_scheduler_kwargs"}
+)
+"""Keys whose values are mappings, and no sections."""
+SECTIONS = frozenset(
+    {
+        "model_init_kwargs",
+        "generation_kwargs",
+        "peft_config",
+        "quantization_config",
+        "dataset",
+        "args",
+    }
+)
+"""Keys of ours and theirs that may also be sections, whose keys are taken each."""
+OF_GRPO = frozenset(
+    "num_generations max_completion_length reward_funcs beta loss_type max_prompt_length".split()
+)  # fmt: skip
+"""Of which a config of GRPO has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """Another one than TRL, and by what its files are recognised."""
+
+    name: str
+    keys: tuple[str, ...]
+    """Any of these, as paths; with `&` several that are there together."""
+    words: str = r"$^"
+    """A pattern for scripts."""
+
+
+OTHERS = (
+    Framework("verl", ("actor_rollout_ref", "algorithm/adv_estimator"), r"\bverl\.trainer|^(from|import) verl\b"),
+    Framework("SkyRL", ("trainer/algorithm", "trainer&generator", "environment/env_class"), r"\bskyrl(_train|_gym)?\b"),
+    Framework("OpenRLHF", ("n_samples_per_prompt", "micro_rollout_batch_size", "actor_num_nodes"), r"\bopenrlhf\b"),
+    Framework(
+        "prime-rl",
+        ("orchestrator", "rollouts_per_example", "max_async_level", "trainer&inference"),
+        r"^(from|import) prime_rl\b|\buv run rl\b",
+    ),
+    Framework("ART", ("trajectory_groups",), r"^(from|import) art\b"),
+    Framework("NeMo-RL", ("grpo/num_prompts_per_step", "policy&grpo"), r"\bnemo_rl\b"),
+    Framework("Axolotl", ("base_model&trl", "base_model&rl"), r"\baxolotl train\b"),
+    Framework("ms-swift", ("rlhf_type",), r"\bswift rlhf\b"),
+    Framework("LLaMA-Factory", ("stage&finetuning_type",), r"\bllamafactory-cli\b"),
+    Framework("tinker-cookbook", (), r"^(from|import) tinker(_cookbook)?\b"),
+)  # fmt: skip
+
+
+def read_foreign(file: Path) -> dict[str, Any]:
+    """The keys of a foreign config with their values. Raises UsageError for a file that holds none."""
+    if not file.is_file():
+        raise UsageError(f"--from: there is no file {file}.")
+    try:
+        text = file.read_text()
+        found = _read(file, text)
+    except ConfigError:
+        raise
+    except (SyntaxError, RecursionError, ValueError) as error:
+        kind = {".py": "Python", ".ipynb": "notebook", ".json": "JSON", ".toml": "TOML"}
+        raise UsageError(
+            f"--from: {file} is no {kind.get(file.suffix, 'text')}: {error}."
+        ) from error
+    if not isinstance(found, Mapping):
+        raise UsageError(f"--from: {file} holds {type(found).__name__}, not keys with values.")
+    found = cast("Mapping[str, Any]", found)
+    _refuse_others(file, text, found)
+    flat = _flat(found)
+    if not flat.keys() & OF_GRPO:
+        raise UsageError(
+            f"--from: {file} has no key of a GRPO config (num_generations, max_completion_length, reward_funcs …). It has: "
+            f"{', '.join(list(flat)[:12]) or 'none'}."
+        )
+    return flat
+
+
+def _read(file: Path, text: str) -> Any:
+    match file.suffix:
+        case ".py":
+            return of_python(text)
+        case ".ipynb":
+            return of_notebook(json.loads(text).get("cells", ()))
+        case ".json":
+            return json.loads(text)
+        case ".toml":
+            return tomllib.loads(text)
+        case ".sh" | ".bash" | ".txt":
+            return _of_command(file, text)
+        case _:
+            return _of_yaml(file)
+
+
+_YAML_1_1 = {"yes": True, "on": True, "no": False, "off": False}
+"""What the parser of transformers takes for true and false."""
+
+
+def _of_yaml(file: Path) -> dict[str, Any]:
+    tree = read_yaml(file, "a config of TRL is a mapping of keys")
+    unread = {".".join(path): Unread("", 0, "no config can hold its value") for path in tree.unread}
+    return {
+        name: value
+        if name.endswith("_strategy") or not isinstance(value, str)
+        else _YAML_1_1.get(value.lower(), value)
+        for name, value in tree.values.items()
+    } | unread
+
+
+def _of_command(file: Path, text: str) -> dict[str, Any]:
+    """The flags of a script, `--name value`, `--name=value` and `--name` alone, which is true; and `some.key=value`."""
+    flags: dict[str, Any] = {}
+    for words in _commands(text):
+        name = ""
+        for word in words:
+            flag = re.fullmatch(
+                r"(?s)(?:--([A-Za-z][\w.-]*)|\+{0,2}(\w+\.[\w.]+)(?==))(?:=(.*))?", word
+            )
+            if flag:
+                name = (flag[1] or flag[2]).replace("-", "_")
+                flags[name] = True if flag[3] is None else _scalar(flag[3])
+                name = "" if flag[3] is not None else name
+            elif word.endswith(".py") or word == "-m":
+                name = ""  # what was before it were the launcher's
+            elif name:
+                before = flags[name]
+                flags[name] = _scalar(word) if before is True else [*_listed(before), _scalar(word)]
+    beside = flags.get("config")
+    for path in (Path(str(beside)), file.parent / str(beside)):
+        if beside is not None and path.is_file() and path.suffix in (".yaml", ".yml"):
+            return _of_yaml(path) | flags
+    return flags
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """The words of each command; a quoted text may go on over several lines."""
+    begun = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        begun += f"{line}\n"
+        try:
+            words = shlex.split(begun, comments=True)
+        except ValueError:
+            continue
+        yield words
+        begun = ""
+
+
+def _listed(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _scalar(word: str) -> Any:
+    if "$" in word:
+        return Unread(word, 0, "only running the command tells what `{}` is")
+    if re.fullmatch(r"(?i)true|false", word):
+        return word.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+# Other frameworks
+
+
+def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
+    paths = dict(_paths(found))
+    for each in OTHERS:
+        keys = [key.replace("/", ".") for key in each.keys]
+        marks = [key for key in keys if all(part in paths for part in key.split("&"))]
+        said = None if "GRPOTrainer" in text else re.search(each.words, text, re.MULTILINE)
+        if marks or (said and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
+            by = marks[0].replace("&", " and ") if marks else said and said[0]
+            raise UsageError(
+                f"--from: {file} is a config of {each.name} (it has {by}), and this reads those of TRL, open-r1 and Unsloth. "
+                "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
+                + "".join(_keys_here(paths))
+            )
+
+
+def _paths(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in found.items():
+        for at in range(len(parts := f"{above}{name}".split("."))):
+            if at < len(parts) - 1:
+                yield ".".join(parts[: at + 1]), {}
+        yield f"{above}{name}", value
+        if isinstance(value, Mapping):
+            yield from _paths(cast("Mapping[str, Any]", value), f"{above}{name}.")
+
+
+MOST_KEYS = 12
+"""Keys of another framework of which is said what they are here."""
+
+
+def _keys_here(paths: Mapping[str, Any]) -> Iterator[str]:
+    known = [
+        f"\n  {path} {value}: {advice}"
+        for path, value in paths.items()
+        if isinstance(value, str | int | float)
+        and not path.startswith("critic")
+        and (advice := FOREIGN_TO_RL.get(path.rpartition(".")[2], "")).startswith("here it is")
+    ]
+    yield from known[:MOST_KEYS]
+
+
+# TRL's
+
+
+def _flat(found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Keys of sections as keys of their own, unless the key is one whose value is a mapping. None goes lost where two are the same."""
+    flat: dict[str, Any] = {}
+    other: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, Mapping) and (name in SECTIONS or not _is_key(name)):
+            inner = _flat(cast("Mapping[str, Any]", value), name)
+            for key, each in inner.items():
+                _add(flat, key, f"{name}.{key}", each)
+        elif (usual := WITHIN.get((section, name), name)) in ALIASES:
+            other[usual] = value
+        else:
+            _add(flat, usual, f"{section}.{name}", value)
+    for name, value in other.items():
+        _add(flat, ALIASES[name], name, _plain_alias(name, value))
+    return flat
+
+
+def _is_key(name: str) -> bool:
+    return name in MAPPINGS or name in {*SAME, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
+
+
+def _plain_alias(name: str, value: Any) -> Any:
+    return True if name.endswith("checkpointing") and value == "unsloth" else value
+
+
+def _add(flat: dict[str, Any], name: str, long: str, value: Any) -> None:
+    """A value under its name; under the longer one where another stands there already."""
+    before = flat.get(name)
+    if (
+        name not in flat
+        or before is None
+        or (isinstance(before, Unread) and not isinstance(value, Unread))
+    ):
+        flat[name] = value
+    elif before != value and value is not None and not isinstance(value, Unread):
+        flat[long] = Unread(str(value), 0, f"{name} says {before!r:.40}, and that is taken")

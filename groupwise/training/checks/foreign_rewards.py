@@ -1,0 +1,139 @@
+"""What the rewards of a foreign config are here, each with what it needs to pay the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.tasks.rewards.other_names import Meant, meant_by
+from groupwise.tasks.rewards.registry import registered
+from groupwise.training.checks.foreign_names import TRL_LENGTH
+from groupwise.training.checks.foreign_python import Unread
+
+OPEN_R1_REWARDS = ("accuracy", "format", "tag_count")
+"""What open-r1 rewards where a recipe does not say it."""
+LIBRARY_REWARDS = frozenset(
+    """
+    accuracy format tag_count reasoning_steps cosine repetition_penalty length code binary_code ioi_code cf_code code_format
+    soft_overlong_punishment accuracy_reward format_reward tag_count_reward reasoning_steps_reward len_reward get_cosine_scaled_reward
+    get_repetition_penalty_reward code_reward binary_code_reward ioi_code_reward cf_code_reward get_code_format_reward
+    get_soft_overlong_punishment think_format_reward reasoning_accuracy_reward
+    """.split()
+)
+"""What open-r1 and TRL call rewards of their own: any other name is the user's, however much it sounds like one of ours."""
+OF_CODE = ("code", "binary_code")
+"""Those of open-r1 that read the column `verification_info`."""
+OF_OPEN_R1 = frozenset(
+    """
+    dataset_prompt_column dataset_mixture system_prompt benchmarks push_to_hub_revision overwrite_hub_revision hub_model_revision
+    wandb_run_group wandb_entity cosine_max_len repetition_n_grams code_provider code_language soft_punish_cache
+    """.split()
+)
+"""Keys that open-r1 alone has."""
+
+PARAMETERS: dict[str, dict[str, tuple[str, Any]]] = {
+    "length": {
+        "cosine_max_len": ("max_length", 1000), "cosine_min_value_wrong": ("wrong_short", 0.0),
+        "cosine_max_value_wrong": ("wrong_long", -0.5), "cosine_min_value_correct": ("right_long", 0.5),
+        "cosine_max_value_correct": ("right_short", 1.0),
+    },
+    "repetition": {"repetition_n_grams": ("n", 3), "repetition_max_penalty": ("max_penalty", -1.0)},
+    "overlong": {"max_completion_len": ("max_length", 16384), "soft_punish_cache": ("cache", 4096)},
+}  # fmt: skip
+"""open-r1's keys of its rewards, ours, and what they are where a recipe does not say it."""
+OVERLONG_OF_TRL = {"max_completion_len": 1280, "soft_punish_cache": 256}
+"""What TRL's command gives `get_soft_overlong_punishment`, which a config names without its arguments."""
+SAME_DEFAULT = {
+    "max_length": 1000,
+    "right_long": 0.5,
+    "right_short": 1.0,
+    "n": 3,
+    "max_penalty": -1.0,
+}
+"""Parameters that need not be written."""
+
+
+def is_open_r1(given: Mapping[str, Any]) -> bool:
+    """Whether a config is a recipe of open-r1, which makes a chat of every prompt."""
+    return bool(OF_OPEN_R1 & given.keys())
+
+
+def entry_of(
+    name: Any, module: str, given: Mapping[str, Any], open_r1: bool
+) -> tuple[Any, str, bool]:
+    """The entry of ours for a reward, what is to be said of it, and whether something is lost; None where there is none.
+
+    `module` is where the file's own functions are, or should be where the file is no module.
+    """
+    if isinstance(name, Unread):
+        return _called(name, module, given, open_r1)
+    if not isinstance(name, str):
+        return (
+            None,
+            f"{name!r:.40} is not taken over: name a reward, or path/to/file.py:function",
+            True,
+        )
+    return _named(name, module, given, open_r1)
+
+
+def _named(
+    name: str, module: str, given: Mapping[str, Any], open_r1: bool
+) -> tuple[Any, str, bool]:
+    known = registered()
+    meant = meant_by(name, known)
+    if name == "length" and open_r1:
+        return (
+            "length",
+            "`length` compares lengths within a group there, along a cosine here",
+            False,
+        )
+    if name in known:
+        return name, "", False
+    if meant is not None and meant.rewards and name in LIBRARY_REWARDS:
+        said = f"`{name}` is `{meant.rewards[0]}` here: {meant.remark}"
+        if meant.rewards[0] == "length" and "cosine_max_len" in given:
+            said += "; cosine_max_len counts characters there, and tokens here"
+        fixed = OVERLONG_OF_TRL if name == "get_soft_overlong_punishment" else {}
+        return _with_parameters(name, meant, {**given, **fixed}, open_r1), said, False
+    if ":" in name:
+        return module + name if name.startswith(":") else name, "", False
+    if "/" in name:
+        text = f"{name} is not taken over: no model scores here by its weights. The reward `judge` asks one over HTTP"
+        return None, text, True
+    if "." in name:
+        return ":".join(name.rsplit(".", 1)), "", False
+    said = f"`{name}` is taken for a function of {module}"
+    if meant:
+        alike = f"`{meant.rewards[0]}` here is alike, " if meant.rewards else ""
+        said += f": {alike}{meant.remark}"
+    return f"{module}:{name}", said, meant is not None
+
+
+def _called(
+    made: Unread, module: str, given: Mapping[str, Any], open_r1: bool
+) -> tuple[Any, str, bool]:
+    """A reward that a call makes, `get_cosine_scaled_reward(max_len=500)`: by the function's name."""
+    called = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", made.written)
+    name = called[1].rpartition(".")[2] if called else ""
+    meant = meant_by(name, registered()) if made.of_library else None
+    if meant is None or not meant.rewards:
+        text = f"`{made.written:.60}` of line {made.line} is not taken over. Write a function that has a name in its place"
+        return None, text, True
+    entry = _with_parameters(name, meant, given, open_r1)
+    said = f"`{made.written:.60}` is `{meant.rewards[0]}` here, without what line {made.line} gives it: {meant.remark}"
+    return entry, said, True
+
+
+def _with_parameters(name: str, meant: Meant, given: Mapping[str, Any], open_r1: bool) -> Any:
+    reward = meant.rewards[0]
+    parameters: dict[str, Any] = dict(meant.parameters)
+    for theirs, (ours, default) in PARAMETERS.get(reward, {}).items():
+        value = given.get(theirs, default if open_r1 else None)
+        if value is not None and SAME_DEFAULT.get(ours) != value:
+            parameters[ours] = value
+    if reward == "overlong":
+        parameters.setdefault("max_length", given.get("max_completion_length", TRL_LENGTH))
+    if reward == "python_tests" and "binary" in name:
+        parameters["partial"] = False
+    return {"name": reward, **parameters} if parameters else reward

@@ -1,0 +1,346 @@
+"""The command `groupwise init`: a config for a task and a model on this machine, each value with its reason.
+
+    task        its hooks say whether it is a config of `groupwise rl` or of `groupwise sft`
+    lengths     measured on its rows with the model's tokenizer
+    memory      the plan of a dry run against what is free, from the fastest settings to the thriftiest
+    speed       measured as `groupwise doctor` does; a step that would take minutes gets smaller
+    file        YAML with a comment above each key (init_file); the choices themselves are in init_choices
+
+What is wrong with task, model or data raises `UsageError` as in `groupwise rl`, because the same preparation runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core.errors import TaskError, UsageError
+from groupwise.core.interruption import run_to_end
+from groupwise.core.settings.view import View
+from groupwise.core.types import Example
+from groupwise.engine.models.machine import choose_device, has_bfloat16
+from groupwise.engine.models.plan import all_parameters, prompt_room
+from groupwise.engine.models.probes import free_memory
+from groupwise.engine.models.tokenizer import load_tokenizer
+from groupwise.tasks.contract import Task, load_task, require
+from groupwise.tasks.rollouts.teacher import read_lessons
+from groupwise.training import build, placement, rollout_builder
+from groupwise.training.checks import doctor_cost, doctor_machine
+from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
+from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
+from groupwise.training.checks.doctor_cost import Speeds
+from groupwise.training.checks.doctor_examination import Patient, measure_cost
+from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
+from groupwise.training.checks.init_choices import (
+    BUDGETS,
+    SLOTS,
+    Answers,
+    Draft,
+    Kind,
+    choose_beside_given,
+    choose_dtype,
+    choose_lengths,
+    choose_step,
+    choose_teacher_step,
+    choose_trained,
+    fit_memory,
+    fit_time,
+    wanted_completion,
+)
+from groupwise.training.checks.init_file import commands, rendered
+from groupwise.training.config import resolved, stem_of, view
+from groupwise.training.loops.rl_prepare import RlPrepared, planned_sizes, prepare_rl
+from groupwise.training.loops.sft_prepare import (
+    SftPrepared,
+    planned_sft_sizes,
+    prepare_sft,
+    teacher_way,
+)
+from groupwise.training.sft_config import LoadedSftConfig, load_sft_config
+
+CODE = "init_failed"
+MEASURED = 500
+"""Rows of a teacher whose length is measured for the completions of an rl config, evenly spread."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run of the config would need."""
+
+    layout: placement.Layout
+    findings: tuple[Finding, ...]
+    """About memory and speed."""
+
+
+def init(
+    task: str,
+    model: str,
+    *,
+    kind: Kind | None = None,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    force: bool = False,
+    measure: bool = True,
+    on_finding: OnFinding | None = None,
+) -> Report:
+    """Write a config for this machine: the command `groupwise init`.
+
+    `kind` chooses where a task has the hooks of both verbs; None prefers rl. `out` is the file, by default named after the task in
+    this folder; an existing one is kept unless `force`. Without `measure` no weights are loaded, and speed is not known. Raises
+    `UsageError`.
+    """
+    findings = Findings(on_finding)
+    found = load_task(task)
+    findings.add(check_hooks(found))
+    kind = kind or _kind_of(found)
+    require(found, kind)
+    file = out or Path(f"{stem_of(Path(found.name))}{'-sft' if kind == 'sft' else ''}.yaml")
+    _refuse_to_overwrite(file, force)
+    draft = Draft(kind, model, tuple(overrides), found.config_schema())
+    choose_beside_given(draft)
+    choose = _choose_rl if kind == "rl" else _choose_sft
+    cost = choose(draft, found, task, measure)
+    for choice in draft.choices():
+        findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
+    findings.add(*cost.findings)
+    words = commands(kind, task, str(file))
+    config = draft.loaded().config
+    machine = cost.layout.processor or cost.layout.device
+    title = f"Written by groupwise init for {found.name} with {config.model.name} on {machine}."
+    _write(file, rendered(title, words, draft.choices()))
+    return Report(
+        f"{file} for {found.described}",
+        tuple(findings.found),
+        CODE,
+        {
+            "file": str(file),
+            "command": kind,
+            "config": resolved(config),
+            "layout": asdict(cost.layout),
+            "next": words,
+        },
+    )
+
+
+def _kind_of(task: Task) -> Kind:
+    """Rewards where the task has rows for them, else a teacher; `require` says what is missing."""
+    return "rl" if task.has("get_rl_dataset") or not suffices(task, "sft") else "sft"
+
+
+def _refuse_to_overwrite(file: Path, force: bool) -> None:
+    if file.is_dir():
+        raise UsageError(f"--out {file} is a folder; give the name of a file in it.")
+    if not file.parent.is_dir():
+        raise UsageError(f"--out {file}: there is no folder {file.parent}. Make it first.")
+    if file.exists() and not force:
+        raise UsageError(
+            f"{file} exists and is kept. Give --force to write it anew, or another name with --out."
+        )
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
+
+
+# --- groupwise rl --------------------------------------------------------------------------------
+
+
+def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
+    path = ("rollout", "type")
+    if task.has("get_environment") and path not in draft.chosen:
+        draft.choose(path, "environment", "the task has get_environment, which answers each turn")
+    choose_trained(draft, _parameters(draft))
+    config = draft.config
+    tokenizer = load_tokenizer(config.model)
+    examples = task.rl_examples(view(config), limit=_draws(draft))
+    tools = rollout_builder.check_rollouts(config, task, examples)
+    lengths, _ = prompt_lengths(examples, tokenizer, tools)
+    device = choose_device()
+    choose_step(draft, device, len(examples))
+    choose_lengths(
+        draft,
+        max(lengths),
+        f"the longest of {len(lengths):,} prompts has {max(lengths)} tokens",
+        wanted_completion(
+            known_answers(draft, task, tokenizer, examples), task.has("get_environment")
+        ),
+        prompt_room(config.model, 0),
+    )
+    prepared = prepare_rl(draft.loaded(), source)
+    longest = _longest(prepared)
+    free = _free(device)
+    fit_memory(draft, lambda: _planned(draft, longest), free, BUDGETS[device], SLOTS)
+    choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
+    layout = placement.choose_layout(draft.config, longest)
+    return _cost(draft, replace(prepared, loaded=draft.loaded(), layout=layout), free, measure)
+
+
+def _longest(prepared: RlPrepared) -> int:
+    """Tokens of the longest prompt, of training or held out."""
+    held_out = prepared.held_out_prompts
+    return max(prepared.prompts.longest, held_out.longest if held_out else 0)
+
+
+def _parameters(draft: Draft) -> int:
+    return all_parameters(draft.loaded().config.model)
+
+
+def _draws(draft: Draft) -> int | None:
+    """Examples of a stream that a run of the first draft would read."""
+    training = draft.config.training
+    return None if training.max_steps is None else training.max_steps * training.prompts_per_step
+
+
+def _planned(draft: Draft, longest: int) -> float:
+    """Memory of a step by the plan (MiB)."""
+    config = draft.config
+    return planned_sizes(config, placement.choose_layout(config, longest)).memory.total
+
+
+def _free(device: str) -> float | None:
+    free = free_memory(device)
+    return None if free is None else free / MIB
+
+
+def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool) -> Cost:
+    """Memory by the plan; speed by trying, which may make a step smaller."""
+    layout, longest = prepared.layout, _longest(prepared)
+    sizes = planned_sizes(prepared.config, layout)
+    memory = doctor_machine.memory(sizes.memory.total, free)
+    if not measure or memory.level == "problem":
+        return Cost(layout, (*_left_out(prepared), memory, _not_measured(memory)))
+    patient = Patient(
+        prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
+    )
+    speeds, usual, peak = run_to_end(measure_cost(patient))
+    held = doctor_cost.peak(sizes.memory.total, peak)
+    fit_time(draft, lambda: _step_seconds(draft, speeds, longest))
+    config = draft.config
+    memory = doctor_machine.memory(_planned(draft, longest), free)
+    speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
+    return Cost(
+        placement.choose_layout(config, longest), (*_left_out(prepared), memory, held, speed)
+    )
+
+
+def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
+    """Examples whose prompts are too long."""
+    dropped, kept = prepared.prompts.dropped, len(prepared.prompts.examples)
+    if dropped:
+        yield Finding(
+            "left out",
+            "warning",
+            f"{dropped:,} of {dropped + kept:,} examples: their prompts are longer than data.max_prompt_length",
+            "they are not trained on",
+            "raise it, where the model has room, or shorten the prompts",
+            {"dropped": dropped, "kept": kept},
+        )
+
+
+def _step_seconds(draft: Draft, speeds: Speeds, longest: int) -> float:
+    found = doctor_cost.estimate(speeds, draft.config, None, None, longest)
+    return float(found.data["step_seconds_at_most"])
+
+
+def _not_measured(memory: Finding) -> Finding:
+    why = "the model does not fit into the free memory" if memory.level == "problem" else "as asked"
+    return Finding("speed", "skipped", f"not measured: {why}", "no weights were loaded")
+
+
+def known_answers(
+    draft: Draft, task: Task, tokenizer: Any, examples: Sequence[Example]
+) -> Answers | None:
+    """How long right answers are: whole completions in a column, a teacher's, or results alone; None where none is known."""
+    if task.has("get_environment"):
+        return None  # an answer is the end of several turns there
+    column = gold_column(examples)
+    if column != GOLD_COMPLETION:
+        taught = _taught(draft, task, tokenizer)
+        if taught is not None:
+            return taught
+    if column is None:
+        return None
+    texts = [
+        form
+        for example in spread(examples, MEASURED)
+        for form in accepted_forms(example.columns.get(column))
+    ]
+    lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]
+    whole = column == GOLD_COMPLETION
+    return Answers(max(lengths), f"column `{column}`", whole, len(lengths)) if lengths else None
+
+
+def _taught(draft: Draft, task: Task, tokenizer: Any) -> Answers | None:
+    """What a teacher writes, where the task has one whose rows can be read."""
+    if not suffices(task, "sft"):
+        return None
+    model = draft.config.model.model_dump(mode="json", exclude_unset=True)
+    values = {"model": model, "task": draft.config.task}
+    config = load_sft_config(values).config
+    hook = "get_sft_dataset"
+    try:
+        rows = task.sft_rows(hook, View(resolved(config)), tokenizer, MEASURED)
+        way = teacher_way(config, task, tokenizer)
+        lessons = read_lessons(tokenizer, spread(rows, MEASURED), way, where=hook).lessons
+    except TaskError:  # `groupwise sft` would refuse them; rewards do not need them
+        return None
+    lengths = [sum(row.mask) for lesson in lessons for row in lesson.rows]
+    return Answers(max(lengths), hook, True, len(lengths))
+
+
+# --- groupwise sft -------------------------------------------------------------------------------
+
+
+def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
+    choose_trained(draft, _parameters(draft))
+    first = prepare_sft(cast("LoadedSftConfig", draft.loaded()), source)
+    longest = first.lessons.longest
+    choose_teacher_step(draft, len(first.lessons.lessons), longest)
+    device = first.layout.device
+    free = _free(device)
+    fit_memory(draft, lambda: _planned_sft(draft, longest), free, BUDGETS[device])
+    choose_dtype(draft, first.layout.dtype, has_bfloat16(device))
+    prepared = prepare_sft(cast("LoadedSftConfig", draft.loaded()), source)
+    planned = planned_sft_sizes(prepared.config, prepared.layout, longest).memory.total
+    memory = doctor_machine.memory(planned, free)
+    told = (*_cut(prepared), memory)
+    if not measure or memory.level == "problem":
+        return Cost(prepared.layout, (*told, _not_measured(memory)))
+    return Cost(prepared.layout, (*told, *_measured_sft(prepared, planned)))
+
+
+def _cut(prepared: SftPrepared) -> Iterator[Finding]:
+    """Rows that are longer than the model's texts may be."""
+    cut, dropped = prepared.lessons.cut, prepared.lessons.dropped
+    if cut or dropped:
+        yield Finding(
+            "too long",
+            "warning",
+            f"{cut:,} rows are cut, {dropped:,} are left out: they are longer than data.max_length",
+            "what is cut off is not learnt",
+            "raise it, where the model has room, or shorten the rows",
+            {"cut": cut, "dropped": dropped},
+        )
+
+
+def _planned_sft(draft: Draft, longest: int) -> float:
+    config = draft.sft_config
+    return planned_sft_sizes(config, placement.supervised_layout(config), longest).memory.total
+
+
+def _measured_sft(prepared: SftPrepared, planned: float) -> tuple[Finding, ...]:
+    config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
+    unused = Path(config.run.dir) / "init"
+    with closing(build.supervised_parts(config, layout, "init", unused)) as parts:
+        speeds = run_to_end(doctor_cost.measure_lessons(parts.learner, lessons, config))
+        peak = parts.peak_memory(layout.device)
+    speed = doctor_cost.estimate_lessons(speeds, lessons, config, prepared.max_steps)
+    return doctor_cost.peak(planned, peak), speed

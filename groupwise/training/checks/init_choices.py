@@ -1,0 +1,468 @@
+"""What `groupwise init` chooses, and why: each choice is a key, a value and a reason, from measured facts to a config.
+
+A `Draft` collects them. What the user gave on the command line always stands: a choice about such a key is not taken, nor one about
+a key that the user's own excludes (`EXCLUDED_BY`), and where a given key needs another one beside it, that is chosen first
+(`choose_beside_given`). Nothing here measures or loads anything but configs; facts come in as plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel
+
+from groupwise.core.settings.overrides import parse_override
+from groupwise.core.settings.schema import keys_of
+from groupwise.core.settings.tree import KeyPath
+from groupwise.engine.learner.config import TrainingConfig
+from groupwise.engine.models.config import Dtype
+from groupwise.engine.sampler.config import SamplerConfig
+from groupwise.tasks.rollouts.config import OWN_KEYS
+from groupwise.training.checks.doctor_machine import NEARLY_FULL
+from groupwise.training.config import DEFAULT_ALGORITHM, LoadedConfig, RunConfig, load_config
+from groupwise.training.config import with_task_schema as validated_task
+from groupwise.training.sft_config import LoadedSftConfig, SftConfig, load_sft_config
+
+Kind = Literal["rl", "sft"]
+
+TOY = 1_000_000
+"""Parameters below which all of them are trained: an adapter would have nothing to save."""
+SMALL = 1_000_000_000
+"""Parameters up to which an adapter takes the larger learning rate."""
+UNKNOWN_COMPLETION, UNKNOWN_TURN = 256, 128
+"""Tokens of a completion, and of one turn of several, where nothing says how long they are."""
+LEAST_COMPLETION = 16
+ROUND = 16
+"""Lengths in tokens are rounded up to a multiple of this."""
+BUDGETS: dict[str, tuple[int, ...]] = {
+    "cpu": (4096, 2048, 1024, 512),
+    "cuda": (32768, 16384, 8192, 4096, 2048, 1024, 512),
+}
+"""Tokens of a micro-batch that are tried, the most first. More than 4096 make a CPU no faster."""
+SLOTS = (None, 32, 16, 8)
+"""Completions decoded together that are tried; None: as many as suit the machine. Fewer cost more time than computing
+activations again."""
+PATIENCE = 120.0
+"""Seconds of a step above which a step gets fewer completions: within minutes one wants to see whether anything is learnt."""
+LEAST_PROMPTS, LEAST_GENERATIONS = 2, 4
+FEW_ROWS = 1000
+"""Rows of a teacher below which they are seen several times."""
+CACHES = 5
+"""The longest completion as a multiple of the stretch before its limit that is punished, `algorithm.soft_punish_cache`."""
+EXCLUDED_BY: dict[KeyPath, KeyPath] = {
+    ("algorithm", "type"): ("algorithm", "preset"),
+    ("training", "max_steps"): ("training", "num_train_epochs"),
+    ("training", "num_train_epochs"): ("training", "max_steps"),
+}
+"""Keys that are not chosen where the user gave another one with a value, which says the same in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A key of the config with its value, and why it has it."""
+
+    path: KeyPath
+    value: Any
+    reason: str
+
+    @property
+    def key(self) -> str:
+        """`training.seed`."""
+        return ".".join(self.path)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A config under way."""
+
+    kind: Kind
+    model: str
+    overrides: tuple[str, ...] = ()
+    schema: type[BaseModel] | None = None
+    """Of the task's own section."""
+    chosen: dict[KeyPath, Choice] = field(default_factory=dict[KeyPath, Choice])
+    _given: dict[KeyPath, Any] = field(init=False, default_factory=dict[KeyPath, Any])
+
+    def __post_init__(self) -> None:
+        for path, value in map(parse_override, self.overrides):
+            self._give(path, value)
+
+    def _give(self, path: KeyPath, value: Any) -> None:
+        """As overrides are laid over each other: a section replaces its keys, a key goes into the section that was given."""
+        for known in [known for known in self._given if known[: len(path)] == path]:
+            del self._given[known]
+        section = next((known for known in self._given if path[: len(known)] == known), path)
+        self._given[section] = _with(self._given.get(section), path[len(section) :], value)
+
+    def is_given(self, path: KeyPath) -> bool:
+        """Whether the user gave this key, a part of it, or a section that holds it."""
+        return any(
+            path[: len(given)] == given or given[: len(path)] == path for given in self._given
+        )
+
+    def given(self, path: KeyPath) -> Any:
+        """What the user gave for this key, by itself or within its section; None where that is nothing, or null."""
+        found: Any = None
+        for given, value in self._given.items():
+            if path[: len(given)] == given:
+                found = value
+                for key in path[len(given) :]:
+                    found = (
+                        cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
+                    )
+        return found
+
+    def is_open(self, path: KeyPath) -> bool:
+        """Whether a choice about this key may be taken."""
+        other = EXCLUDED_BY.get(path)
+        return not self.is_given(path) and (other is None or self.given(other) is None)
+
+    def choose(self, path: KeyPath, value: Any, reason: str) -> None:
+        """Take a choice, in place of an earlier one about the same key."""
+        if self.is_open(path):
+            self.chosen[path] = Choice(path, value, reason)
+
+    def drop(self, path: KeyPath) -> None:
+        """Leave a key at its default."""
+        self.chosen.pop(path, None)
+
+    def loaded(self) -> LoadedConfig:
+        """The config as it is so far; raises ConfigError for what the user gave wrongly, and for what the task needs."""
+        values: dict[str, Any] = {"model": {"name": self.model}}
+        for choice in self.chosen.values():
+            *sections, leaf = choice.path
+            inner = values
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[leaf] = choice.value
+        load: Any = load_config if self.kind == "rl" else load_sft_config
+        loaded = cast("LoadedConfig", load(values, self.overrides, to_train=True))
+        return loaded if self.schema is None else validated_task(loaded, self.schema)
+
+    @property
+    def config(self) -> RunConfig:
+        """Of `groupwise rl`."""
+        return self.loaded().config
+
+    @property
+    def sft_config(self) -> SftConfig:
+        """Of `groupwise sft`."""
+        return cast("LoadedSftConfig", self.loaded()).config
+
+    def choices(self) -> Iterator[Choice]:
+        """All that the file will hold, sections in the order of the schema: what was given, what was chosen, the task's own."""
+        given = {
+            path: Choice(path, value, "given on the command line")
+            for path, value in self._given.items()
+            if path[0] != "task"
+        }
+        name = Choice(("model", "name"), self.model, "")
+        every = {name.path: name, **self.chosen, **given}
+        schema = RunConfig if self.kind == "rl" else SftConfig
+        order = list(schema.model_fields)
+        yield from sorted(every.values(), key=lambda choice: order.index(choice.path[0]))
+        yield from self._of_the_task()
+
+    def _of_the_task(self) -> Iterator[Choice]:
+        """Every key of the task's section with its value; the task's own description is the reason."""
+        known = keys_of(self.schema) if self.schema else {}
+        values: Mapping[str, Any] = self.loaded().config.task
+        for key, value in values.items():
+            described = known[key].description if key in known else None
+            given = "given on the command line" if self.is_given(("task", key)) else ""
+            yield Choice(("task", key), value, described or given)
+
+
+def _with(section: Any, keys: KeyPath, value: Any) -> Any:
+    """A section with one value in it replaced; without keys, the value."""
+    if not keys:
+        return value
+    inner = cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+    return {**inner, keys[0]: _with(inner.get(keys[0]), keys[1:], value)}
+
+
+def rounded_up(tokens: float, to: int = ROUND) -> int:
+    """The next multiple."""
+    return -(-int(-(-tokens // 1)) // to) * to
+
+
+# --- beside what was given -----------------------------------------------------------------------
+
+
+def choose_beside_given(draft: Draft) -> None:
+    """What given keys need beside them, so that the config is a right one before anything is measured; a later choice may be better."""
+    if draft.kind == "sft":
+        if draft.is_given(("training", "num_train_epochs")):
+            draft.choose(("training", "max_steps"), 100, "a first look")
+        return
+    if draft.is_given(("training", "max_steps")):
+        draft.choose(("training", "num_train_epochs"), 1.0, "one pass, as max_steps is null")
+    _choose_rollout_type(draft)
+    _choose_completion_for_least(draft)
+    _choose_step_for_minibatches(draft)
+    _choose_lag_for_free(draft)
+    _choose_samples(draft)
+
+
+def _choose_rollout_type(draft: Draft) -> None:
+    for kind, keys in OWN_KEYS.items():
+        for key in keys:
+            if draft.given(("rollout", key)) is not None:
+                draft.choose(("rollout", "type"), kind, f"rollout.{key} belongs to it")
+                return
+
+
+def _choose_completion_for_least(draft: Draft) -> None:
+    least, reason = _least_completion(draft)
+    chosen = draft.chosen.get(("rollout", "type"))
+    two_stage = "two_stage" in (draft.given(("rollout", "type")), chosen and chosen.value)
+    if least > SamplerConfig().max_completion_length and not two_stage:
+        draft.choose(("sampler", "max_completion_length"), rounded_up(least), reason)
+
+
+def _least_completion(draft: Draft) -> tuple[int, str]:
+    """Tokens that a completion must be allowed by what was given, and which key says so."""
+    least = _whole(draft.given(("sampler", "min_completion_length")))
+    cache = _whole(draft.given(("algorithm", "soft_punish_cache")))
+    if CACHES * cache > least:
+        return CACHES * cache, f"{CACHES} times algorithm.soft_punish_cache, as is usual"
+    return least, "sampler.min_completion_length asks for it"
+
+
+def _choose_step_for_minibatches(draft: Draft) -> None:
+    minibatches = _whole(draft.given(("training", "minibatches")))
+    if minibatches > TrainingConfig().prompts_per_step:
+        path = ("training", "prompts_per_step")
+        draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
+
+
+def _choose_lag_for_free(draft: Draft) -> None:
+    if draft.given(("training", "schedule")) == "free":
+        draft.choose(("training", "lag"), 1, "the least that the schedule free takes")
+
+
+def _choose_samples(draft: Draft) -> None:
+    """Samples enough for pass@k, and a temperature at which they differ."""
+    ks: Any = draft.given(("eval", "pass_at_k"))
+    most = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
+    if most > 1:
+        draft.choose(("eval", "samples_per_prompt"), most, f"pass@{most} is estimated from as many")
+    samples = _whole(draft.given(("eval", "samples_per_prompt")))
+    restricted = (draft.given(("eval", key)) for key in ("top_k", "top_p", "min_p"))
+    if max(most, samples) > 1 or any(value is not None for value in restricted):
+        draft.choose(("eval", "temperature"), 1.0, "at 0, always the most probable token is taken")
+
+
+def _whole(value: Any) -> int:
+    """A number that was given; 0 where it is none, which the config's own check refuses."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
+    """`auto`, which is the same on this machine and right on others."""
+    if dtype == "bfloat16":
+        reason = "bfloat16 on this machine, whose processor has it"
+    elif has_bfloat16:
+        reason = (
+            "float32 on this machine: all weights are trained, and small updates vanish in bfloat16"
+        )
+    else:
+        reason = "float32 on this machine, whose processor has no bfloat16"
+    draft.choose(("model", "dtype"), "auto", reason)
+
+
+def choose_trained(draft: Draft, parameters: int) -> None:
+    """An adapter or all weights, and the learning rate that goes with it."""
+    if parameters < TOY and draft.given(("model", "adapter")) is None:
+        draft.choose(
+            ("lora",),
+            None,
+            f"all {parameters:,} weights are trained; an adapter would save nothing",
+        )
+    elif draft.given(("model", "adapter")) is None:  # which brings its own rank
+        draft.choose(
+            ("lora", "r"),
+            16,
+            f"an adapter beside {parameters:,} frozen weights; `lora: null` trains all of them",
+        )
+    full = draft.loaded().config.lora is None
+    rate, reason = _learning_rate(draft.kind, parameters, full)
+    draft.choose(("training", "learning_rate"), rate, reason)
+
+
+def _learning_rate(kind: Kind, parameters: int, full: bool) -> tuple[float, str]:
+    if parameters < TOY:
+        return 1e-2, "a model as small as this takes large steps"
+    if full:
+        return (1e-6 if kind == "rl" else 1e-5), "all weights are trained, which wants small steps"
+    if kind == "sft":
+        return 1e-4, "usual for an adapter; the first key to vary"
+    if parameters <= SMALL:
+        return 1e-4, "usual for an adapter of a small model; the first key to vary"
+    return 1e-5, "careful, for an adapter of a large model; the first key to vary"
+
+
+# --- lengths -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """How long right answers are, where the task knows."""
+
+    longest: int
+    """Tokens."""
+    source: str
+    """`column answer`, `get_sft_dataset`."""
+    whole: bool
+    """Whether they are what the model should write, rather than the result alone."""
+    count: int
+
+
+def wanted_completion(answers: Answers | None, turns: bool) -> tuple[int, str]:
+    """Tokens of a completion, and why so many."""
+    if answers is None and turns:
+        return UNKNOWN_TURN, "tokens of one turn; the task has no example of a turn's length"
+    if answers is None:
+        return UNKNOWN_COMPLETION, "nothing in the task says how long answers are; look at a few"
+    known = f"the longest of {answers.count} ({answers.source}) has {answers.longest} tokens"
+    if answers.whole:
+        return rounded_up(1.5 * answers.longest), f"{known}; half as much again"
+    return (
+        rounded_up(2 * answers.longest + 48),
+        f"{known}; twice that, and room for a sentence. More if the model is to think first",
+    )
+
+
+def choose_lengths(
+    draft: Draft, longest_prompt: int, measured: str, wanted: tuple[int, str], limit: int
+) -> None:
+    """Prompts and completions that fit the model together. `limit`: most tokens of its texts; `measured` says what was."""
+    completion, reason = wanted
+    space = rounded_up(longest_prompt)
+    room = limit - space
+    kind, (least, why) = draft.config.rollout.type, _least_completion(draft)
+    if completion < least:
+        completion, reason = rounded_up(least), why
+    if kind == "single" and completion > room >= max(LEAST_COMPLETION, least):
+        completion, reason = room, f"what the model's {limit} tokens leave beside the prompt"
+    if kind != "two_stage":
+        draft.choose(("sampler", "max_completion_length"), completion, reason)
+    config = draft.config
+    whole = config.rollout.longest(config.sampler.max_completion_length)
+    if kind == "environment" and whole > room >= config.sampler.max_completion_length:
+        whole = room
+        reason = f"what the model's {limit} tokens leave beside the prompt, for all turns together"
+        draft.choose(("rollout", "max_rollout_length"), room, reason)
+    allowed = min(space, limit - whole)
+    if allowed < longest_prompt:
+        reason = f"{measured}, but the model's {limit} tokens leave no more; longer ones are left out and counted"
+    else:
+        reason = f"{measured}; longer ones would be left out and counted"
+    if allowed >= 1:
+        draft.choose(("data", "max_prompt_length"), allowed, reason)
+
+
+# --- the step ------------------------------------------------------------------------------------
+
+
+def choose_step(draft: Draft, device: str, examples: int) -> None:
+    """How much a step draws, before anything is measured, and how many steps."""
+    prompts = max(min(examples, 16 if device != "cpu" else 8), draft.config.training.minibatches)
+    draft.choose(
+        ("algorithm", "type"),
+        DEFAULT_ALGORITHM,
+        "the default; others are in the list of algorithms",
+    )
+    draft.choose(("training", "prompts_per_step"), prompts, "groups of a step")
+    draft.choose(("training", "num_generations"), 8, "completions that are compared in a group")
+    config = draft.config
+    epoch = -(-examples // config.training.prompts_per_step)
+    steps = f"{epoch:,} step{'s' * (epoch > 1)}"
+    draft.choose(
+        ("training", "max_steps"),
+        100,
+        f"a first look; one pass over the {examples:,} examples takes {steps}",
+    )
+
+
+def choose_teacher_step(draft: Draft, rows: int, longest: int) -> None:
+    """The same for a supervised run with so many rows of at most `longest` tokens."""
+    epochs, told = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
+    draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
+    told = f"{told} over the {rows:,} rows"
+    if draft.is_given(("training", "max_steps")):
+        draft.choose(("training", "num_train_epochs"), float(epochs), told)
+    else:
+        steps = -(-epochs * rows // draft.sft_config.training.examples_per_step)
+        draft.choose(("training", "max_steps"), steps, told)
+    draft.choose(
+        ("data", "max_length"),
+        max(2, longest),
+        "the longest row has so many tokens; longer ones would be cut and counted",
+    )
+
+
+# --- memory and time -----------------------------------------------------------------------------
+
+
+def fit_memory(
+    draft: Draft,
+    needed: Callable[[], float],
+    free: float | None,
+    budgets: Sequence[int],
+    slots: Sequence[int | None] = (None,),
+) -> None:
+    """The fastest settings whose plan leaves a fifth of the free memory (MiB); the thriftiest ones where none does.
+
+    `needed` gives the plan of the draft as it is then (MiB). None is free where the system does not say: the first ones are taken.
+    """
+    usable = float("inf") if free is None else NEARLY_FULL * free
+    for count in slots:
+        for checkpointing in (False, True):
+            _choose_slots(draft, count)
+            _choose_checkpointing(draft, checkpointing)
+            _choose_budget(draft, budgets[-1])
+            if needed() > usable:
+                continue
+            for budget in budgets:
+                _choose_budget(draft, budget)
+                if needed() <= usable:
+                    return
+
+
+def _choose_budget(draft: Draft, budget: int) -> None:
+    reason = "tokens that the learner computes at once, chosen for the free memory; the gradient stays the same"
+    draft.choose(("training", "max_tokens_per_microbatch"), budget, reason)
+
+
+def _choose_checkpointing(draft: Draft, wanted: bool) -> None:
+    path = ("training", "gradient_checkpointing")
+    draft.drop(path)
+    if wanted:
+        draft.choose(path, True, "slower, but without it a step does not fit into the free memory")
+
+
+def _choose_slots(draft: Draft, count: int | None) -> None:
+    path = ("sampler", "slots")
+    draft.drop(path)
+    if count is not None:
+        draft.choose(path, count, "completions decoded together; more do not fit into the memory")
+
+
+def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
+    """Fewer completions where a step would take longer than `PATIENCE`; `step_seconds` is at most, of the draft as it is then."""
+    fewest = max(LEAST_PROMPTS, draft.config.training.minibatches)
+    for path, least, what in (
+        (("training", "prompts_per_step"), fewest, "groups of a step"),
+        (("training", "num_generations"), LEAST_GENERATIONS, "completions of a group"),
+    ):
+        while step_seconds() > PATIENCE and not draft.is_given(path):
+            size = draft.chosen[path].value
+            if size // 2 < least:
+                break
+            draft.choose(path, size // 2, f"{what}; more would take minutes on this machine")

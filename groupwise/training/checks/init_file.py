@@ -1,0 +1,64 @@
+"""The file that `groupwise init` writes: the commands to run with it, then each choice with its reason above it."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.representer import RoundTripRepresenter
+
+from groupwise.training.checks.init_choices import Choice, Kind
+
+WIDTH = 96
+INDENT = 2
+
+
+class _WithNull(RoundTripRepresenter):
+    """Writes `null` where it is meant, instead of nothing."""
+
+
+def _null(representer: Any, _: None) -> Any:
+    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
+
+
+cast("Any", _WithNull).add_representer(type(None), _null)
+
+
+def commands(kind: Kind, task: str, file: str) -> list[str]:
+    """What to run with the file, in this order."""
+    at, with_config = shlex.join(["--task-module", task]), shlex.join(["--config", file])
+    look = f"groupwise check {with_config} {at}" if kind == "rl" else f"groupwise check {at}"
+    examine = [f"groupwise doctor {with_config} {at}"] if kind == "rl" else []
+    train = f"groupwise {kind} {with_config} {at}"
+    return [look, *examine, f"{train} --dry-run", train]
+
+
+def rendered(title: str, words: Sequence[str], choices: Iterable[Choice]) -> str:
+    """The whole file. `title` is a sentence about it, `words` the commands."""
+    content = CommentedMap()
+    for choice in choices:
+        _put(content, choice)
+    stream = io.StringIO()
+    yaml: Any = YAML()
+    yaml.Representer = _WithNull
+    yaml.width = 10**6  # a folded text would be another one for whoever edits it
+    yaml.dump(content, stream)
+    head = [*textwrap.wrap(title, WIDTH), "", *words]
+    comments = "\n".join(f"# {line}".rstrip() for line in head)
+    return f"{comments}\n\n{stream.getvalue()}"
+
+
+def _put(content: Any, choice: Choice) -> None:
+    *sections, leaf = choice.path
+    for section in sections:
+        content = content.setdefault(section, CommentedMap())
+    content[leaf] = choice.value
+    if choice.reason:
+        indent = INDENT * len(sections)
+        lines = textwrap.wrap(" ".join(choice.reason.split()), WIDTH - indent)
+        content.yaml_set_comment_before_after_key(leaf, before="\n".join(lines), indent=indent)

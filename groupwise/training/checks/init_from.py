@@ -1,0 +1,873 @@
+"""`groupwise init --from FILE`: the GRPO config of TRL, open-r1 or Unsloth as one of ours.
+
+Each value that is taken over keeps its origin as a comment. What means something else here, what has no equal and what cannot be read is
+told by its name, and how each key of the file ended stands in the report. Where a file leaves out what
+TRL then decides (all weights are trained, the loss is `dapo`), it is written down.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.plugins import trains_when_imported
+from groupwise.tasks.data.config import DatasetConfig
+from groupwise.training.checks.findings import Finding, Findings, OnFinding, Report
+from groupwise.training.checks.foreign_config import read_foreign
+from groupwise.training.checks.foreign_names import (
+    DEFAULTS,
+    LORA_DEFAULTS,
+    LOSS_DIVISORS,
+    LOSSES,
+    MAY_BE_NULL,
+    MAY_BE_ZERO,
+    NO_EQUAL,
+    NUMBERS,
+    REMARKS,
+    SAME,
+    SCALES,
+    SCHEDULES,
+    TRL_BATCH,
+    TRL_GENERATIONS,
+    TRL_LEARNING_RATE,
+    TRL_LENGTH,
+    WHOLE,
+    WITHOUT_EFFECT,
+)
+from groupwise.training.checks.foreign_python import Unread
+from groupwise.training.checks.foreign_rewards import (
+    OF_CODE,
+    OPEN_R1_REWARDS,
+    PARAMETERS,
+    entry_of,
+    is_open_r1,
+)
+from groupwise.training.checks.init_choices import Choice
+from groupwise.training.checks.init_file import rendered
+from groupwise.training.config import load_config, resolved
+from groupwise.training.foreign_keys import FOREIGN_TO_RL
+
+CODE = "init_failed"
+
+Fate = Literal["taken", "default", "no effect", "no equal", "unread"]
+"""How a key of the file ended: `default` says nothing on either side, `no effect` decides nothing of what is learnt."""
+
+
+@dataclass(slots=True)
+class Translation:
+    """A foreign config on its way."""
+
+    file: Path
+    given: dict[str, Any]
+    """Its keys under their usual names."""
+    processes: int
+    open_r1: bool = False
+    choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    fates: dict[str, Fate] = field(default_factory=dict[str, Fate])
+    chat_template: str | None = None
+    """What is written into a file of its own."""
+
+    def choose(self, key: str, value: Any, reason: str) -> None:
+        """Write a value under our key."""
+        self.choices[key] = Choice(tuple(key.split(".")), value, reason)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value of a foreign key, which is dealt with then."""
+        if name in self.given:
+            self.fates.setdefault(name, "taken")
+        return self.given.get(name, default)
+
+    def origin(self, name: str) -> str:
+        """Where a value comes from."""
+        return f"From {name} of {self.file.name}."
+
+    def remark(self, name: str, text: str) -> None:
+        """Tell what means something else here, or decides nothing."""
+        self.findings.append(Finding(name, "ok", text))
+
+    def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
+        """Tell what is not taken over, and why."""
+        self.findings.append(Finding(name, "warning", text))
+        if name in self.given or fate == "unread":
+            self.fates[name] = fate
+
+    @property
+    def names_data(self) -> bool:
+        """Whether the config says where the rows come from."""
+        return bool(self.choices.keys() & {"data.dataset_name", "data.dataset_mixture"})
+
+
+def init_from(
+    file: Path,
+    *,
+    processes: int | None = None,
+    out: Path | None = None,
+    force: bool = False,
+    on_finding: OnFinding | None = None,
+) -> Report:
+    """Write our config for a foreign one: the command `groupwise init --from`.
+
+    `processes` is how many devices the foreign run had, which its batch sizes are each for. Raises `UsageError`.
+    """
+    given = read_foreign(file)
+    target = out or file.with_name(f"{file.stem}-groupwise.yaml")
+    if target.exists() and not force:
+        raise UsageError(
+            f"{target} exists and is kept. Give --force to write it anew, or another name with --out."
+        )
+    made = translate(file, given, processes or _processes(given))
+    if made.chat_template is not None:
+        template = target.with_suffix(".jinja")
+        template.write_text(made.chat_template)
+        made.choose("model.chat_template", str(template), made.origin("chat_template"))
+    findings = Findings(on_finding)
+    for choice in made.choices.values():
+        findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
+    findings.extend(made.findings)
+    ordered = sorted(made.choices.values(), key=lambda choice: SECTIONS.index(choice.path[0]))
+    task = "" if made.names_data else " --task-module TASK.py"
+    words = [
+        f"groupwise check --config {target}{task}",
+        f"groupwise rl --config {target}{task} --dry-run",
+        f"groupwise rl --config {target}{task}",
+    ]
+    target.write_text(rendered(f"Written by groupwise init from {file.name}.", words, ordered))
+    config = load_config(target).config
+    details = {
+        "file": str(target),
+        "command": "rl",
+        "config": resolved(config),
+        "keys": made.fates,
+        "next": words,
+    }
+    return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
+
+
+SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sampler", "eval", "run")
+
+
+# --- translating ---------------------------------------------------------------------------------
+
+
+def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translation:
+    """Our choices for foreign keys, and how each of these ended."""
+    made = Translation(file, {}, processes)
+    for name, value in given.items():
+        _receive(made, name, value)
+    made.open_r1 = is_open_r1(given) and file.suffix not in (".py", ".ipynb")
+    for step in (
+        _model,
+        _lora,
+        _batch,
+        _length,
+        _stop,
+        _algorithm,
+        _schedule,
+        _optimiser,
+        _data,
+        _rewards,
+        _run,
+    ):
+        step(made)
+    for name, key in SAME.items():
+        if name in made.given and name not in made.fates:
+            _take_same(made, name, key)
+    for name in made.given:
+        if name not in made.fates:
+            _end(made, name)
+    _leave_out_what_does_not_fit(made)
+    named = " ".join(
+        [
+            *(choice.reason for choice in made.choices.values()),
+            *(f"{each.name} {each.measured}" for each in made.findings),
+        ]
+    )
+    for name, fate in made.fates.items():
+        if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", named):
+            made.fates[name] = "default"  # it asked for what is so without it
+    _remark_on_the_silent(made)
+    return made
+
+
+def _receive(made: Translation, name: str, value: Any) -> None:
+    """Keep a value that can be used; of another one its key ends here."""
+    number = _number(name, value)
+    idle = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
+        name == "model_name_or_path" and made.file.suffix == ".py"
+    )
+    if name in MAY_BE_NULL and (value is None or value == 0):
+        made.choose(SAME[name], None, made.origin(name))
+        made.fates[name] = "taken"
+    elif not (unfit := _unfit(name, number)):
+        if _stands_at_default(name, number):
+            made.fates[name] = "default"
+        else:
+            made.given[name] = number
+    elif name in NO_EQUAL:
+        made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+        made.fates[name] = "no equal"
+    elif idle:
+        made.fates[name] = "no effect"
+    else:
+        made.lose(name, unfit, "unread")
+
+
+def _processes(given: Mapping[str, Any]) -> int:
+    """How many devices the run had, where the file tells: a dump has the completions of all of them, and those of each."""
+    counted = given.get("num_processes")
+    names = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
+    whole, device, steps = (given.get(name) for name in names)
+    if not isinstance(counted, int) and all(
+        isinstance(each, int) for each in (whole, device, steps)
+    ):
+        counted = cast("int", whole) // max(1, cast("int", device) * cast("int", steps))
+    return max(1, counted) if isinstance(counted, int) else 1
+
+
+def _leave_out_what_does_not_fit(made: Translation) -> None:
+    """Values that no config of ours can have, each with what is said of it."""
+    for _ in range(len(made.choices)):
+        tree: dict[str, Any] = {}
+        for choice in made.choices.values():
+            section = tree
+            for part in choice.path[:-1]:
+                section = section.setdefault(part, {})
+            section[choice.path[-1]] = choice.value
+        try:
+            load_config(tree)
+            return
+        except ConfigError as error:
+            said = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
+        refused = [(key, text) for key, text in said if key in made.choices]
+        for key, text in dict(refused).items():
+            if key in made.choices:  # or what it needs has taken it along
+                _leave_out(made, key, f"{key}{text.rstrip('.')}")
+        if not refused:
+            return  # whoever reads the file is told
+
+
+def _leave_out(made: Translation, key: str, why: str) -> None:
+    source = re.match(r"From ([\w.]+)", made.choices.pop(key).reason)
+    if source is not None:
+        made.lose(source[1], f"is not taken over: {why}", "unread")
+    if key == "model.name":
+        made.choose(key, "tiny", "Put yours here.")
+    if key in ("data.dataset_name", "data.dataset_mixture"):
+        for other in [each for each in made.choices if each.startswith("data.")]:
+            if other.removeprefix("data.") in DatasetConfig.model_fields:
+                _leave_out(made, other, "nothing says where the rows come from")
+
+
+def _number(name: str, value: Any) -> Any:
+    """A number that is written as text, as 1e-6 is in YAML for TRL."""
+    if name in NUMBERS and isinstance(value, str):
+        try:
+            return int(value) if value.isdecimal() else float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _stands_at_default(name: str, value: Any) -> bool:
+    """Whether a key says nothing: it is empty, or TRL and we decide the same without it."""
+    if value is None or (isinstance(value, str | list | dict) and not value):
+        return True
+    default = DEFAULTS.get(name)
+    return name in DEFAULTS and (
+        value in default if isinstance(default, tuple) else value == default
+    )
+
+
+def _unfit(name: str, value: Any) -> str | None:
+    """What is wrong with a value that cannot be taken over, if that is so."""
+    if isinstance(value, Unread):
+        return f"is not taken over: {value.told}. {value.remedy}"
+    if value is None or name not in NUMBERS:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        return f"is not taken over: {value!r:.40} is no number. Edit the written config"
+    if name in WHOLE and value != int(value) and not (name == "warmup_steps" and 0 < value < 1):
+        return f"is not taken over: {value} is a share of the run there; here it is a whole number"
+    if name in WHOLE and value == 0 and name not in MAY_BE_ZERO:
+        return "is not taken over: it must be at least 1"
+    return None
+
+
+def _take_same(made: Translation, name: str, key: str) -> None:
+    """Take a value whose key means the same, where the section that we have has the key."""
+    section, _, own = key.partition(".")
+    if section == "data" and own in DatasetConfig.model_fields and not made.names_data:
+        made.lose(
+            name,
+            f"is not taken over: {key} has no effect until data.dataset_name says where the rows come from",
+        )
+    elif section == "algorithm" and own not in _knobs(made):
+        made.lose(name, f"is not taken over: {made.choices['algorithm.type'].value} has no {own}")
+    else:
+        made.choose(key, made.take(name), made.origin(name))
+
+
+def _knobs(made: Translation) -> frozenset[str]:
+    kind = made.choices.get("algorithm.type")
+    return frozenset(each.name for each in fields(ALGORITHMS[kind.value if kind else "dapo"]))
+
+
+def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> Any:
+    """Write the value of a foreign key under ours, or TRL's default where the file has none; the value."""
+    reason = made.origin(name) if name in made.given else "TRL's default."
+    value = made.take(name, default)
+    made.choose(key, value, reason)
+    return value
+
+
+def _end(made: Translation, name: str) -> None:
+    """What became of a key that is not taken over."""
+    value = made.given[name]
+    if name in NO_EQUAL:
+        made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+    elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
+        made.fates[name] = "no effect"
+        if name in REMARKS and value is not False:
+            made.remark(name, REMARKS[name])
+    elif advice := _advice(name):
+        made.lose(name, f"is not taken over: {advice}")
+    else:
+        made.lose(name, "is not taken over: nothing here has that name")
+
+
+def _advice(name: str) -> str | None:
+    matching = (each for each in FOREIGN_TO_RL if each.endswith("*") and name.startswith(each[:-1]))
+    return FOREIGN_TO_RL.get(name) or next((FOREIGN_TO_RL[each] for each in matching), None)
+
+
+def _remark_on_the_silent(made: Translation) -> None:
+    """One line for all that decides nothing of what is learnt, and one for what is the same on both sides."""
+    told = {finding.name for finding in made.findings}
+    for fate, subject, text in (
+        ("no effect", "keys without effect", "say how it is computed or shown, not what is learnt"),
+        ("default", "keys at a default", "say what is so without them"),
+    ):
+        names = [name for name, its in made.fates.items() if its == fate and name not in told]
+        if names:
+            made.remark(subject, f"{text}: {', '.join(names)}")
+
+
+def _model(made: Translation) -> None:
+    if "model_name_or_path" not in made.given:
+        made.choose("model.name", "tiny", f"{made.file.name} names no model: put yours here.")
+        if "model_name_or_path" not in {finding.name for finding in made.findings}:
+            made.lose(
+                "model_name_or_path",
+                "is not in the file: model.name is `tiny` until you name yours",
+            )
+    if made.given.get("load_in_4bit") or made.given.get("load_in_8bit"):
+        made.choose("model.backend", "unsloth", "Weights in 4 or 8 bits are held by this backend.")
+    if (checkpointing := made.take("gradient_checkpointing")) is not None:
+        made.choose(
+            "training.gradient_checkpointing",
+            bool(checkpointing),
+            made.origin("gradient_checkpointing"),
+        )
+    template = made.take("chat_template")
+    if isinstance(template, str):
+        if "{" in template:
+            made.chat_template = template
+        else:
+            made.choose("model.chat_template", template, made.origin("chat_template"))
+
+
+def _lora(made: Translation) -> None:
+    call = made.given.pop("lora_call", "")
+    made.fates.pop("lora_call", None)
+    keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
+    said = "full_finetuning" if made.take("full_finetuning") else "use_peft"
+    whole = said == "full_finetuning" or made.fates.get("use_peft") == "default"
+    if whole or not (call or any(key in made.given for key in keys)):
+        made.choose(
+            "lora",
+            None,
+            made.origin(said)
+            if said in made.given
+            else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
+        )
+        for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
+            if name in made.given:
+                made.fates[name] = "default"
+        return
+    if made.take("use_peft"):
+        made.remark("use_peft", "trains an adapter, as the section lora does here")
+    elif call == "":
+        made.remark(
+            "use_peft",
+            "is not in the file, where TRL trains all weights: lora is taken for what is meant",
+        )
+    for key, default in zip(("r", "alpha", "dropout"), LORA_DEFAULTS[call], strict=True):
+        origin = f"The default of {call or 'TRL'}."
+        name = f"lora_{key}"
+        value = made.take(name, default)
+        if name in made.given or key != "dropout" or default:
+            made.choose(f"lora.{key}", value, made.origin(name) if name in made.given else origin)
+    modules = made.take("lora_target_modules")
+    if modules:
+        every = modules in ("all-linear", ["all-linear"])
+        listed = cast("list[Any]", modules) if isinstance(modules, list) else [modules]
+        made.choose(
+            "lora.target_modules",
+            "all-linear" if every else listed,
+            made.origin("lora_target_modules"),
+        )
+    elif call != "get_peft_model":
+        made.remark(
+            "lora_target_modules",
+            "is not in the file, where peft then takes few layers, mostly q_proj and v_proj; lora.target_modules takes every linear layer",
+        )
+
+
+def _batch(made: Translation) -> None:
+    """A step of TRL is per_device_train_batch_size × gradient_accumulation_steps × processes completions."""
+    generations = _choose_or_default(
+        made, "training.num_generations", "num_generations", TRL_GENERATIONS
+    )
+    device, accumulated = (
+        made.take("per_device_train_batch_size", TRL_BATCH),
+        made.take("gradient_accumulation_steps", 1),
+    )
+    completions = device * accumulated * made.processes
+    prompts = Fraction(completions, generations)
+    whole = max(1, round(prompts))
+    made.choose(
+        "training.prompts_per_step",
+        whole,
+        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulated} × {made.processes} processes ÷ num_generations "
+        f"{generations}.",
+    )
+    if prompts != whole:
+        made.remark(
+            "per_device_train_batch_size",
+            f"{completions} completions are no whole groups of {generations}: a step has {whole} groups",
+        )
+    sampled = made.take("generation_batch_size")
+    steps = made.take("steps_per_generation")
+    if sampled is not None and steps is not None:
+        made.fates["generation_batch_size"] = "default"  # a dump has both, and the steps say it
+    elif sampled is not None:
+        steps = Fraction(sampled, device * made.processes)
+    reuse = Fraction(accumulated if steps is None else steps, accumulated)
+    name = (
+        "steps_per_generation" if "steps_per_generation" in made.given else "generation_batch_size"
+    )
+    if reuse > 1 and reuse.denominator == 1:
+        made.choose(
+            "training.minibatches",
+            int(reuse),
+            f"{name} over gradient_accumulation_steps: updates for each generation.",
+        )
+        made.choose(
+            "training.prompts_per_step",
+            max(int(reuse), round(prompts * reuse)),
+            "All groups that are sampled before these updates.",
+        )
+    elif reuse < 1:
+        made.remark(
+            name,
+            f"{made.given[name]} has a step's completions drawn in several goes, by the same weights; here it is one",
+        )
+    elif reuse > 1:
+        made.lose(
+            name,
+            f"{made.given[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a whole number",
+        )
+
+
+def _length(made: Translation) -> None:
+    _choose_or_default(made, "sampler.max_completion_length", "max_completion_length", TRL_LENGTH)
+    steps = made.take("max_steps", -1)
+    if steps > 0:
+        made.choose("training.max_steps", int(steps), made.origin("max_steps"))
+        if "num_train_epochs" in made.given:
+            made.fates["num_train_epochs"] = "default"
+    else:
+        made.choose("training.max_steps", None, "Epochs say how long.")
+        _choose_or_default(made, "training.num_train_epochs", "num_train_epochs", 3)
+
+
+def _stop(made: Translation) -> None:
+    if stop := made.take("stop"):
+        texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
+        made.choose("sampler.stop", texts, made.origin("stop"))
+
+
+def _algorithm(made: Translation) -> None:
+    loss = str(made.take("loss_type", "dapo"))
+    level = made.take("importance_sampling_level", "token")
+    kind = "gspo" if level == "sequence" else LOSSES.get(loss)
+    origin = "importance_sampling_level sequence" if kind == "gspo" else f"loss_type {loss}"
+    if level not in ("token", "sequence"):
+        made.lose(
+            "importance_sampling_level",
+            f"{level} is not taken over: there are token, and sequence as gspo",
+        )
+    if kind is None:
+        made.lose(
+            "loss_type",
+            f"{loss} is no algorithm here: there are {', '.join(LOSSES)}, and `dapo` stands in its place",
+        )
+        kind = "dapo"
+    if kind == "dapo":
+        given = "loss_type" in made.given
+        said = f"From {origin}." if given else f"{origin}: the loss that TRL has by default."
+        made.choose("algorithm.preset", "trl_default", said)
+        if loss == "bnpo":
+            made.remark(
+                "loss_type",
+                "bnpo divides by the tokens of each device's batch; here it is all tokens of the step",
+            )
+    else:
+        made.choose("algorithm.type", kind, f"From {origin}.")
+    if kind == "gspo" and loss != "grpo":
+        made.remark(
+            "loss_type",
+            f"{loss}{'' if 'loss_type' in made.given else ', as TRL has it without that key,'} "
+            f"{LOSS_DIVISORS.get(loss, 'is another loss')} there; gspo here takes the mean of each rollout's tokens, and of the rollouts",
+        )
+    scale = made.take("scale_rewards")
+    if kind == "dr_grpo":
+        if scale not in (False, "none"):
+            made.remark(
+                "scale_rewards",
+                f"{'group, as TRL has it without that key' if scale is None else scale}, divides by the spread of rewards there; dr_grpo "
+                "here never does. `algorithm.type: grpo` does, and divides by each rollout's length",
+            )
+    elif scale is not None:
+        made.choose(
+            "algorithm.scale_rewards", SCALES.get(str(scale), "group"), made.origin("scale_rewards")
+        )
+        if str(scale) not in SCALES:
+            made.lose(
+                "scale_rewards", f"{scale!r:.40} is not taken over: there are group, batch, none"
+            )
+    _clip(made, kind)
+    _correction(made)
+
+
+def _clip(made: Translation, kind: str) -> None:
+    """Where the range of ratios is another one by itself, or written otherwise."""
+    if kind == "gspo":
+        _choose_or_default(made, "algorithm.epsilon", "epsilon", 0.2)
+        high = "epsilon_high" if "epsilon_high" in made.given else "epsilon"
+        _choose_or_default(made, "algorithm.epsilon_high", high, 0.2)
+    elif kind == "cispo":
+        if isinstance(cap := made.take("epsilon_high"), int | float) and cap > 1:
+            made.choose(
+                "algorithm.epsilon_high",
+                cap - 1,
+                f"{made.origin('epsilon_high')} There it is the largest weight, here what it may have above 1.",
+            )
+        else:
+            made.lose(
+                "epsilon_high",
+                f"{'TRL without it' if cap is None else cap} caps each weight below 1; here the cap is 5, algorithm.epsilon_high 4",
+            )
+
+
+def _correction(made: Translation) -> None:
+    """TRL's correction for what vLLM computes otherwise than the learner."""
+    names = [
+        f"vllm_importance_sampling_{each}" for each in ("correction", "mode", "cap", "clip_min")
+    ]
+    correction, mode, cap, _ = map(made.take, names)
+    if not made.given.get("use_vllm") or not correction:
+        for name in names:
+            if name in made.given:
+                made.fates[name] = "default"
+        return
+    made.choose(
+        "algorithm.importance_sampling_correction",
+        mode or "sequence_mask",
+        made.origin(names[1] if mode else names[0])
+        + " TRL corrects for differences between vLLM and the learner.",
+    )
+    if cap is not None:
+        made.choose("algorithm.importance_sampling_cap", cap, made.origin(names[2]))
+    if names[3] in made.given:
+        made.lose(names[3], "is not taken over: ratios have a cap alone")
+
+
+def _schedule(made: Translation) -> None:
+    _choose_or_default(made, "training.learning_rate", "learning_rate", TRL_LEARNING_RATE)
+    wanted = str(made.take("lr_scheduler_type", "linear")).rpartition(".")[2].lower()
+    given = made.take("lr_scheduler_kwargs", {})
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = json.loads(given)
+    course, same, other = SCHEDULES.get(wanted, ("linear", {}, "is no course of transformers"))
+    if "lr_scheduler_type" in made.given:
+        made.choose("training.lr_scheduler_type", course, made.origin("lr_scheduler_type"))
+        if other:
+            made.lose("lr_scheduler_type", f"{wanted} {other}; {course} stands in its place")
+    odd = (
+        {
+            name: value
+            for name, value in cast("Mapping[str, Any]", given).items()
+            if value != same.get(name)
+        }
+        if isinstance(given, Mapping)
+        else cast("Any", given)
+    )
+    if odd:
+        floor = (
+            "cosine ends at 0 here" if "min_lr" in str(odd) else f"{course} has no such argument"
+        )
+        made.lose("lr_scheduler_kwargs", f"{odd!r:.80} is not taken over: {floor}")
+    _warm_up(made, wanted)
+
+
+def _warm_up(made: Translation, schedule: str) -> None:
+    warmup = made.take("warmup_steps", 0)
+    if "warmup_steps" in made.given:
+        key = "warmup_ratio" if warmup < 1 else "warmup_steps"
+        made.choose(f"training.{key}", warmup, made.origin("warmup_steps"))
+        if "warmup_ratio" in made.given:
+            made.fates["warmup_ratio"] = "default"  # the steps go before, there as well
+    if schedule == "constant" and made.given.keys() & {"warmup_steps", "warmup_ratio"}:
+        for name in ("warmup_steps", "warmup_ratio"):
+            made.choices.pop(f"training.{name}", None)
+            if name in made.given:
+                made.fates[name] = "default"
+        made.remark(
+            "lr_scheduler_type", "constant has no warm-up in transformers, so none is taken over"
+        )
+
+
+def _optimiser(made: Translation) -> None:
+    optimiser = str(made.take("optim", "adamw"))
+    if "adamw" not in optimiser:
+        made.lose("optim", f"{optimiser} is not taken over: the optimiser is AdamW")
+    elif "8bit" in optimiser:
+        made.remark(
+            "optim", f"{optimiser} holds its state in 8 bits; AdamW does so in float32 here"
+        )
+
+
+def _rewards(made: Translation) -> None:
+    names = made.take("reward_funcs", list(OPEN_R1_REWARDS) if made.open_r1 else [])
+    listed = cast("list[Any]", names) if isinstance(names, list) else [names]
+    module = made.file.name if made.file.suffix == ".py" else "rewards.py"
+    ours: list[Any] = []
+    weights: list[Any] = []
+    for name, weight in zip(listed, _weights(made, len(listed)), strict=True):
+        entry, said, lost = entry_of(name, module, made.given, made.open_r1)
+        if entry is not None and entry in ours:
+            said, lost = (
+                f"`{name}` is not taken over: `{entry}` does the same, and is there already",
+                True,
+            )
+        elif entry is not None:
+            ours.append(entry)
+            weights.append(weight)
+        if said:
+            (made.lose if lost else made.remark)("reward_funcs", said)
+    _choose_rewards(made, ours, weights)
+    if made.file.suffix == ".ipynb" and any(str(name).startswith(":") for name in listed):
+        made.remark(
+            "reward_funcs",
+            f"are functions of the notebook: write them into {module} beside the config",
+        )
+    if made.open_r1 and made.names_data and {*OF_CODE} & {*map(str, listed)}:
+        made.choose(
+            "data.columns",
+            {"test_cases": "verification_info.test_cases"},
+            "Where the data of open-r1 have the tests of code.",
+        )
+    _warn_of_scripts(made, {str(each).rpartition(":")[0] for each in ours})
+
+
+def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
+    written = _parameters_written(made, ours)
+    if not ours:
+        if "reward_weights" in made.given:
+            made.lose("reward_weights", "is not taken over: no reward is left that it weighs")
+        return
+    given = "reward_funcs" in made.given
+    origin = made.origin("reward_funcs") if given else "open-r1's default."
+    if written:
+        origin += f" Their parameters are from {', '.join(written)}."
+    made.choose("rewards.reward_funcs", ours, origin)
+    made.fates |= {"reward_funcs": "taken"} if given else {}
+    if None not in weights:
+        made.choose("rewards.reward_weights", weights, made.origin("reward_weights"))
+
+
+def _parameters_written(made: Translation, ours: Sequence[Any]) -> list[str]:
+    """The keys of the file that became parameters of a reward; where they did not, they stand at a default."""
+    entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
+    written: list[str] = []
+    for reward, parameters in PARAMETERS.items():
+        for name, (key, _) in parameters.items():
+            if name in made.given:
+                used = any(each["name"] == reward and key in each for each in entries)
+                made.fates.setdefault(name, "taken" if used else "default")
+                written += [name] if used else []
+    return written
+
+
+def _weights(made: Translation, number: int) -> list[Any]:
+    """The weight of each reward, by their order; None of each where the file gives none that can be used."""
+    weights = made.take("reward_weights")
+    if weights is None:
+        return [None] * number
+    given = cast("list[Any]", weights) if isinstance(weights, list) else [weights]
+    numbers = all(isinstance(each, int | float) for each in given)
+    if len(given) == number and numbers:
+        return given
+    made.lose(
+        "reward_weights",
+        f"{weights!r:.60} is not taken over: there are {number} rewards, and each has one number",
+    )
+    return [None] * number
+
+
+def _warn_of_scripts(made: Translation, modules: set[str]) -> None:
+    for module in sorted(each for each in modules if each.endswith(".py")):
+        path = made.file.parent / module
+        statement = trains_when_imported(path.read_bytes()) if path.is_file() else None
+        if statement is not None:
+            made.findings.append(
+                Finding(
+                    "reward_funcs",
+                    "warning",
+                    f"{module} trains when it is imported ({statement}), as it is for its rewards",
+                    "the run would begin with that training",
+                    'put it below `if __name__ == "__main__":`, or the rewards into a file of their own',
+                )
+            )
+
+
+def _data(made: Translation) -> None:
+    name = "dataset_mixture" if "dataset_mixture" in made.given else "datasets"
+    mixture: Any = made.take(name)
+    if isinstance(mixture, list):  # TRL has the keys of a mixture at the top
+        mixture = {
+            "datasets": cast("Any", mixture),
+            "test_split_size": made.take("test_split_size"),
+        }
+    whole = cast("Mapping[str, Any]", mixture if isinstance(mixture, Mapping) else {})
+    sets = list(_sets(made, name, whole.get("datasets")))
+    if sets:
+        made.choose("data.dataset_mixture", sets, made.origin(name))
+        for key in ("seed", "test_split_size"):
+            if (value := whole.get(key)) is not None:
+                made.choose(f"data.{key}", value, made.origin(f"{name}, {key},"))
+        for key in ("dataset_name", "dataset_config", "dataset_test_split"):
+            if key in made.given:
+                made.lose(key, f"is not taken over: {name} names the data")
+    elif "dataset_name" in made.given:
+        made.choose("data.dataset_name", made.take("dataset_name"), made.origin("dataset_name"))
+    if mixture is not None and not sets:
+        made.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
+    if made.open_r1 and made.names_data:
+        made.choose(
+            "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
+        )
+
+
+def _evaluates(made: Translation) -> bool:
+    return made.given.get("eval_strategy", "no") not in ("no", False)
+
+
+def _sets(made: Translation, name: str, several: Any) -> Iterator[dict[str, Any]]:
+    """The sets of a mixture as open-r1 (`id`, `config`) and TRL (`path`, `name`) write them."""
+    for each in cast("Sequence[Any]", several if isinstance(several, list) else ()):
+        if not isinstance(each, Mapping):
+            made.lose(name, f"{each!r:.40} is not taken over: it is no set")
+            continue
+        given = {
+            key: value
+            for key, value in cast("Mapping[str, Any]", each).items()
+            if value is not None
+        }
+        source = given.pop("id", None) or given.pop("path", None)
+        entry: dict[str, Any] = {"source": source}
+        for ours, theirs in (
+            ("config", "config"),
+            ("config", "name"),
+            ("split", "split"),
+            ("weight", "weight"),
+            ("weight", "fraction"),
+        ):
+            if theirs in given:
+                entry[ours] = given.pop(theirs)
+        if columns := given.pop("columns", None):
+            made.remark(
+                name,
+                f"the columns {columns} of {source} are kept as all others are",
+            )
+        for key in given:
+            made.lose(name, f"{key} of {source} is not taken over: no set here has it")
+        yield entry
+
+
+def _run(made: Translation) -> None:
+    place = made.take("output_dir")
+    if isinstance(place, str) and place.strip("./ "):
+        folder = Path(place)
+        made.choose(
+            "run.dir",
+            str(folder.parent) if str(folder.parent) != "." else "runs",
+            made.origin("output_dir"),
+        )
+        if not made.given.get("run_name"):
+            made.choose("run.name", folder.name, made.origin("output_dir"))
+    evaluates = made.given.get("do_eval") or _evaluates(made)
+    if "dataset_test_split" in made.given and not evaluates:
+        made.fates["dataset_test_split"] = "default"
+        made.remark(
+            "dataset_test_split",
+            "is not taken over: without eval_strategy nothing is evaluated on it",
+        )
+    _sinks(made)
+    every = made.take("eval_steps")
+    strategy = made.take("eval_strategy")
+    if strategy == "steps":
+        counted = "eval_steps" if every else "logging_steps"
+        steps = made.take(counted, 10)
+        origin = made.origin(counted) if counted in made.given else "TRL's default."
+        made.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
+    else:
+        made.fates |= {"eval_steps": "default"} if every else {}
+        if _evaluates(made):
+            made.lose(
+                "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
+            )
+    if made.given.get("push_to_hub") is not True or "hub_model_id" not in made.given:
+        for name in made.given.keys() & {"hub_model_id", "hub_model_revision", "hub_private_repo"}:
+            made.fates[name] = "default"
+
+
+def _sinks(made: Translation) -> None:
+    sinks = made.take("report_to")
+    named = cast("list[Any]", sinks) if isinstance(sinks, list) else [sinks]
+    known = [each for each in named if each in ("wandb", "tensorboard", "trackio", "mlflow")]
+    if known:
+        made.choose("run.report_to", known, made.origin("report_to"))
+    for each in named:
+        if each not in (*known, None, "none"):
+            text = "is not taken over: there are wandb, tensorboard, trackio, mlflow"
+            made.lose("report_to", f"{each} {text}")
+    tables = {*known} - {"tensorboard"}
+    names = (
+        {"wandb_project", "wandb_entity", "wandb_run_group"} if "wandb" not in known else set[str]()
+    )
+    for name in made.given.keys() & (names | (set() if tables else {"log_unique_prompts"})):
+        made.fates[name] = "default"
+        made.remark(name, "is not taken over: report_to names no such sink")

@@ -1,0 +1,706 @@
+"""The config of a run: the sections of all rooms in one model, and how one is loaded.
+
+`load_config` reads a YAML file (or a mapping, or a `RunConfig`), lays overrides over it and validates the whole. The same
+file serves training and evaluation. The knobs of the algorithms are not repeated here: their sections are made from the
+registered dataclasses, so that a new algorithm needs no new config. The `task` section belongs to the task;
+`with_task_schema` validates it where the task has a schema of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import Field as Knob
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_type_hints,
+)
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Discriminator,
+    Tag,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from groupwise.algorithms.kl import FIRST_BETA, TARGET
+from groupwise.algorithms.knobs import Clash, Clashes, idle
+from groupwise.algorithms.presets import PRESETS, Preset
+from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.sft import Sft
+from groupwise.core.settings.comparison import Differences, compare
+from groupwise.core.settings.credentials import secrets_in
+from groupwise.core.settings.documentation import document
+from groupwise.core.settings.overrides import override
+from groupwise.core.settings.schema import Conflict, Strict, refuse, setting
+from groupwise.core.settings.tree import Tree, read_yaml, tree_of
+from groupwise.core.settings.validation import validate
+from groupwise.core.settings.view import View
+from groupwise.engine.backends.tunix.config import rl_conflicts
+from groupwise.engine.backends.unsloth import config as unsloth
+from groupwise.engine.distributed.config import SampledScaleConfig, scale_conflicts
+from groupwise.engine.learner.config import TrainingConfig
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.sampler.config import SamplerConfig
+from groupwise.runs.config import RunSection
+from groupwise.tasks.data.config import DataConfig
+from groupwise.tasks.data.reward_hacking_detectors import SignalsConfig
+from groupwise.tasks.rewards.config import DEFAULT_TASK_VARIABLE, RewardsConfig
+from groupwise.tasks.rollouts.config import RolloutConfig
+from groupwise.training.foreign_keys import FOREIGN_TO_RL, FOREIGN_VALUES
+
+DEFAULT_ALGORITHM = "dr_grpo"
+"""Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
+
+
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(PRESETS)]
+
+
+_DEFAULTS_FROM = ("type", "preset", "adaptive_kl")
+"""Keys of `algorithm` that say what its knobs are where they are not given."""
+
+
+class AlgorithmConfig(Strict):
+    """The algorithm and its knobs; each registered algorithm has a subclass with the knobs as keys."""
+
+    type_from: ClassVar[tuple[str, ...]] = ("type", "preset")
+
+    type: str = setting(DEFAULT_ALGORITHM, "The algorithm.")
+    preset: PresetName | None = setting(
+        None,
+        "Published settings by name: a type and values for its keys, which keys beside it change.",
+        on_resume="free",
+    )
+
+    adaptive_kl: bool = setting(
+        False,
+        f"Short for an adaptive penalty as usual: kl_target {TARGET:g}, and a beta that starts at {FIRST_BETA:g}. "
+        "What is given beside it stands.",
+        on_resume="free",
+    )
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """All knobs by name, as `groupwise.algorithms.registry.make` takes them."""
+        return self.model_dump(exclude={"type", "preset", "adaptive_kl"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        values, preset = dict(cast("Mapping[str, Any]", given)), _preset_of(given)
+        fits = preset and values.get("type", preset.algorithm) == preset.algorithm
+        filled = dict(preset.knobs) if preset and fits else {}
+        if values.get("adaptive_kl") is True:
+            filled |= {"kl_target": TARGET, "beta": filled.get("beta") or FIRST_BETA}
+        return filled | values
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A preset of another algorithm, knobs that clash, and knobs without effect."""
+        preset = PRESETS[self.preset] if self.preset else None
+        if preset and preset.algorithm != self.type:
+            yield Conflict(
+                f"preset {self.preset} is {preset.algorithm}, but type is {self.type}. Leave "
+                "type out, or leave preset out and give its values one by one.",
+                ("preset", "type"),
+            )
+            return
+        clashes = self._clashes()
+        for clash in clashes:
+            yield Conflict(clash.message, (*clash.knobs, *_DEFAULTS_FROM))
+        told = {knob for clash in clashes for knob in clash.knobs}
+        yield from self._without_effect(preset.knobs if preset else {}, told)
+
+    def _clashes(self) -> tuple[Clash, ...]:
+        try:
+            ALGORITHMS[self.type](**self.knobs)
+        except Clashes as found:
+            return found.clashes
+        return ()
+
+    def _without_effect(
+        self, of_preset: Mapping[str, Any], told: AbstractSet[str]
+    ) -> Iterator[Conflict]:
+        values = self.knobs
+        for knob in fields(ALGORITHMS[self.type]):
+            needed, value = idle(knob, values), values[knob.name]
+            unchanged = value in (knob.default, of_preset.get(knob.name, knob.default))
+            if needed and not unchanged and knob.name not in told:
+                yield Conflict(
+                    f"{knob.name} is {value}, which has no effect while {needed} is "
+                    f"{json.dumps(values[needed])}. Set {needed}, or leave {knob.name} out.",
+                    (knob.name, needed, *_DEFAULTS_FROM),
+                )
+
+
+def _preset_of(given: Any) -> Preset | None:
+    """The preset that a section asks for; None where it asks for none, or for one that does not exist."""
+    if not isinstance(given, Mapping):
+        return None
+    name = cast("Mapping[str, Any]", given).get("preset")
+    return PRESETS.get(name) if isinstance(name, str) else None
+
+
+def algorithm_sections(
+    algorithms: Mapping[str, type[Any]] = ALGORITHMS,
+) -> dict[str, type[AlgorithmConfig]]:
+    """A config section for each algorithm, made from the fields of its dataclass and their metadata."""
+    return {name: _algorithm_section(name, kind) for name, kind in algorithms.items()}
+
+
+def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
+    hints = get_type_hints(kind)
+    keys: dict[str, Any] = {knob.name: (hints[knob.name], _knob_key(knob)) for knob in fields(kind)}
+    keys["type"] = (Literal[name], setting(name, "The algorithm."))
+    return create_model(f"{kind.__name__}Config", __base__=AlgorithmConfig, **keys)
+
+
+def _knob_key(knob: Knob[Any]) -> Any:
+    assert knob.default is not MISSING, f"knob {knob.name} needs a default"
+    constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
+    return setting(knob.default, constraints.pop("description"), **constraints)
+
+
+def _algorithm_type(given: Any) -> str | None:
+    """Which algorithm a section is for; that of its preset or the default where it does not say."""
+    if isinstance(given, Mapping):
+        preset = _preset_of(cast("Any", given))
+        default = preset.algorithm if preset else DEFAULT_ALGORITHM
+        return str(cast("Mapping[str, Any]", given).get("type", default))
+    return getattr(given, "type", None)
+
+
+_SECTIONS = algorithm_sections()
+
+if TYPE_CHECKING:
+    AnyAlgorithm = AlgorithmConfig
+else:
+    AnyAlgorithm = Annotated[
+        Union[tuple(Annotated[section, Tag(name)] for name, section in _SECTIONS.items())],  # noqa: UP007
+        Discriminator(_algorithm_type),
+    ]
+
+
+class EvalConfig(Strict):
+    """Answering held-out prompts, beside a training and in `groupwise eval`."""
+
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("suites", "benchmarks"),
+        "suites by name belong to the callback benchmark_on_checkpoint, or to groupwise eval --suite",
+    )
+
+    before_and_after: bool = setting(
+        True,
+        "Answer the same held-out prompts before and after training, where the task has "
+        "get_eval_dataset.",
+        on_resume="free",
+    )
+    eval_steps: int | None = setting(
+        None, "Steps between evaluations during training; null: none.", on_resume="free", ge=1
+    )
+    max_prompts: int | None = setting(
+        128,
+        "Held-out prompts used, the first ones; null uses all. 128 show a difference of about 0.1.",
+        on_resume="free",
+        ge=1,
+    )
+    samples_per_prompt: int = setting(1, "Completions of each prompt.", on_resume="free", ge=1)
+    pass_at_k: tuple[int, ...] | None = setting(
+        None,
+        "The k for which pass@k is estimated; null: 1, 2, 4 and so on up to samples_per_prompt.",
+        on_resume="free",
+    )
+    success_threshold: float = setting(
+        0.999,
+        "A completion succeeds if its reward is at least this; the default is a full reward of 1.",
+        on_resume="free",
+    )
+    success_part: str | None = setting(
+        None,
+        "Name of the reward part that success_threshold is about; null: the total.",
+        on_resume="free",
+    )
+    temperature: float = setting(
+        0.0, "0 answers greedily, which repeats exactly.", on_resume="free", ge=0
+    )
+    top_k: int | None = setting(
+        None,
+        "Draw from so many of the most probable tokens alone; null: all. Of top_k, top_p and min_p each takes what the one before "
+        "it left.",
+        on_resume="free",
+        ge=1,
+    )
+    top_p: float | None = setting(
+        None,
+        "Draw from the most probable tokens that together reach this probability, at the temperature; null: all.",
+        on_resume="free",
+        gt=0,
+        lt=1,
+    )
+    min_p: float | None = setting(
+        None,
+        "Draw from the tokens that have at least this share of the highest probability; null: all.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
+    max_completion_length: int | None = setting(
+        None,
+        "Longest completion in tokens; null is sampler.max_completion_length.",
+        on_resume="free",
+        ge=1,
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys without effect on greedy answers, and a k of more samples than there are."""
+        if self.temperature == 0:
+            yield from self._in_vain_for_greedy_answers()
+        most = max(self.pass_at_k or (1,))
+        if most > self.samples_per_prompt:
+            yield Conflict(
+                f"pass_at_k has {most}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
+                f"from at least k samples of each prompt. Set samples_per_prompt to {most} or more.",
+                ("pass_at_k", "samples_per_prompt"),
+            )
+
+    def _in_vain_for_greedy_answers(self) -> Iterator[Conflict]:
+        if self.samples_per_prompt > 1:
+            yield Conflict(
+                f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
+                "completion each time; set a temperature above 0, as in eval.temperature=1.0.",
+                ("samples_per_prompt", "temperature"),
+            )
+        for key in ("top_k", "top_p", "min_p"):
+            if (value := getattr(self, key)) is not None:
+                yield Conflict(
+                    f"{key} is {value}, which has no effect while temperature is 0, where always the most "
+                    f"probable token is taken; set a temperature above 0, as in eval.temperature=1.0, or leave {key} out.",
+                    (key, "temperature"),
+                )
+
+    @field_validator("pass_at_k")
+    @classmethod
+    def _counts_samples(cls, ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if min(ks or (1,)) < 1:
+            raise ValueError(f"pass_at_k has {min(ks or ())}; k is a number of samples, 1 or more.")
+        return ks
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k of pass@k, in order."""
+        if self.pass_at_k is not None:
+            return tuple(sorted(set(self.pass_at_k)))
+        return tuple(2**power for power in range(self.samples_per_prompt.bit_length()))
+
+
+def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
+    """Each entry says which callback it is. Their code is loaded where a run is prepared."""
+    refuse([_not_named(entry) for entry in entries])
+    return entries
+
+
+def _not_named(entry: str | dict[str, Any]) -> str | None:
+    if _name_of(entry) is not None:
+        return None
+    return (
+        f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
+        "and parameters."
+    )
+
+
+def _name_of(entry: object) -> str | None:
+    """The name in an entry of `callbacks`, or what may be none; None where there is no text."""
+    if isinstance(entry, Mapping):
+        entry = cast("Mapping[str, Any]", entry).get("name")
+    return entry if isinstance(entry, str) and entry else None
+
+
+CallbackEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_each_named)]
+CALLBACKS: Any = setting(
+    (),
+    "What is told of the run's events and may stop it: names, `module:Class`, `file.py:Class`, or sections with `name` and "
+    "parameters.",
+    on_resume="free",
+)
+"""The key `callbacks` of every command that trains."""
+
+
+_COMPARING = ("group_baseline", "dynamic_sampling")
+"""Knobs that decide whether an algorithm compares the completions of a prompt."""
+
+
+class RunConfig(Strict):
+    """One run, of training or evaluation."""
+
+    foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_RL
+    foreign_values: ClassVar[Mapping[tuple[str, str], str]] = FOREIGN_VALUES
+
+    model: ModelConfig
+    lora: LoraConfig | None = setting(
+        LoraConfig(), "The adapter that is trained; null trains all weights of the model."
+    )
+    warm_up: str | dict[str, Any] | None = setting(
+        None,
+        "A supervised run before this one, which begins with its weights: the file of a config of groupwise sft, seen from this file's "
+        "folder, or its sections. It takes model, lora and run.dir from this config, and task and scale unless it has its own. A "
+        "run of the same config, task and data is used again, and one that was cut off goes on.",
+        on_resume="free",
+    )
+    sampler: SamplerConfig = SamplerConfig()
+    algorithm: AnyAlgorithm = _SECTIONS[DEFAULT_ALGORITHM]()
+    training: TrainingConfig = TrainingConfig()
+    data: DataConfig = DataConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    eval: EvalConfig = EvalConfig()
+    signals: SignalsConfig | None = setting(
+        SignalsConfig(),
+        "What is taken for a sign of reward hacking: the run warns of it and goes on. null looks for none.",
+        on_resume="free",
+    )
+    callbacks: CallbackEntries = CALLBACKS
+    run: RunSection = RunSection()
+    scale: SampledScaleConfig = SampledScaleConfig()
+    task: dict[str, Any] = setting(
+        {}, "What the task itself reads; free, unless the task brings a schema for it."
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What of one section does not go with another one."""
+        yield from self._compares_nobody()
+        if self.rollout.type == "two_stage":
+            yield from self._lengths_have_no_effect()
+        yield from self._completions_may_not_be_as_long_as_they_must()
+        yield from self._cannot_be_drawn_again()
+        if self.signals is not None and self.signals.held_out_metric is not None:
+            yield from self._nothing_is_held_out()
+        if self.model.backend == "tunix":
+            yield from rl_conflicts(self)
+        if self.model.backend == "unsloth":
+            yield from unsloth.conflicts(self)
+        step = self.training.prompts_per_step * self.training.num_generations
+        yield from scale_conflicts(
+            self, step, ("training.prompts_per_step", "training.num_generations")
+        )
+        if self.sampler.engine == "vllm":
+            yield from self._does_not_go_with_servers()
+
+    def _does_not_go_with_servers(self) -> Iterator[Conflict]:
+        given: dict[str, tuple[bool, str, str]] = {
+            "lora": (self.lora is None, "null", "servers take adapters, not whole models"),
+            "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
+            "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
+            "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
+            "scale.strategy": (self.scale.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
+            "scale.samplers": (self.scale.samplers > 0, str(self.scale.samplers), "the servers sample"),
+        }  # fmt: skip
+        for key, (clashes, value, why) in given.items():
+            if clashes:
+                yield Conflict(
+                    f"sampler.engine is vllm, but {key} is {value}: {why}. Leave one of the two out.",
+                    ("sampler.engine", key),
+                )
+
+    def _nothing_is_held_out(self) -> Iterator[Conflict]:
+        if self.eval.eval_steps is None and not self.eval.before_and_after:
+            yield Conflict(
+                "signals.held_out_metric has no effect without an evaluation of held-out prompts. Set eval.eval_steps or "
+                "eval.before_and_after, or leave the key out.",
+                ("signals.held_out_metric", "eval.eval_steps", "eval.before_and_after"),
+            )
+
+    def _cannot_be_drawn_again(self) -> Iterator[Conflict]:
+        replay = self.data.replay
+        if replay is None:
+            return
+        if replay.at_temperature_floor and self.sampler.temperature_schedule is None:
+            yield Conflict(
+                "data.replay.at_temperature_floor has no effect without sampler.temperature_schedule, which has the floor. Give a "
+                "schedule, or leave the key out.",
+                ("data.replay.at_temperature_floor", "sampler.temperature_schedule"),
+            )
+        if int(replay.max_share * self.training.prompts_per_step) == 0:
+            yield Conflict(
+                f"data.replay.max_share is {replay.max_share:g}, which is less than one of the {self.training.prompts_per_step} prompts "
+                "of a step, so that nothing would ever be drawn again. Raise it, or training.prompts_per_step.",
+                ("data.replay.max_share", "training.prompts_per_step"),
+            )
+        if replay.mode == "completions":
+            yield from self._completions_cannot_be_trained_again()
+
+    def _completions_cannot_be_trained_again(self) -> Iterator[Conflict]:
+        if not self.run.keep_tokens:
+            yield Conflict(
+                "data.replay.mode is completions, which are taken from the run's record, but run.keep_tokens is false. Keep the "
+                "tokens, or use data.replay.mode=prompts.",
+                ("data.replay.mode", "run.keep_tokens"),
+            )
+        if self.algorithm.knobs.get("importance_sampling_correction") == "none":
+            yield Conflict(
+                "data.replay.mode is completions, which an earlier policy sampled, but algorithm.importance_sampling_correction is "
+                "none, so that they would be trained as if this one had. Leave the key out (token_truncate), or use "
+                "data.replay.mode=prompts.",
+                ("data.replay.mode", "algorithm.importance_sampling_correction"),
+            )
+
+    def _compares_nobody(self) -> Iterator[Conflict]:
+        knobs = self.algorithm.knobs
+        # Those alone that decide about it: others may clash, which is told apart from this.
+        deciding = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
+        algorithm = ALGORITHMS[self.algorithm.type](**deciding)
+        if self.training.num_generations == 1 and algorithm.compares_members:
+            yield Conflict(
+                f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
+                "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling takes 1.",
+                (
+                    "training.num_generations",
+                    *(f"algorithm.{key}" for key in ("type", "preset", *_COMPARING)),
+                ),
+            )
+
+    def _lengths_have_no_effect(self) -> Iterator[Conflict]:
+        given = {
+            "sampler": self.sampler.max_completion_length != SamplerConfig().max_completion_length,
+            "eval": self.eval.max_completion_length is not None,
+        }
+        for section, is_set in given.items():
+            if is_set:
+                yield Conflict(
+                    f"{section}.max_completion_length has no effect where rollout.type is two_stage; set "
+                    "rollout.max_reasoning_length and rollout.max_answer_length instead.",
+                    (f"{section}.max_completion_length", "rollout.type"),
+                )
+
+    def _completions_may_not_be_as_long_as_they_must(self) -> Iterator[Conflict]:
+        least = self.sampler.min_completion_length
+        for key, limit in self._longest_completions().items():
+            if limit is not None and limit < least:
+                yield Conflict(
+                    f"sampler.min_completion_length is {least}, but {key} is {limit}, and no completion can be longer. Lower "
+                    "the one or raise the other.",
+                    ("sampler.min_completion_length", key, "rollout.type"),
+                )
+
+    def _longest_completions(self) -> dict[str, int | None]:
+        """By the keys that set them."""
+        if self.rollout.type == "two_stage":
+            return {
+                "rollout.max_reasoning_length": self.rollout.max_reasoning_length,
+                "rollout.max_answer_length": self.rollout.max_answer_length,
+            }
+        lengths = {
+            "sampler.max_completion_length": self.sampler.max_completion_length,
+            "eval.max_completion_length": self.eval.max_completion_length,
+        }
+        if self.rollout.type == "environment":
+            lengths["rollout.max_rollout_length"] = self.rollout.max_rollout_length
+        return lengths
+
+
+class Dumped(Protocol):
+    """A config, of whatever command."""
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A validated config and where it came from."""
+
+    config: RunConfig
+    name_stem: str
+    """Name of the config file without its ending, fit to name a run; `run` where there was no file."""
+    path: Path | None
+    tree: Tree
+    """What was written, with lines: for messages about the `task` section."""
+
+    @property
+    def run_name(self) -> str:
+        """`run.name`, or the stem."""
+        return self.config.run.name or self.name_stem
+
+
+Loaded = TypeVar("Loaded", bound=LoadedConfig)
+
+
+def load_config(
+    source: Path | str | Mapping[str, Any] | RunConfig,
+    overrides: Sequence[str] = (),
+    *,
+    to_train: bool = False,
+) -> LoadedConfig:
+    """Read, override and validate. Raises ConfigError with every problem, one in each line.
+
+    `to_train`: whether the names of `callbacks` must be there, which nobody but a training loads.
+    """
+    path = Path(source) if isinstance(source, str | Path) else None
+    tree = override(given_tree(source), overrides)
+    _correct_for_earlier_policies(tree)
+    _take_label_from_environment(tree)
+
+    def check(given: Tree) -> list[str]:
+        return [
+            *_problems_beside_the_schema(given),
+            *(unknown_callbacks(given) if to_train else ()),
+        ]
+
+    config = validate(RunConfig, tree, check=check)
+    return LoadedConfig(config, stem_of(path), path, tree)
+
+
+def unknown_callbacks(tree: Tree) -> list[str]:
+    """A problem for each entry of `callbacks` that names nothing, as far as that shows without running code."""
+    entries: Any = tree.value(("callbacks",))
+    given = cast("list[object]", entries) if isinstance(entries, list) else []
+    if not given:
+        return []
+    from groupwise.training.callbacks.registry import (
+        unknown_callback,  # which most configs do without
+    )
+
+    names = [_name_of(entry) for entry in given]
+    where = tree.origin(("callbacks",))
+    return [
+        f"{where}: callbacks: {problem}"
+        for name in names
+        if name and (problem := unknown_callback(name))
+    ]
+
+
+def _correct_for_earlier_policies(tree: Tree) -> None:
+    """Completions of earlier policies, and of engines that round otherwise, are weighed by what the learner makes of them, unless the
+    config says otherwise."""
+    training = tree.value(("training",))
+    late = isinstance(training, dict) and cast("dict[str, Any]", training).get("lag", 0) != 0
+    elsewhere = tree.value(("sampler", "engine")) == "vllm"
+    again = tree.value(("data", "replay", "mode")) == "completions"
+    algorithm = tree.values.get("algorithm", {})
+    if (late or again or elsewhere) and isinstance(algorithm, dict):
+        knobs = cast("dict[str, Any]", algorithm)
+        tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
+
+
+def _take_label_from_environment(tree: Tree) -> None:
+    """The default of a router that has none; it is stored with the run, so that a resume has the same."""
+    rewards = tree.values.get("rewards")
+    label = os.environ.get(DEFAULT_TASK_VARIABLE)
+    if not label or not isinstance(rewards, dict):
+        return
+    given = cast("dict[str, Any]", rewards)
+    if given.get("router") is not None and given.get("default_task") is None:
+        tree.values["rewards"] = {**given, "default_task": label}
+
+
+def given_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:
+    """What was given as a config, of whatever command, not yet validated."""
+    if isinstance(source, Tree):
+        return source
+    if isinstance(source, BaseModel):
+        return tree_of(source.model_dump(mode="json", exclude_unset=True))
+    if isinstance(source, Mapping):
+        return tree_of(source)
+    return read_yaml(Path(source))
+
+
+def _problems_beside_the_schema(tree: Tree) -> list[str]:
+    problems = secrets_in(tree, "task", "callbacks", "rewards")
+    if tree.value(("algorithm", "type")) == Sft.name:
+        where = tree.origin(("algorithm", "type"))
+        problems.append(
+            f"{where}: sft learns from given answers; it has its own command, groupwise sft."
+        )
+    return problems
+
+
+def stem_of(path: Path | None) -> str:
+    """The name of a config file without its ending, fit to name a run."""
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem if path else "run").lstrip("._-")
+    return stem or "run"
+
+
+def with_task_schema(loaded: Loaded, schema: type[BaseModel] | None) -> Loaded:
+    """The config with its `task` section validated by `schema` and filled with the schema's defaults; as it is without a schema.
+
+    Raises ConfigError like `load_config`, each problem under `task.`.
+    """
+    if schema is None:
+        return loaded
+    task = validate(schema, loaded.tree, at=("task",))
+    values = task.model_dump(mode="json", by_alias=True)
+    return replace(loaded, config=loaded.config.model_copy(update={"task": values}))
+
+
+def resolved(config: Dumped) -> dict[str, Any]:
+    """Every key with its value, as JSON knows it; `load_config` of it gives an equal config."""
+    return config.model_dump(mode="json")
+
+
+def view(config: RunConfig) -> View:
+    """The read-only form that the hooks of a task receive."""
+    return View(resolved(config))
+
+
+def compare_for_resume(old: Mapping[str, Any], new: Dumped) -> Differences:
+    """What changed since a run was started with the resolved config `old`."""
+    return compare(old, resolved(new), cast("type[BaseModel]", type(new)))
+
+
+def json_schema(model: type[BaseModel] = RunConfig) -> str:
+    """`docs/schemas/rl.json`, for editors that check and complete YAML."""
+    return json.dumps(model.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def documentation() -> str:
+    """`docs/configuration.md`."""
+    return _PAGE.format(table=document(RunConfig))
+
+
+_PAGE = """\
+# Configuration
+
+A config is a YAML 1.2 file with the sections below. Only `model.name` is required:
+
+```yaml
+model:
+  name: smollm2-135m-instruct
+training:
+  learning_rate: 1e-5
+  max_steps: 50
+```
+
+- `key=value` words on the command line change single keys and are typed as in the file:
+  `training.learning_rate=1e-5`, `sampler.stop='["\\n"]'`, `lora=null`. The last one wins.
+- Unknown keys, wrong types and values out of range are refused, all of them at once, with file and line.
+- Secrets never stand in a config, which is stored with the run: they come from the environment.
+- **on resume** says what happens when a run goes on with another value: *free* takes it, *warn* takes it and says so
+  (the result stays equal up to rounding), *fixed* refuses it.
+
+{table}
+Editors check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json): a first line
+`# yaml-language-server: $schema=<path of the file>` names it.
+
+This page is made from the code, as are the schemas:
+`python -c "from groupwise.training.config import documentation as d; print(d(), end='')" > docs/configuration.md`
+`python -c "from groupwise.training.config import json_schema as s; print(s(), end='')" > docs/schemas/rl.json`
+`python -c "from groupwise.training.sft_config import sft_schema as s; print(s(), end='')" > docs/schemas/sft.json`
+"""

@@ -1,0 +1,520 @@
+"""Evaluation: held-out prompts answered by a policy, scored by the rewards, measured by the task.
+
+`answer_held_out` does it for whoever has a sampler and a scorer: the RL loop before, after and during training, and `evaluate`,
+which is the command `groupwise eval`. Seeds depend on the prompt and the sample alone, so that two policies can be compared
+prompt by prompt, and nothing of a training run's randomness is touched. `groupwise.training.evaluation.measures` says what is measured,
+`groupwise.training.evaluation.results` what is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self
+
+from groupwise.core.errors import RewardWorkerError, UsageError
+from groupwise.core.interruption import gather_all, run_to_end
+from groupwise.core.reward_call.request import Scorer
+from groupwise.core.types import Group, Sampler, SamplingParams
+from groupwise.engine.distributed import prefork
+from groupwise.engine.models.tokens import completion_text
+from groupwise.runs.folder import result_file
+from groupwise.runs.records import EvaluationRecord
+from groupwise.tasks.contract import Task, check_reward_columns, require
+from groupwise.tasks.data.success import check_part
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.rollouts.asking import Ask, RolloutKind
+from groupwise.tasks.rollouts.prompts import PromptSet, as_seen, tokenise
+from groupwise.tasks.rollouts.score import score_group, transcript
+from groupwise.tasks.rollouts.seeds import evaluation_seed
+from groupwise.tasks.rollouts.single import Single
+from groupwise.training import build, placement, rollout_builder
+from groupwise.training.config import (
+    LoadedConfig,
+    RunConfig,
+    load_config,
+    resolved,
+    view,
+    with_task_schema,
+)
+from groupwise.training.evaluation.measures import (
+    REWARD,
+    Success,
+    by_prompt,
+    is_share,
+    measure,
+    metric_names,
+    rows_of,
+)
+from groupwise.training.evaluation.policies import FoundPolicy, find_policy
+from groupwise.training.evaluation.results import check_writable, result_name, write_result
+from groupwise.training.evaluation.statistics import Interval, wilson
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What an evaluation asks: the prompts and how they are to be answered."""
+
+    prompts: PromptSet
+    params: SamplingParams
+    samples_per_prompt: int
+    seed: int
+    scores_rewards: bool
+    """Whether the task has rewards; without them only its own metrics are computed."""
+    has_metrics: bool
+    rollouts: RolloutKind | None = None
+    """What makes the rollouts; None: single completions."""
+    success: Success = field(default_factory=Success)
+    pass_at_k: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """How a policy did."""
+
+    policy: str
+    metrics: dict[str, float]
+    """Flat numbers: the task's metrics under their own names, `reward`, `pass@k`, lengths, failures."""
+    details: dict[str, Any]
+    """All that the task's `compute_metrics` returned."""
+    rows: list[dict[str, Any]]
+    """One for each sample; see `groupwise.training.evaluation.measures.rows_of`."""
+    path: Path | None = None
+    """Where the rows were written."""
+
+    @classmethod
+    def recorded(cls, record: EvaluationRecord) -> Self:
+        """An evaluation that stands in a run's record."""
+        rows = [dict(row) for row in record.rows]
+        return cls(record.policy, dict(record.metrics), {}, rows)
+
+    @property
+    def rewards(self) -> dict[int, float]:
+        """Mean reward of each prompt by its example; prompts without a scored sample are left out."""
+        return _rewards(self.rows)
+
+    def interval(self, metric: str) -> Interval:
+        """A metric with its 95 % interval over prompts: Wilson's where each counts 0 or 1, else bootstrapped.
+
+        A metric that only the task knows is taken for a share of the prompts, such as an accuracy; under the label of a mixture's
+        task, for a share of that task's. KeyError for one of unknown prompts, which is none of the `judged`.
+        """
+        found = measure(metric, self.rows)
+        return found.interval if found else wilson(self.metrics[metric], self._behind[metric])
+
+    @property
+    def prompts(self) -> int:
+        """How many were answered; samples of one prompt are no observations of their own."""
+        return len({row["example"] for row in self.rows})
+
+    @property
+    def judged(self) -> list[str]:
+        """The metrics that have an interval: reward, success, and accuracies from 0 to 1 of known prompts."""
+        behind = self._behind
+        return [
+            name
+            for name, value in self.metrics.items()
+            if name == REWARD
+            or is_share(name)
+            or (name in behind and name.endswith("accuracy") and 0 <= value <= 1)
+        ]
+
+    @property
+    def _behind(self) -> dict[str, int]:
+        """How many prompts each metric of the task stands on, where that is known: all, or those of the label before its name."""
+        of_labels = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
+        counts = {**of_labels, "": self.prompts}
+        found = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
+        return {name: count for name, count in found.items() if count is not None}
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Prompts that a metric says nothing about, because too few of their samples could be scored."""
+        found = {name: measure(name, self.rows) for name in self.judged}
+        return {name: each.left_out for name, each in found.items() if each and each.left_out}
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Why samples could not be scored, and how many; the most frequent reason first."""
+        reasons = Counter(row["reason"] or row["outcome"] for row in self.rows if _failed(row))
+        return dict(reasons.most_common())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """For people and `--json`."""
+        intervals = {
+            name: [interval.low, interval.high]
+            for name in self.judged
+            for interval in [self.interval(name)]
+        }
+        return {
+            "policy": self.policy,
+            "prompts": self.prompts,
+            "samples": len(self.rows),
+            "metrics": self.metrics,
+            "intervals_95": intervals,
+            **({"left_out": self.left_out} if self.left_out else {}),
+            **({"failures": self.failures} if self.failures else {}),
+            **({"results": str(self.path)} if self.path else {}),
+        }
+
+
+def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -> PromptSet:
+    """The held-out prompts that an evaluation of this config uses."""
+    examples = task.eval_examples(view(config), limit=config.eval.max_prompts)
+    tools = rollout_builder.check_rollouts(config, task, examples)
+    return tokenise(
+        tokenizer,
+        examples,
+        max_prompt_length=config.data.max_prompt_length,
+        room=room,
+        where=f"{task.described}: get_eval_dataset",
+        tools=tools,
+        strict=config.data.strict,
+    )
+
+
+def held_out(
+    config: RunConfig,
+    task: Task,
+    prompts: PromptSet,
+    stops: tuple[int, ...],
+    rollouts: RolloutKind | None = None,
+) -> HeldOut:
+    """How the config wants held-out prompts answered."""
+    params = SamplingParams(
+        max_tokens=config.eval.max_completion_length or config.sampler.max_completion_length,
+        temperature=config.eval.temperature,
+        stop_token_ids=stops,
+        stop=config.sampler.stop,
+        min_tokens=config.sampler.min_completion_length,
+        top_k=config.eval.top_k,
+        top_p=config.eval.top_p,
+        min_p=config.eval.min_p,
+    )
+    return HeldOut(
+        prompts=prompts,
+        params=params,
+        samples_per_prompt=config.eval.samples_per_prompt,
+        seed=config.training.seed,
+        scores_rewards=task.gives_rewards,
+        has_metrics=task.has("compute_metrics"),
+        rollouts=rollouts,
+        success=success_of(config),
+        pass_at_k=config.eval.ks,
+    )
+
+
+def success_of(config: RunConfig) -> Success:
+    """What counts as solving a prompt, as the config's `eval` section says."""
+    return Success(config.eval.success_threshold, config.eval.success_part)
+
+
+def check_success_part(config: RunConfig, task: Task, rubric: Rubric | None) -> None:
+    """Raise TaskError if `eval.success_part` is no part of the task's reward."""
+    if not task.has("get_environment"):  # whose parts are known when it gives them
+        names = rubric.names if rubric else ()
+        check_part("eval.success_part", config.eval.success_part, names, task.described)
+
+
+async def answer_held_out(
+    asked: HeldOut,
+    sampler: Sampler,
+    scorer: Scorer,
+    tokenizer: Any,
+    policy: str,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    trainer: tuple[int, int, float | None] = (0, 1, None),
+    on_metrics_failed: Callable[[RewardWorkerError], None] | None = None,
+) -> EvalResult:
+    """Answer every prompt, score the answers, and let the task measure them.
+
+    `trainer` is what reward functions see as `trainer_state`: steps done, steps in all (1 where nothing is trained), and steps of
+    a pass over the rows. Where
+    the task's own metrics fail, `on_metrics_failed` is told and they are left out; without it, RewardWorkerError is raised.
+    """
+    total = len(asked.prompts.examples)
+    done = 0
+
+    async def answer(index: int) -> Group:
+        nonlocal done
+        group = await _sampled(asked, sampler, tokenizer, index)
+        if asked.scores_rewards:
+            group = await score_group(scorer, group, *trainer)
+        done += 1
+        on_progress(done, total)
+        return group
+
+    groups = await gather_all(answer(index) for index in range(total))
+    details: dict[str, Any] = {}
+    try:
+        details = await _task_metrics(asked, scorer, groups) if asked.has_metrics else {}
+    except RewardWorkerError as error:
+        if on_metrics_failed is None:
+            raise
+        on_metrics_failed(error)
+    rows = rows_of(groups, asked.success)
+    own = _measured(rows, asked.pass_at_k)
+    return EvalResult(policy, _with_own(_numbers(details), own), details, rows)
+
+
+async def _sampled(asked: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
+    """All samples of one prompt; their seeds are made from prompt and sample, never from when they were drawn."""
+    rollouts = asked.rollouts or Single(partial(completion_text, tokenizer))
+    ask = Ask(
+        draw=index,
+        example=asked.prompts.examples[index],
+        prompt_ids=asked.prompts.prompts[index],
+        members=asked.samples_per_prompt,
+        seed=partial(evaluation_seed, asked.seed, index),
+        params=asked.params,
+    )
+    return as_seen(tokenizer, await rollouts.sample(sampler, ask))
+
+
+def evaluate(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    task: object = None,
+    *,
+    overrides: Sequence[str] = (),
+    policy: str = "base",
+    samples_per_prompt: int | None = None,
+    output: Path | None = None,
+) -> EvalResult:
+    """Evaluate a policy on a task's held-out prompts: the command `groupwise eval`.
+
+    Without a task, the config says where the rows are and what scores them.
+    `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or a hub id
+    (`NAME@REVISION`). Raises `UsageError` for what was given wrongly.
+    """
+    return evaluate_each(
+        config,
+        task,
+        [policy],
+        overrides=overrides,
+        samples_per_prompt=samples_per_prompt,
+        output=output,
+    )[0]
+
+
+def evaluate_each(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    task: object,
+    policies: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    samples_per_prompt: int | None = None,
+    output: Path | None = None,
+) -> list[EvalResult]:
+    """Evaluate several policies in the same way, one after the other; all of them are found before the first is loaded."""
+    loaded = _loaded(config, overrides, samples_per_prompt, policies, output)
+    with build.expected_ranks(loaded.config):
+        return _evaluate_each(loaded, task, policies, output)
+
+
+def plan_each(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    task: object,
+    policies: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    samples_per_prompt: int | None = None,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """What `evaluate_each` would do, as far as that is known before a model is loaded. Raises what it would raise until then."""
+    loaded = _loaded(config, overrides, samples_per_prompt, policies, output)
+    found, settings, every = _meant(loaded, task, policies, output)
+    asked = _asked(settings, found)
+    places = [_place(found, weights, settings) for weights in every]
+    return {
+        "config": resolved(settings),
+        "plan": {
+            "task": found.described,
+            "policies": [weights.label for weights in every],
+            "prompts": len(asked.prompts.examples),
+            "longest_prompt": asked.prompts.longest,
+            "samples_per_prompt": settings.eval.samples_per_prompt,
+            "folders": [str(each.run or each.folder) for each in every if each.folder],
+            "results": [str(output or result_file(folder, name)) for folder, name in places],
+        },
+    }
+
+
+def _loaded(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    overrides: Sequence[str],
+    samples_per_prompt: int | None,
+    policies: Sequence[str],
+    output: Path | None,
+) -> LoadedConfig:
+    if output is not None and len(policies) > 1:
+        raise UsageError(
+            f"--output names one file, but {len(policies)} policies are evaluated. Leave it out: each gets a file of its own."
+        )
+    if samples_per_prompt is not None:
+        overrides = [*overrides, f"eval.samples_per_prompt={samples_per_prompt}"]
+    return load_config(config, overrides)
+
+
+def _meant(
+    loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
+) -> tuple[Task, RunConfig, list[FoundPolicy]]:
+    """The task, the config with the task's own keys, and the policies. Raises UsageError also where results could not be written."""
+    found = rollout_builder.task_of(loaded.config, task)
+    require(found, "eval")
+    settings = with_task_schema(loaded, found.config_schema()).config
+    every = [_found(policy, settings) for policy in policies]
+    for weights in every:
+        check_writable(*_place(found, weights, settings), output)
+    return found, settings, every
+
+
+def _evaluate_each(
+    loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
+) -> list[EvalResult]:
+    found, settings, every = _meant(loaded, task, policies, output)
+    results: list[EvalResult] = []
+    for weights in every:
+        build.expect_ranks(settings)
+        results.append(run_to_end(_evaluate(settings, found, weights, output)))
+    return results
+
+
+def _found(policy: str, config: RunConfig) -> FoundPolicy:
+    weights = find_policy(policy, Path(config.run.dir))
+    if weights.folder is None:
+        if config.model.adapter is not None:
+            from groupwise.engine.models.adapters import adapter_folder
+
+            adapter_folder(config.model)
+        return replace(weights, label=build.serving_label(config))
+    return weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is asked, and by what it is scored; no model is loaded yet."""
+
+    tokenizer: Any
+    prompts: PromptSet
+    rubric: Rubric | None
+
+
+def _asked(config: RunConfig, task: Task) -> _Asked:
+    tokenizer = prefork.load_tokenizer(config.model)
+    build.check_stop_tokens(config, tokenizer)
+    prompts = held_out_prompts(
+        config,
+        task,
+        tokenizer,
+        prefork.prompt_room(config.model, rollout_builder.longest_completion(config)),
+    )
+    rubric = rollout_builder.task_rubric(config, task, tokenizer)
+    check_success_part(config, task, rubric)
+    if rubric is not None:
+        in_workers = rollout_builder.scores_in_workers(config, task, rubric)
+        check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
+    return _Asked(tokenizer, prompts, rubric)
+
+
+def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
+    """Evaluate the model as it is before any training, without writing a file.
+
+    None if `eval.before_and_after` is off or the task has no held-out prompts.
+    """
+    found = rollout_builder.task_of(loaded.config, task)
+    if not loaded.config.eval.before_and_after or not found.has("get_eval_dataset"):
+        return None
+    found, settings, [policy] = _meant(loaded, task, ["base"], None)
+    with build.expected_ranks(settings):
+        return run_to_end(_answered(settings, found, policy))[0]
+
+
+async def _evaluate(
+    config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
+) -> EvalResult:
+    result, fingerprint = await _answered(config, task, policy)
+    content = {
+        **result.summary,
+        "fingerprint": fingerprint,
+        "task": task.name,
+        "config": resolved(config),
+        "finished_at": time.time(),
+        "details": result.details,
+        "rows": result.rows,
+    }
+    return replace(result, path=write_result(content, *_place(task, policy, config), output))
+
+
+async def _answered(config: RunConfig, task: Task, policy: FoundPolicy) -> tuple[EvalResult, str]:
+    """Evaluate a policy. Returns the result and the fingerprint of the policy's weights."""
+    asked_for = _asked(config, task)
+    tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
+    layout = placement.choose_layout(config, prompts.longest)
+    scorer = rollout_builder.build_scorer(config, task, tokenizer, rubric)
+    rollouts = rollout_builder.build_rollouts(config, task, tokenizer, layout.key_length)
+    parts = await build.start_serving(config, layout, policy.folder)
+    try:
+        asked = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
+        result = await answer_held_out(asked, parts.sampler, scorer, tokenizer, policy.label)
+        return result, parts.sampler.fingerprint()
+    finally:
+        parts.close()
+        await rollouts.close()
+        await scorer.close()
+
+
+def _place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
+    """The folder that holds the results, and the name of this one: with the policy's run, or beside the runs."""
+    return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
+
+
+async def _task_metrics(asked: HeldOut, scorer: Scorer, groups: Sequence[Group]) -> dict[str, Any]:
+    samples = [(group.example, rollout) for group in groups for rollout in group.rollouts]
+    return await scorer.compute_metrics(
+        [example.prompt for example, _ in samples],
+        [transcript(example.prompt, rollout) for example, rollout in samples],
+        [{"prompt": example.prompt, **example.columns} for example, _ in samples],
+    )
+
+
+def _measured(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, float]:
+    """The metrics over all prompts; those that no prompt has a value for are left out."""
+    found = {name: measure(name, rows) for name in metric_names(rows, ks)}
+    values = {name: fmean(each.values.values()) for name, each in found.items() if each}
+    failed = sum(_failed(row) for row in rows)
+    return {**values, "rollouts/failed": float(failed)} if failed else values
+
+
+def _failed(row: Mapping[str, Any]) -> bool:
+    return row["outcome"] in ("failed", "timed_out")
+
+
+def _rewards(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    found = measure(REWARD, rows)
+    assert found is not None
+    samples = by_prompt(rows)
+    return {samples[key][0]["example"]: value for key, value in found.values.items()}
+
+
+def _with_own(theirs: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+    """Ours first; a metric of the task that has the name of one of ours is kept as `task/<name>`."""
+    return {
+        **own,
+        **{f"task/{name}" if name in own else name: value for name, value in theirs.items()},
+    }
+
+
+def _numbers(details: Mapping[str, Any]) -> dict[str, float]:
+    """The task's numbers: its `metrics` sub-dict, or else all numbers at the top."""
+    chosen = details.get("metrics", details)
+    return {
+        name: float(value)
+        for name, value in chosen.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

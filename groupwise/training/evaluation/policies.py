@@ -1,0 +1,67 @@
+"""What people mean by a policy: `base`, a folder, a run with or without a step, or a hub id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from groupwise.core.errors import ModelError, RunNotFoundError
+from groupwise.engine.models.files import FULL_WEIGHTS, INDEX
+from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
+from groupwise.runs import find
+
+WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPolicy:
+    """Weights to be served, and how they are called."""
+
+    label: str
+    """`base`, `run@step`, or what was given."""
+    folder: Path | None = None
+    """Holds an adapter or a whole model; None is the model as it is."""
+    run: Path | None = None
+    """The run folder it came from, if it did."""
+
+
+def find_policy(reference: str, runs_dir: Path) -> FoundPolicy:
+    """An existing folder first, then a run, then a hub id. Raises `UsageError` that says what was looked for."""
+    if reference == "base":
+        return FoundPolicy("base")
+    path = Path(reference).expanduser()
+    if any((path / name).is_file() for name in WEIGHT_FILES):
+        return FoundPolicy(reference, path)
+    try:
+        return _of_run(reference, runs_dir)
+    except RunNotFoundError as not_a_run:
+        if not may_be_hub_id(reference):
+            raise
+        return _of_hub(reference, not_a_run)
+
+
+def _of_run(reference: str, runs_dir: Path) -> FoundPolicy:
+    """The checkpoint that is named, else the final weights, else the newest checkpoint."""
+    address = find.resolve(reference, runs_dir)
+    if address.checkpoint is not None:
+        label = f"{address.name}@{address.checkpoint.step}"
+        return FoundPolicy(label, address.checkpoint.path, address.path)
+    weights = find.newest_weights(address.path)
+    if weights is None:
+        raise ModelError(
+            f"The run {address.name!r} has no checkpoint yet, so there is nothing to serve but its base model: --policy base."
+        )
+    return FoundPolicy(find.label_of(address.path, weights), weights, address.path)
+
+
+def _of_hub(reference: str, not_a_run: RunNotFoundError) -> FoundPolicy:
+    try:
+        folder = fetch_weights(reference)
+    except ModelError as error:
+        raise ModelError(f"{not_a_run}\nAs a hub id: {error}") from error
+    if not any((folder / name).is_file() for name in WEIGHT_FILES):
+        raise ModelError(
+            f"{reference!r} on the hub holds neither an adapter nor a model in safetensors "
+            f"({', '.join(WEIGHT_FILES)})."
+        )
+    return FoundPolicy(reference, folder)

@@ -1,0 +1,160 @@
+"""The files that evaluations leave behind. Each is JSON and stays as it was written: nothing overwrites it.
+
+    format, kind      1, "evaluation"
+    policy            what was evaluated; `fingerprint` is that of the weights that answered
+    task, config      the task's name, the resolved configuration
+    finished_at       seconds since 1970
+    prompts, samples  how many
+    metrics           name -> value
+    intervals_95      name -> [low, high]
+    left_out          name -> prompts that had too few scored samples for it, where there are any
+    failures          reason -> samples that could not be scored for it, where there are any
+    details           all that the task's compute_metrics returned
+    rows              one for each sample; see `groupwise.training.evaluation.measures.rows_of`
+
+They stand in the `results/` of the run whose weights were evaluated, otherwise in a folder of that name beside the runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import UsageError
+from groupwise.runs.folder import add_result, result_file
+
+FORMAT = 1
+KIND = "evaluation"
+
+LONGEST_NAME = 100
+"""Characters of the task's name, and of the policy's, in the name of a file."""
+
+WANTED = {"policy": str, "metrics": dict, "rows": list}
+WANTED_IN_ROWS = (
+    "example",
+    "sample",
+    "prompt",
+    "completion",
+    "reward",
+    "parts",
+    "outcome",
+    "tokens",
+)
+"""What a file, and each of its rows, must have to be compared."""
+
+
+def result_name(task: str, policy: str) -> str:
+    """Task and policy in letters that every file system takes, and short enough for it; of a long path, its end."""
+    plain = re.sub(r"[^\w.@+-]+", "_", policy.strip("./"))
+    return f"{task[:LONGEST_NAME]}-{plain[-LONGEST_NAME:]}"
+
+
+def check_writable(folder: Path, name: str, output: Path | None) -> None:
+    """Before long work: UsageError if the result could not be written at its end."""
+    if output is not None and output.is_dir():
+        raise UsageError(
+            f"--output {output} is a folder; give the name of a file, such as {output / f'{name}.json'}."
+        )
+    if output is not None and output.exists():
+        raise UsageError(
+            f"{output} exists, and results are never overwritten. Give another --output."
+        )
+    atomic_files.check_can_write(output or result_file(folder, name))
+
+
+def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Path | None) -> Path:
+    """Write an evaluation into `output`, or as a new file into `folder/results`; returns the file.
+
+    If somebody else has written `output` since it was checked, it becomes `NAME-2`: work that is done is not thrown away.
+    """
+    marked = {"format": FORMAT, "kind": KIND, **content}
+    if output is None:
+        return add_result(folder, name, marked)
+    with atomic_files.explained(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        file = output if number == 1 else output.with_stem(f"{output.stem}-{number}")
+        with suppress(FileExistsError):
+            atomic_files.write_json(file, marked, replace=False)
+            return file
+    raise AssertionError("unreachable")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What an evaluation left. UsageError if it is something else, or of a newer format."""
+    content = _read(path)
+    kind = content.get("kind", KIND)
+    if kind != KIND:
+        raise UsageError(
+            f"{path} holds the result of a {kind}; what can be compared is an evaluation."
+        )
+    known = content.get("format", FORMAT)
+    if not isinstance(known, int) or known > FORMAT:
+        raise UsageError(
+            f"{path} has format {known!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
+        )
+    missing = [name for name, type_ in WANTED.items() if not isinstance(content.get(name), type_)]
+    missing = missing or _missing_in_rows(content["rows"]) or _odd_in_rows(content["rows"])
+    if missing:
+        raise UsageError(
+            f"{path} is no result of `groupwise eval`: it has no {' and no '.join(missing)}."
+        )
+    return content
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers; files of other programs may have others beside them."""
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
+    if not rows:
+        return ["rows"]
+    return [
+        f"`{name}` in each row"
+        for name in WANTED_IN_ROWS
+        if not all(isinstance(row, dict) and name in row for row in rows)
+    ]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)
+
+
+def _has_numbers(parts: Any) -> bool:
+    return isinstance(parts, dict) and all(map(_is_number, cast("dict[str, Any]", parts).values()))
+
+
+KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "example": ("number or text", lambda value: isinstance(value, int | float | str | None)),
+    "reward": ("number or null", _is_number),
+    "parts": ("object of numbers", _has_numbers),
+    "tokens": ("number or null", _is_number),
+}
+"""What some of these must be, because it is counted."""
+
+
+def _odd_in_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{what} as `{name}` in each row"
+        for name, (what, fits) in KINDS_IN_ROWS.items()
+        if not all(fits(row[name]) for row in rows)
+    ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} cannot be read as a result of `groupwise eval`: {error}."
+        ) from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is no result of `groupwise eval`: it holds no JSON object.")
+    return cast("dict[str, Any]", content)

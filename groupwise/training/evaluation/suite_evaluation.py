@@ -1,0 +1,337 @@
+"""Suites by name, asked of a service: `groupwise eval --suite math_500`.
+
+Each suite is run by lighteval in a folder of its own, and its result written before the next one begins, so that nothing of it is lost
+where a later one fails. Whom it asks is any OpenAI-compatible endpoint, or a server that is begun on a policy's weights and ended
+afterwards.
+
+    results/NAME.json            what was found: see `_content`
+    results/NAME/log.txt         what lighteval said
+    results/NAME/out/            its own result, and every answer
+    results/server-POLICY/       the log of a server
+
+With an output of its own, all suites are in that file, and their folders beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from groupwise.api.openai_client.client import Client, Endpoint, checked_url
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunError, UsageError
+from groupwise.core.interruption import run_to_end, sigterm_interrupts
+from groupwise.core.processes.family import how_it_ended
+from groupwise.core.processes.program import Family
+from groupwise.runs.folder import RESULTS, add_result, result_file
+from groupwise.training.evaluation.policies import FoundPolicy, find_policy
+from groupwise.training.evaluation.results import FORMAT, check_writable, result_name, write_result
+from groupwise.training.evaluation.statistics import Interval, mean_with_interval
+from groupwise.training.suites import lighteval
+from groupwise.training.suites.lighteval import Asking, Marks
+from groupwise.training.suites.serving import Weights, check_words, served
+from groupwise.training.suites.table import SUITES, chosen_suites
+
+METRIC = "pass@1"
+KIND = "suite"
+
+
+@dataclass(frozen=True, slots=True)
+class SuitesAsked:
+    """What is wanted. Raises UsageError for what does not go together."""
+
+    suites: tuple[str, ...]
+    endpoint: str | None = None
+    """The service to ask; or else `serve`."""
+    endpoint_model: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    policy: str | None = None
+    serve: tuple[str, ...] = ()
+    """The command that serves the policy; see `groupwise.training.suites.serving`."""
+    program: tuple[str, ...] = ()
+    """What runs lighteval; empty: as the environment says, or by its name."""
+    samples_per_prompt: int = 1
+    temperature: float = 0.0
+    top_p: float | None = None
+    max_new_tokens: int = 32768
+    concurrency: int = 16
+    timeout: float = 900.0
+    max_prompts: int | None = None
+    time_limit: float = 14400.0
+    """Seconds for each suite, and for the start of a server."""
+    output: Path | None = None
+    runs_dir: Path = Path("runs")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "suites", chosen_suites(self.suites, self.samples_per_prompt))
+        if (self.endpoint is None) == (not self.serve):
+            raise UsageError(
+                "A suite asks a service: give either --endpoint URL, one that is there, or --serve COMMAND, which serves a policy."
+            )
+        if self.serve:
+            check_words(self.serve)
+            if self.policy is None:
+                raise UsageError("--serve serves a policy: say which one by --policy.")
+        elif self.policy is not None:
+            raise UsageError(
+                f"--policy {self.policy} has no effect on {self.endpoint}, which serves what it was started with. Give --serve COMMAND to "
+                "have the policy served."
+            )
+        if self.time_limit <= 0:
+            raise UsageError(f"--time-limit is {self.time_limit:g}; expected more than 0 seconds.")
+        if self.endpoint is not None and self.endpoint_model is None:
+            raise UsageError("--endpoint-model says which of the endpoint's models is asked.")
+        self.asking(self.endpoint or "http://127.0.0.1", self.endpoint_model or "policy")
+
+    def asking(self, url: str, model: str) -> Asking:
+        """How one service is asked."""
+        return Asking(
+            checked_url(url),
+            model,
+            self.samples_per_prompt,
+            self.temperature,
+            self.top_p,
+            self.max_new_tokens,
+            self.concurrency,
+            self.timeout,
+            self.max_prompts,
+        )
+
+
+@dataclass(slots=True)
+class SuitesFound:
+    """How it went."""
+
+    label: str
+    """The endpoint's model, or the policy."""
+    results: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    """By suite."""
+    failed: dict[str, str] = field(default_factory=dict[str, str])
+    """Why a suite has none."""
+    path: Path | None = None
+    """The file with all of them, where one was asked for."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """For people and `--json`."""
+        return {
+            "policy": self.label,
+            "metrics": {
+                f"{name}/{METRIC}": found["metrics"][METRIC] for name, found in self.results.items()
+            },
+            "suites": {
+                name: {key: value for key, value in found.items() if key != "rows"}
+                for name, found in self.results.items()
+            },
+            **({"failed": self.failed} if self.failed else {}),
+            **({"results": str(self.path)} if self.path else {}),
+        }
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a suite has failed."""
+        return 1 if self.failed else 0
+
+
+def evaluate_suites(
+    asked: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
+) -> SuitesFound:
+    """Ask every suite, one after the other. Raises UsageError before any work; a suite that fails is in what is returned."""
+    program = lighteval.find_program(asked.program)
+    policy = _policy(asked)
+    place = _place(asked, policy)
+    for name in asked.suites:
+        check_writable(place.parent, result_name(name, policy.label), asked.output)
+    found = SuitesFound(policy.label)
+    with sigterm_interrupts():
+        if asked.endpoint is not None:
+            assert asked.endpoint_model is not None, "it was checked"
+            asking = asked.asking(asked.endpoint, asked.endpoint_model)
+            run_to_end(_reach(Endpoint(asking.base_url, asking.model, asked.api_key_env, 30.0)))
+            _ask_all(asked, asking, program, policy, found, None, on_progress)
+        else:
+            folder = _new_folder(place, _name(asked, "server", policy))
+            on_progress(f"the server begins; its log is {folder / 'server.txt'}")
+            assert policy.folder is not None, "it was found"
+            with served(
+                asked.serve,
+                Weights.of(policy.folder, policy.run),
+                folder,
+                model=asked.endpoint_model,
+                api_key_env=asked.api_key_env,
+                time_limit=asked.time_limit,
+            ) as (server, url, model):
+                _ask_all(
+                    asked, asked.asking(url, model), program, policy, found, server, on_progress
+                )
+    if asked.output is not None and found.results:
+        content = {"kind": KIND, **found.summary, "finished_at": time.time()}
+        rows = {name: each["rows"] for name, each in found.results.items()}
+        found.path = write_result({**content, "rows": rows}, place.parent, "", asked.output)
+    return found
+
+
+def plan(asked: SuitesAsked) -> dict[str, Any]:
+    """What `evaluate_suites` would run, for `--dry-run`. Nothing is asked, begun or written."""
+    program = lighteval.find_program(asked.program)
+    policy = _policy(asked)
+    place = _place(asked, policy)
+    model = asked.endpoint_model or "MODEL"
+    asking = asked.asking(asked.endpoint or "http://127.0.0.1:PORT", model)
+    folders = {name: place / _name(asked, name, policy) for name in asked.suites}
+    return {
+        **({"serve": list(asked.serve)} if asked.serve else {}),
+        "key": f"the environment variable {asked.api_key_env}",
+        "time_limit": asked.time_limit,
+        "suites": {
+            name: {
+                "command": lighteval.command(program, SUITES[name], asking, folder),
+                lighteval.MODEL: lighteval.model_file(asking, folder),
+                "results": str(asked.output or result_file(place.parent, folder.name)),
+            }
+            for name, folder in folders.items()
+        },
+    }
+
+
+def _ask_all(
+    asked: SuitesAsked,
+    asking: Asking,
+    program: Sequence[str],
+    policy: FoundPolicy,
+    found: SuitesFound,
+    server: Family | None,
+    on_progress: Callable[[str], None],
+) -> None:
+    place = _place(asked, policy)
+    key = Endpoint(asking.base_url, asking.model, asked.api_key_env).key()
+    for name in asked.suites:
+        try:
+            if server is not None and server.ended:
+                raise RunError(
+                    f"the server has ended. Its log is {server.log}, and ends:\n{server.last_words()}"
+                )
+            folder = _new_folder(place, _name(asked, name, policy))
+            on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
+            content = _ask(name, asking, program, folder, key, asked.time_limit)
+        except RunError as error:
+            found.failed[name] = str(error)
+            on_progress(f"{name} failed: {error}")
+            continue
+        content = {"policy": policy.label, **content}
+        if asked.output is None:
+            marked = {"format": FORMAT, "kind": KIND, **content}
+            content["results"] = str(add_result(place.parent, folder.name, marked))
+        found.results[name] = content
+
+
+def _ask(
+    name: str,
+    asking: Asking,
+    program: Sequence[str],
+    folder: Path,
+    key: str | None,
+    time_limit: float,
+) -> dict[str, Any]:
+    """One suite, as it will be stored. Raises RunError."""
+    suite, log = SUITES[name], folder / "log.txt"
+    lighteval.prepare(asking, folder)
+    words = lighteval.command(program, suite, asking, folder)
+    environment, began = lighteval.environment(key, folder), time.monotonic()
+    with Family(words, folder=folder, log=log, environment=environment, secret=key) as family:
+        code = family.wait(time_limit)
+    lighteval.tidy(folder)
+    if code is None:
+        raise RunError(f"it took longer than {time_limit:g} seconds. Its log is {log}")
+    if code != 0:
+        raise RunError(
+            f"lighteval failed ({how_it_ended(code)}). Its log is {log}, and ends:\n{family.last_words()}"
+        )
+    try:
+        marks = lighteval.read_marks(suite, folder, log)
+    except RunError as error:
+        raise RunError(f"{error}. Its log is {log}") from error
+    return _content(name, asking, marks, folder, time.monotonic() - began)
+
+
+def _content(
+    name: str, asking: Asking, marks: Marks, folder: Path, seconds: float
+) -> dict[str, Any]:
+    interval = mean_with_interval(list(marks.scores.values()))
+    return {
+        "suite": name,
+        "suite_version": marks.version,
+        "task": SUITES[name].task,
+        "dataset": marks.dataset,
+        "program": ", ".join(f"{package} {release}" for package, release in marks.releases.items()),
+        "endpoint": asking.base_url,
+        "model": asking.model,
+        "prompts": len(marks.scores),
+        "samples_per_prompt": asking.samples,
+        "samples": len(marks.scores) * asking.samples,
+        "metrics": {METRIC: marks.value},
+        "stderr": {METRIC: marks.stderr},
+        "intervals_95": {METRIC: [interval.low, interval.high]},
+        "temperature": asking.temperature,
+        "top_p": asking.top_p,
+        "max_new_tokens": asking.max_new_tokens,
+        "max_prompts": asking.max_questions,
+        "seconds": seconds,
+        "finished_at": time.time(),
+        "details": str(lighteval.details(folder)),
+        "log": str(folder / "log.txt"),
+        "rows": [{"example": number, "score": score} for number, score in marks.scores.items()],
+    }
+
+
+def interval_of(found: dict[str, Any]) -> Interval:
+    """The value of a suite's result with its 95 % interval over the questions."""
+    low, high = found["intervals_95"][METRIC]
+    return Interval(found["metrics"][METRIC], low, high, found["prompts"])
+
+
+def _policy(asked: SuitesAsked) -> FoundPolicy:
+    if asked.policy is None:
+        assert asked.endpoint_model is not None, "it was checked"
+        return FoundPolicy(asked.endpoint_model)
+    found = find_policy(asked.policy, asked.runs_dir)
+    if found.folder is None:
+        raise UsageError(
+            "--policy base says no model to serve here. Serve it yourself and give --endpoint, or name a folder that holds it."
+        )
+    return found
+
+
+def _place(asked: SuitesAsked, policy: FoundPolicy) -> Path:
+    """The folder that the suites' own folders are made in: beside their results."""
+    if asked.output is not None:
+        return asked.output.absolute().parent
+    return (policy.run or asked.runs_dir.parent).absolute() / RESULTS
+
+
+def _name(asked: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
+    return f"{asked.output.stem}-{suite}" if asked.output else result_name(suite, policy.label)
+
+
+def _new_folder(place: Path, name: str) -> Path:
+    """A folder that nobody else has, nor a result: `NAME`, `NAME-2` …"""
+    with atomic_files.explained(place):
+        place.mkdir(parents=True, exist_ok=True)
+        for number in count(1):
+            folder = place / (name if number == 1 else f"{name}-{number}")
+            if folder.with_name(f"{folder.name}.json").exists():
+                continue
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    raise AssertionError("unreachable")
+
+
+async def _reach(endpoint: Endpoint) -> None:
+    async with Client(endpoint) as client:
+        await client.reach()

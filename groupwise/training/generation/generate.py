@@ -1,0 +1,444 @@
+"""The command `groupwise generate`: every prompt of a dataset is answered by a service, and what comes back trains with `groupwise sft`.
+
+    options    are checked, with everything that can be known before anything is paid for: rows, template, rewards, folder, hub
+    journal    each answer is kept in `answers.jsonl` as it arrives; the same command again asks only for what is not there
+    results    are made from the journal: scored, filtered, in the order of the input
+
+A folder belongs to one way of asking: `settings.json` says which, and another one is refused with the difference. Shards write into
+folders of their own below it; the command without a shard reads them all, asks for what is missing, and makes the results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.api.openai_client.client import Client, Endpoint
+from groupwise.core import atomic_files
+from groupwise.core.errors import (
+    EndpointError,
+    ResumeMismatchError,
+    RunInUseError,
+    StoreError,
+    UsageError,
+)
+from groupwise.core.interruption import Interrupted, Interruption, run_to_end
+from groupwise.core.terminal.ticker import Ticker
+from groupwise.runs.lock import LOCK, RunLock, holder
+from groupwise.training.generation.asking import Asking, Failure, Tally
+from groupwise.training.generation.config import GenerateConfig, read_options
+from groupwise.training.generation.journal import ANSWERS, Answers, Billed, Journal
+from groupwise.training.generation.prompts import Prompts, read_prompts
+from groupwise.training.generation.results import (
+    TRAIN,
+    Counts,
+    left_unjudged,
+    replaced_columns,
+    write_results,
+)
+from groupwise.training.generation.scoring import TOKENS, Scores, Scoring, build_scoring, score_all
+from groupwise.training.generation.upload import prepare_upload, upload
+
+logger = logging.getLogger(__name__)
+
+SETTINGS = "settings.json"
+SUMMARY = "summary.json"
+SHARDS = "shard-*-of-*"
+PROMPTING = ("api", "prompt_column", "prompt_template", "system_prompt")
+"""The options that make a prompt of a row."""
+SAMPLING = ("temperature", "top_p", "max_new_tokens", "stop", "seed", "extra")
+"""The options that each request says besides model and prompt. With those above they shape the answers: a folder holds those of one
+shape."""
+REFRESH = 1.0
+"""Seconds between two looks at the clock for the line that tells how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """How a generation ended."""
+
+    summary: dict[str, Any]
+    """For people and `--json`: folder, rows, what was kept, tokens, cost. After a dry run, the plan."""
+    folder: Path
+    exit_code: int = 0
+    """0 done; 1 where no row has been answered, or none could be scored and scores decide what is kept; 130 or 143 interrupted, with
+    everything kept that had come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a command will do, known before anything is asked."""
+
+    config: GenerateConfig
+    model: str
+    shapes: dict[str, Any]
+    prompts: Prompts
+    scoring: Scoring | None
+
+    @property
+    def rewards_left_out(self) -> tuple[str, ...]:
+        return self.scoring.left_out if self.scoring else ()
+
+
+def generate(*, dry_run: bool = False, **options: Any) -> GenerateResult:
+    """Answer the prompts of a dataset: the command `groupwise generate`, with its options as keywords.
+
+    The options are the keys of `groupwise.training.generation.config.GenerateConfig`. Raises `UsageError` for what cannot work, before
+    anything is paid for, and `EndpointError` where the service leaves no hope; the same call again goes on with what is there.
+    """
+    config = read_options(options)
+    return run_to_end(_generate(config, dry_run=dry_run))
+
+
+async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
+    _refuse_foreign(config.folder)
+    plan = _plan(config, await _model(config))
+    if dry_run:
+        return GenerateResult(_described(plan), config.folder)
+    if config.hub is not None:
+        prepare_upload(config.hub, private=config.private)
+    with _opened(plan) as (answers, journal):
+        if strange := _of_no_row(plan, answers):
+            logger.warning(
+                "%d answers belong to no row of this %s: they stay in the folder and out of the results",
+                strange,
+                "shard" if config.shard else "input",
+            )
+        return await _carried_out(plan, answers, journal)
+
+
+def _plan(config: GenerateConfig, model: str) -> Plan:
+    shapes = {"model": model, **{name: getattr(config, name) for name in (*PROMPTING, *SAMPLING)}}
+    shapes = json.loads(json.dumps(shapes))
+    _check_settings(config, shapes)
+    prompts = read_prompts(config, {name: shapes[name] for name in ("model", *SAMPLING)})
+    if prompts.ending_with_assistant:
+        logger.warning(
+            "%d conversations end with the assistant: %s",
+            prompts.ending_with_assistant,
+            "its last turns are left out"
+            if config.prefill == "drop"
+            else "the answers go on with its last words (prefill: drop leaves them out)",
+        )
+    if replaced := replaced_columns(prompts.items, config):
+        logger.warning(
+            "columns of the data are replaced by those of the results: %s", ", ".join(replaced)
+        )
+    atomic_files.check_can_write(config.folder / ANSWERS)
+    plan = Plan(config, model, shapes, prompts, build_scoring(config, prompts))
+    if plan.rewards_left_out:
+        logger.warning(
+            "a service gives text and no tokens, so rewards that ask for %s are left out of the scores: %s",
+            TOKENS,
+            ", ".join(plan.rewards_left_out),
+        )
+    return plan
+
+
+async def _carried_out(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
+    config, items = plan.config, plan.prompts.items
+    asked = [item for item in items if len(answers.of(item.key)) < config.num_generations]
+    endpoint = _endpoint(config, plan.model)
+    with Interruption() as interruption, Ticker() as ticker:
+        async with Client(endpoint, concurrency=config.concurrency) as client:
+            there = len(items) - len(asked)
+            line = _Line(ticker, config, client, len(items), there)
+            asking = Asking(client, config, answers, journal, line.show)
+            scores: Scores = {}
+            try:
+                if asked:
+                    await interruption.allow(client.reach())
+                    await interruption.allow(line.kept_alive(asking.ask(asked), asking.tally))
+                if plan.scoring is not None:
+                    scoring = score_all(plan.scoring.scorer, items, answers, line.scored)
+                    scores = await interruption.allow(scoring)
+            except Interrupted as interrupted:
+                ticker.note(f"Interrupted. {_go_on(config)}")
+                told = {"state": "interrupted", **_spent(plan, answers, asking.tally)}
+                return GenerateResult(_summary(plan, told), config.folder, interrupted.exit_code)
+            except EndpointError as error:
+                raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
+    return _finished(plan, answers, scores, asking.tally)
+
+
+def _finished(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
+    config = plan.config
+    unasked = [Failure(each.index, f"not asked: {each.reason}") for each in plan.prompts.unasked]
+    failures = [*tally.failures, *unasked]
+    counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
+    summary = _summary(plan, _outcome(plan, counts, failures) | _spent(plan, answers, tally))
+    if failures:
+        logger.warning(
+            "%d rows have failed; %s says why. The same command asks for them again.",
+            len(failures),
+            config.folder / "failures.jsonl",
+        )
+    blind = left_unjudged(config, counts)
+    if blind:
+        logger.error(_unscored(config, counts))
+    usable = bool(counts.rows) and not blind
+    if config.hub is not None and usable:
+        summary["hub"] = upload(config.folder, config.hub, plan.rewards_left_out)
+    atomic_files.write_json(config.folder / SUMMARY, summary)
+    return GenerateResult(summary, config.folder, 0 if usable else 1)
+
+
+def _unscored(config: GenerateConfig, counts: Counts) -> str:
+    """What to say where a limit on rewards meets none."""
+    reason, count = counts.unscored.most_common(1)[0]
+    there = (config.folder / TRAIN).exists()
+    return (
+        f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
+        f"said:\n  {reason}\n{TRAIN} {'is left as it was' if there else 'is not written'}. Mend the rewards and give the same command "
+        "again: what is there is scored anew, and not asked for again."
+    )
+
+
+# --- the folder ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(plan: Plan) -> Generator[tuple[Answers, Journal]]:
+    """The folder, held by this process, and all answers that are there."""
+    config = plan.config
+    try:
+        config.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"The folder {config.folder} cannot be made: {error.strerror}.") from error
+    lock = _held(config.folder)
+    try:
+        atomic_files.sweep(config.folder)
+        if not (config.folder / SETTINGS).exists():
+            atomic_files.write_json(config.folder / SETTINGS, {"format": 1, **plan.shapes})
+        answers = Answers()
+        for shard in _shards(config):
+            if (other := holder(shard)) is not None:
+                raise RunInUseError(
+                    f"{shard} is still being written by {other}. Wait for it, then put the shards together."
+                )
+            answers.read(shard / ANSWERS)
+        with Journal(config.folder / ANSWERS, answers) as journal:
+            yield answers, journal
+    finally:
+        lock.release()
+
+
+def _held(folder: Path) -> RunLock:
+    try:
+        return RunLock.acquire(folder)
+    except RunInUseError:
+        raise RunInUseError(
+            f"{folder} is being written by {holder(folder) or 'another process'}. Wait for it or stop it, or name another output."
+        ) from None
+
+
+def _shards(config: GenerateConfig) -> list[Path]:
+    """The folders of shards, for the command that puts them together."""
+    return [] if config.shard else sorted(config.root.glob(SHARDS))
+
+
+def _check_settings(config: GenerateConfig, shapes: Mapping[str, Any]) -> None:
+    """Raise ResumeMismatchError if answers that belong together were, or would be, asked for in another way."""
+    for folder in (config.root, *sorted(config.root.glob(SHARDS))):
+        noted = _noted(folder)
+        if noted is None:
+            continue
+        different = [name for name in shapes if noted.get(name) != shapes[name]]
+        if different:
+            lines = [
+                f"  {name}: {json.dumps(noted.get(name))} there, {json.dumps(shapes[name])} now"
+                for name in different
+            ]
+            raise ResumeMismatchError(
+                f"{folder} holds answers that were asked for in another way:\n"
+                + "\n".join(lines)
+                + "\n"
+                "Ask as before to go on with it, or name another output."
+            )
+
+
+def _noted(folder: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads((folder / SETTINGS).read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{folder / SETTINGS} cannot be read: {error}.") from error
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise UsageError for a folder that holds something else, whose files might be overwritten."""
+    if (folder / SETTINGS).exists() or not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file. Name a folder for the output.")
+    known = [*folder.glob(SHARDS), *folder.glob(LOCK), *folder.glob(f"{atomic_files.BUILDING}*")]
+    others = sorted(path.name for path in folder.iterdir() if path not in known)
+    if others:
+        raise UsageError(
+            f"{folder} holds other files ({', '.join(others[:5])}{', …' if len(others) > 5 else ''}), and results would be written "
+            "among them. Name a new or empty folder."
+        )
+
+
+# --- the service ---------------------------------------------------------------------------------
+
+
+def _endpoint(config: GenerateConfig, model: str) -> Endpoint:
+    return Endpoint(config.base_url, model, config.api_key_env, config.timeout, config.retries)
+
+
+async def _model(config: GenerateConfig) -> str:
+    """The model that was asked for, that the folder's answers are of, or the only one that is served."""
+    if config.model is not None:
+        return config.model
+    for folder in (config.root, *sorted(config.root.glob(SHARDS))):
+        if (noted := _noted(folder)) is not None:
+            return str(noted["model"])
+    async with Client(_endpoint(config, "")) as client:
+        served = await client.models(retries=0)
+    if len(served) != 1:
+        there = ", ".join(served) or "none"
+        raise UsageError(f"Say which model to ask: {client.endpoint.base_url} serves {there}.")
+    return served[0]
+
+
+# --- telling -------------------------------------------------------------------------------------
+
+
+class _Line:
+    """Tells how far the work is."""
+
+    def __init__(
+        self, ticker: Ticker, config: GenerateConfig, client: Client, rows: int, there: int
+    ) -> None:
+        self._ticker = ticker
+        self._config = config
+        self._client = client
+        self._rows = rows
+        self._there = there
+
+    def show(self, tally: Tally) -> None:
+        """The line for what has come so far."""
+        billed = tally.billed.usage
+        facts = [
+            f"rows {self._there + tally.answered}/{self._rows}",
+            f"tokens {billed.prompt_tokens or 0:,} in, {billed.completion_tokens or 0:,} out",
+            f"{tally.tokens_per_second:,.0f} tok/s",
+        ]
+        cost = _cost(self._config, tally.billed)
+        if cost is not None:
+            facts.append(f"cost {cost:.2f}")
+        if tally.failures:
+            facts.append(f"failed {len(tally.failures)}")
+        if tally.answered:
+            left = self._rows - self._there - tally.answered - len(tally.failures)
+            facts.append(f"eta {_clock(tally.seconds / tally.answered * left)}")
+        if pause := self._client.pause:
+            facts.append(f"the service wants {pause:.0f} s of rest")
+        self._ticker.show("  ".join(facts))
+
+    def scored(self, count: int) -> None:
+        """The line while rewards are computed."""
+        self._ticker.show(f"scored {count}/{self._rows} rows")
+
+    async def kept_alive(self, work: Coroutine[Any, Any, Tally], tally: Tally) -> None:
+        """Await work, and tell of it also while nothing comes."""
+
+        async def tell() -> None:
+            while True:
+                self.show(tally)
+                await asyncio.sleep(REFRESH)
+
+        telling = asyncio.ensure_future(tell())
+        try:
+            await work
+        finally:
+            telling.cancel()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cost(config: GenerateConfig, billed: Billed) -> float | None:
+    if config.price_in is None and config.price_out is None:
+        return None
+    tokens_in, tokens_out = billed.usage.prompt_tokens or 0, billed.usage.completion_tokens or 0
+    return (tokens_in * (config.price_in or 0.0) + tokens_out * (config.price_out or 0.0)) / 1e6
+
+
+def _spent(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
+    """What this command has cost, and under `in_all` what every answer that is there has, those of earlier commands too."""
+    told = {
+        **_billed(plan.config, tally.billed),
+        "tokens_per_second": round(tally.tokens_per_second, 1),
+        "in_all": _billed(plan.config, answers.billed),
+    }
+    if strange := _of_no_row(plan, answers):
+        told["answers_of_no_row"] = strange
+    return told
+
+
+def _billed(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "requests": billed.requests,
+        "prompt_tokens": billed.usage.prompt_tokens,
+        "completion_tokens": billed.usage.completion_tokens,
+    }
+    if (cost := _cost(config, billed)) is not None:
+        told["cost"] = cost
+    if billed.untold:
+        told["answers_without_usage"] = billed.untold
+    return told
+
+
+def _of_no_row(plan: Plan, answers: Answers) -> int:
+    """Answers to what this command does not ask: their rows are gone, or ask something else now."""
+    return answers.beside({item.key for item in plan.prompts.items})
+
+
+def _outcome(plan: Plan, counts: Counts, failures: list[Failure]) -> dict[str, Any]:
+    state = "done" if not failures else "incomplete"
+    state = "unscored" if left_unjudged(plan.config, counts) else state
+    return {"state": state, **counts.summary, "failed": len(failures)}
+
+
+def _summary(plan: Plan, told: Mapping[str, Any]) -> dict[str, Any]:
+    rows = len(plan.prompts.items) + len(plan.prompts.unasked)
+    base: dict[str, Any] = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
+    if plan.rewards_left_out:
+        base["rewards_left_out"] = list(plan.rewards_left_out)
+    return {**base, **told}
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    """What a command would do, for a dry run."""
+    config, answers = plan.config, Answers()
+    for folder in (config.folder, *_shards(config)):
+        answers.read(folder / ANSWERS)
+    missing = [
+        config.num_generations - min(len(answers.of(item.key)), config.num_generations)
+        for item in plan.prompts.items
+    ]
+    return {
+        **_summary(plan, {}),
+        "rows_to_ask": sum(1 for count in missing if count),
+        "generations_to_ask": sum(missing),
+        "rows_that_cannot_be_asked": len(plan.prompts.unasked),
+        "answers_of_no_row": _of_no_row(plan, answers),
+        "base_url": _endpoint(config, plan.model).base_url,
+        "first_prompt": plan.prompts.items[0].prompt if plan.prompts.items else None,
+    }
+
+
+def _go_on(config: GenerateConfig) -> str:
+    return f"What has come is kept in {config.folder}; the same command goes on with it."

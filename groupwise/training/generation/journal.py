@@ -1,0 +1,166 @@
+"""The answers as they arrive, in a file that only grows. What has been appended is on the disk and is never paid for again.
+
+One line holds the answer to one request: the row's key, which of its generations it holds (`first` and those that follow), and what was
+billed. A line is written in one piece and flushed before anybody counts on it. A process that dies while it writes leaves part of
+a line at the end, which nobody has counted on: who opens the file to go on cuts it off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from groupwise.api.openai_client.answers import Answer, Usage
+from groupwise.core.errors import StoreError
+
+ANSWERS = "answers.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of a row."""
+
+    text: str
+    finish_reason: str | None
+    reasoning: str | None
+    model: str
+
+
+@dataclass(slots=True)
+class Billed:
+    """What answers have cost."""
+
+    requests: int = 0
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    untold: int = 0
+    """Answers that do not say what was billed."""
+
+    def add(self, usage: Usage) -> None:
+        """Count an answer."""
+        self.requests += 1
+        if usage.prompt_tokens is None or usage.completion_tokens is None:
+            self.untold += 1
+        else:
+            self.usage += usage
+
+
+class Answers:
+    """What is known of each row, from one journal or several."""
+
+    def __init__(self) -> None:
+        self._generations: dict[str, dict[int, Generation]] = {}
+        self._usage: dict[str, list[Usage]] = {}
+        self.billed = Billed()
+
+    def of(self, key: str) -> list[Generation]:
+        """A row's generations, up to the first that is missing."""
+        found = self._generations.get(key, {})
+        count = next(number for number in range(len(found) + 1) if number not in found)
+        return [found[number] for number in range(count)]
+
+    def usage(self, key: str) -> Usage:
+        """What was billed for a row."""
+        return sum(self._usage.get(key, ()), start=Usage(0, 0))
+
+    def beside(self, keys: Collection[str]) -> int:
+        """How many answers are of none of these rows."""
+        return sum(len(billed) for key, billed in self._usage.items() if key not in keys)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in a line of a journal. Of a generation that is there twice the first stands."""
+        found = self._generations.setdefault(line["key"], {})
+        for number, choice in enumerate(line["choices"], line["first"]):
+            generation = Generation(
+                choice["text"], choice["finish_reason"], choice.get("reasoning"), line["model"]
+            )
+            found.setdefault(number, generation)
+        usage = Usage(**line["usage"])
+        self._usage.setdefault(line["key"], []).append(usage)
+        self.billed.add(usage)
+
+    def read(self, path: Path) -> int:
+        """Take in a whole journal; returns its length in bytes without a torn end. Raises StoreError where a line is broken."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return 0
+        whole = data[: data.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+            try:
+                self.add(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                raise StoreError(
+                    f"{path}, line {number} is no answer: {error!r}. Something else has changed the file; remove that line, and what it "
+                    "held will be asked again."
+                ) from error
+        return len(whole)
+
+
+class Journal:
+    """The journal of this command; its one writer."""
+
+    def __init__(self, path: Path, answers: Answers) -> None:
+        """Goes on with the file, without a torn end. `answers` takes in what is there and what comes."""
+        self._path = path
+        self._answers = answers
+        whole = answers.read(path)
+        with _explained(path):
+            self._file = path.open("ab", buffering=0)
+            self._file.truncate(whole)
+            os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def append(self, key: str, first: int, answer: Answer) -> None:
+        """Keep an answer; when this returns, it is on the disk. Raises StoreError where the disk refuses."""
+        line = {
+            "key": key,
+            "first": first,
+            "choices": _choices(answer),
+            "usage": {
+                "prompt_tokens": answer.usage.prompt_tokens,
+                "completion_tokens": answer.usage.completion_tokens,
+            },
+            "model": answer.model,
+        }
+        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        with _explained(self._path):
+            while data:
+                data = data[self._file.write(data) or 0 :]
+            os.fsync(self._file.fileno())
+        self._answers.add(line)
+
+
+def _choices(answer: Answer) -> Sequence[dict[str, Any]]:
+    entries = zip(answer.texts, answer.finish_reasons, answer.reasoning, strict=True)
+    return [
+        {"text": text, "finish_reason": reason, **({"reasoning": thought} if thought else {})}
+        for text, reason, thought in entries
+    ]
+
+
+@contextmanager
+def _explained(path: Path) -> Generator[None]:
+    """Turn a refusal of the disk into a StoreError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}. Free space on that disk (or mend its permissions) and run the same "
+            "command again: it goes on with what is there."
+        ) from error

@@ -1,0 +1,301 @@
+"""From rows to what is asked: one `Item` for each row, with a key that is the same whenever the same is asked again.
+
+The key is a hash of the request: the prompt as it is sent, the model, and how it samples. Where a row stands does not matter, so that
+rows may be added before others, nor do its other columns, which come from the input as it is now. Of rows that ask the same each has
+answers of its own. Rows that cannot be asked are told apart, with a reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any, Literal, cast
+
+from groupwise.api.schemas.template_columns import for_request
+from groupwise.core.errors import TaskError
+from groupwise.core.types import Example, Message, Prompt
+from groupwise.tasks.contract import Task, load_task
+from groupwise.tasks.data.content import canonical
+from groupwise.tasks.data.examples import checked_prompt
+from groupwise.tasks.data.messages import ends_begun
+from groupwise.tasks.data.sources import no_column, read_source
+from groupwise.training.config import RunConfig, load_config, view, with_task_schema
+from groupwise.training.generation.config import INSTRUCTION, GenerateConfig
+from groupwise.training.rollout_builder import rewarded
+
+_BRACES = re.compile(r"\{\{(?:(?!\{[{%]).)*?\}\}|\{%(?:(?!\{[{%]).)*?%\}", re.DOTALL)
+"""What jinja would fill in or run."""
+
+PROMPT = "prompt"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A row that can be asked."""
+
+    index: int
+    """The row's place in the data, from 0."""
+    prompt: Prompt
+    """As it is sent: messages for a chat, text to be continued."""
+    columns: dict[str, Any]
+    """The whole row, as it came."""
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unasked:
+    """A row that cannot be asked."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The rows of this command, in their order."""
+
+    items: tuple[Item, ...]
+    unasked: tuple[Unasked, ...]
+    task: Task | None = None
+    task_config: RunConfig | None = None
+    ending_with_assistant: int = 0
+    """Rows whose last turn is the assistant's."""
+
+
+@dataclass(slots=True)
+class _Found:
+    rows: list[tuple[int, Prompt, dict[str, Any]]] = field(
+        default_factory=list[tuple[int, Prompt, dict[str, Any]]]
+    )
+    unasked: list[Unasked] = field(default_factory=list[Unasked])
+    ending_with_assistant: int = 0
+
+
+def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts:
+    """The rows of the dataset or task. `sampling` is what each request says besides the prompt.
+
+    Raises TaskError for a source that cannot be read, a column or field that is not there, and rows of which none can be asked.
+    """
+    task, task_config = None, None
+    if config.task_module is not None:
+        task, task_config, examples = _of_task(config.task_module, config.config)
+        found = _asked_of_task(examples, config.api or "completions")
+    else:
+        assert config.dataset is not None, "checked in conflicts"
+        rows = read_source(config.dataset, config.dataset_config, config.split)
+        found = _asked_of_rows(rows, config)
+    if not found.rows:
+        first = found.unasked[0]
+        raise TaskError(f"No row can be asked. Row {first.index}: {first.reason}")
+    number, count = config.part
+    items = [item for item in _keyed(found.rows, sampling) if item.index % count == number]
+    unasked = [each for each in found.unasked if each.index % count == number]
+    return Prompts(tuple(items), tuple(unasked), task, task_config, found.ending_with_assistant)
+
+
+def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Example]]:
+    task = load_task(source)
+    if not task.has("get_rl_dataset"):
+        raise TaskError(task.missing("get_rl_dataset", "rl"))
+    if task.has("get_environment"):
+        raise TaskError(_takes_turns(task, source))
+    loaded = load_config(config or {"model": {"name": "tiny"}})
+    settings = with_task_schema(loaded, task.config_schema()).config
+    task = rewarded(settings, task)
+    steps = settings.training.max_steps
+    limit = None if steps is None else steps * settings.training.prompts_per_step
+    return task, settings, task.rl_examples(view(settings), limit=limit)
+
+
+def _takes_turns(task: Task, source: str) -> str:
+    """The message for a task whose rollouts are more than one answer."""
+    has_rows = task.has("get_sft_dataset")
+    rows = f"\n  groupwise sft --task-module {source} trains on whole ones that its get_sft_dataset brings"
+    return (
+        f"{task.described} has get_environment: it answers the model turn by turn, or runs the tools that it calls, but generate asks "
+        "a service once for each row. First turns would be paid for and scored as if they were whole. Instead:\n"
+        f"  groupwise rl --task-module {source} plays whole ones with a model here, which groupwise runs export --to jsonl writes"
+        f"{rows if has_rows else ''}\n"
+        "  --dataset in place of --task-module asks for one answer to each prompt of a file"
+    )
+
+
+def _asked_of_task(examples: Iterable[Example], api: str) -> _Found:
+    found = _Found()
+    for example in examples:
+        whole = {PROMPT: example.prompt, **example.columns}
+        prompt: Prompt = example.prompt
+        if isinstance(prompt, str) and api == "chat":
+            prompt = [{"role": "user", "content": prompt}]
+        found.rows.append((example.index, prompt, whole))
+    return found
+
+
+def _asked_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
+    written = _writer(rows, config)
+    found = _Found()
+    for index, row in enumerate(rows):
+        try:
+            prompt, begun = _as_sent(written(row), config)
+        except TaskError as problem:
+            found.unasked.append(Unasked(index, str(problem)))
+        else:
+            found.ending_with_assistant += begun
+            found.rows.append((index, prompt, dict(row)))
+    return found
+
+
+def _writer(rows: Sequence[Row], config: GenerateConfig) -> Callable[[Row], Any]:
+    """What makes the prompt of a row, once it is sure that its columns are there."""
+    there = list(dict.fromkeys(name for row in rows for name in row))
+    where = f"The dataset {config.dataset!r}"
+    column = config.prompt_column or PROMPT
+    if config.prompt_template is not None:
+        template = Template(config.prompt_template, column)
+        for name in template.fields:
+            if name not in there:
+                raise TaskError(no_column(where, name, there, " in the prompt template"))
+        _check_braces(config.prompt_template, there, column)
+        return template.written
+    if column not in there:
+        raise TaskError(no_column(where, column, there, " for the prompt"))
+    return lambda row: row.get(column)
+
+
+def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
+    """Messages or text, and whether the assistant's turn ends the row."""
+    prompt = checked_prompt(value, "its prompt", config.prompt_column or PROMPT)
+    if config.api == "completions":
+        if not isinstance(prompt, str):
+            raise TaskError("its prompt is a chat, and completions takes text alone.")
+        return prompt, False
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    asked = _without_answer(prompt) if config.prefill == "drop" else prompt
+    if all(message["role"] == "assistant" for message in asked):
+        raise TaskError("its messages are all the assistant's, so that nothing is asked.")
+    begun = ends_begun(prompt)
+    if config.system_prompt is not None and asked[0]["role"] not in ("system", "developer"):
+        asked = [{"role": "system", "content": config.system_prompt}, *asked]
+    return asked, begun
+
+
+def _without_answer(messages: Sequence[Message]) -> list[Message]:
+    asked = list(messages)
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    return asked
+
+
+def _keyed(
+    rows: Sequence[tuple[int, Prompt, dict[str, Any]]], sampling: Mapping[str, Any]
+) -> list[Item]:
+    seen: Counter[str] = Counter()
+    items: list[Item] = []
+    for index, prompt, columns in rows:
+        request = [canonical(prompt), canonical(sampling)]
+        if template := for_request(columns):
+            request.append(canonical(template))
+        told = hashlib.sha256(json.dumps(request).encode()).hexdigest()
+        key = hashlib.sha256(f"{told} {seen[told]}".encode()).hexdigest()[:32]
+        seen[told] += 1
+        items.append(Item(index, prompt, columns, key))
+    return items
+
+
+def _check_braces(template: str, columns: Sequence[str], prompt_column: str) -> None:
+    """Raise TaskError where single braces, which stand for themselves beside `{{ instruction }}`, seem to mean a column.
+
+    LaTeX (`\\boxed{answer}`) does not.
+    """
+    if not INSTRUCTION.search(template):
+        return
+    single = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", template)
+    if meant := [name for command, name in single if not command and name in columns]:
+        raise TaskError(
+            f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for themselves, but {{{meant[0]}}} is "
+            f"a column. Write all columns in single braces, {{{prompt_column}}} for {{{{ instruction }}}}; braces that are meant as "
+            "such are doubled then."
+        )
+
+
+class Template:
+    """A text with columns in braces; `{{` and `}}` stand for braces. Raises TaskError for one that is broken or has none.
+
+    In templates that others have, `{{ instruction }}` is the prompt column, and single braces stand for themselves.
+    """
+
+    def __init__(self, text: str, prompt_column: str = PROMPT) -> None:
+        of_others = INSTRUCTION.search(text) is not None
+        self._pieces = _pieces_around(text, prompt_column) if of_others else _pieces(text)
+        self._of_others = of_others
+        self.fields = tuple(dict.fromkeys(piece for kind, piece in self._pieces if kind == "field"))
+        if not self.fields:
+            meant = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
+            hint = f" Is {{{meant[1]}}} meant for {meant[0]}?" if meant else ""
+            raise TaskError(
+                "The prompt template names no column, so that every row would get the same prompt. A column stands in single "
+                f"braces, {{question}}; doubled braces stand for themselves.{hint}"
+            )
+
+    def written(self, row: Row) -> str:
+        """The text of a row. Raises TaskError where the row has nothing in one of the columns."""
+        empty = [name for name in self.fields if row.get(name) in (None, "")]
+        if empty:
+            raise TaskError(f"its column {empty[0]!r}, which the template names, is empty.")
+        if self._of_others and not isinstance(row[self.fields[0]], str | int | float):
+            raise TaskError(
+                f"its column {self.fields[0]!r} is no text, which {{{{ instruction }}}} in a longer template stands for."
+            )
+        return "".join(
+            piece if kind == "text" else _as_text(row[piece]) for kind, piece in self._pieces
+        )
+
+
+def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"], str]]:
+    """The text between one `{{ instruction }}` and the next. Raises TaskError for more that would be filled in elsewhere."""
+    texts = INSTRUCTION.split(text)
+    if unknown := _BRACES.search("\n".join(texts)):
+        raise TaskError(
+            f"The prompt template has {unknown[0]} beside {{{{ instruction }}}}, which alone is known in doubled braces. For several "
+            "columns write each in single braces, {question}."
+        )
+    pieces: list[tuple[Literal["text", "field"], str]] = [("text", texts[0])]
+    for each in texts[1:]:
+        pieces.append(("field", column))
+        pieces.append(("text", each))
+    return pieces
+
+
+def _pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:
+    pieces: list[tuple[Literal["text", "field"], str]] = []
+    try:
+        for literal, name, form, conversion in Formatter().parse(text):
+            pieces.append(("text", literal))
+            if form or conversion:
+                raise ValueError(f"the field {name!r} has more than the name of a column in it")
+            if name == "":
+                raise ValueError("a field names no column")
+            if name is not None:
+                pieces.append(("field", name))
+    except ValueError as error:
+        raise TaskError(
+            f"The prompt template cannot be read: {error}. Columns stand in braces, {{question}}; braces that are meant as such "
+            "are doubled: {{ and }}."
+        ) from error
+    return pieces
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping | list | tuple):
+        return json.dumps(canonical(cast("Any", value)), ensure_ascii=False)
+    return str(value)

@@ -1,0 +1,247 @@
+"""The finished files, made anew from the journal each time, in the order of the input.
+
+    generations.jsonl    one line for each row that was answered: its columns, and `generation` (a list where there are several), with
+                         finish_reason, reasoning, reward, usage and model
+    train.jsonl          what trains with `groupwise sft`: one line for each generation that is kept, with `prompt` and `completion`
+    failures.jsonl       rows without all their generations, what they ask, and why
+
+Not kept are generations without text, those that the limit cut off (unless `keep_truncated`), and those that the rewards keep out.
+Where not one could be scored, a limit on rewards says nothing about them: train.jsonl stays as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from groupwise.core.atomic_files import building_path, explained, publish_file
+from groupwise.core.reward_call.plain import plain
+from groupwise.core.reward_call.request import MemberScore
+from groupwise.core.terminal.text import shorten
+from groupwise.core.types import Prompt
+from groupwise.training.generation.asking import Failure
+from groupwise.training.generation.config import GenerateConfig
+from groupwise.training.generation.journal import Answers, Generation
+from groupwise.training.generation.prompts import Item
+from groupwise.training.generation.scoring import Scores
+
+GENERATIONS = "generations.jsonl"
+TRAIN = "train.jsonl"
+FAILURES = "failures.jsonl"
+
+SHOWN = 200
+"""Characters of a prompt that `failures.jsonl` shows."""
+CUT_OFF = frozenset({"length", "content_filter"})
+"""Finish reasons of texts that did not come to their end."""
+OTHER_FORMS = frozenset(
+    {"messages", "input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks"}
+)
+"""Columns of the input that supervised training would take in place of prompt and completion."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the generations."""
+
+    rows: int = 0
+    generations: int = 0
+    kept: int = 0
+    left_out: Counter[str] = field(default_factory=Counter[str])
+    """Generations that are not trained on, by reason."""
+    rewards: list[float] = field(default_factory=list[float])
+    best: list[float] = field(default_factory=list[float])
+    unscored: Counter[str] = field(default_factory=Counter[str])
+    """Generations without a reward, by reason."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """For people and `--json`."""
+        told: dict[str, Any] = {
+            "answered": self.rows,
+            "generations": self.generations,
+            "kept": self.kept,
+        }
+        if self.left_out:
+            told["left_out"] = dict(self.left_out.most_common())
+        if self.rewards:
+            told["reward"] = {"mean": fmean(self.rewards), "mean_of_best": fmean(self.best)}
+        if self.unscored:
+            told["unscored"] = dict(self.unscored.most_common(5))
+        return told
+
+
+def write_results(
+    folder: Path,
+    config: GenerateConfig,
+    items: Sequence[Item],
+    answers: Answers,
+    scores: Scores,
+    failures: Sequence[Failure],
+) -> Counts:
+    """Write the three files; each appears whole. Rows without all their generations are in the last one alone.
+
+    Where a limit on rewards meets generations of which none could be scored, train.jsonl is left as it was.
+    """
+    counts = Counts()
+    whole = [
+        (item, found[: config.num_generations])
+        for item in items
+        if len(found := answers.of(item.key)) >= config.num_generations
+    ]
+    _write(folder / GENERATIONS, _generations(whole, answers, scores))
+    kept = _kept(whole, config, scores, counts)
+    if not left_unjudged(config, counts):
+        _write(folder / TRAIN, (_train_row(*each) for each in kept))
+    _write(folder / FAILURES, _failed(failures, items))
+    return counts
+
+
+def left_unjudged(config: GenerateConfig, counts: Counts) -> bool:
+    """Whether rewards were to say what is kept, and not one generation could be scored."""
+    return config.min_reward is not None and bool(counts.unscored) and not counts.rewards
+
+
+def replaced_columns(items: Sequence[Item], config: GenerateConfig) -> list[str]:
+    """Columns of the input in whose place something of ours is written."""
+    ours = {"generation", "finish_reason", "reasoning", "usage", "model"}
+    ours |= {"reward"} if config.scores else set()
+    there = {name for item in items for name in item.columns}
+    return sorted(ours & there)
+
+
+def _write(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+    building = building_path(path)
+    with explained(path):
+        try:
+            with building.open("w", encoding="utf-8") as file:
+                for row in rows:
+                    file.write(json.dumps(plain(row), ensure_ascii=False) + "\n")
+            publish_file(building, path)
+        finally:
+            building.unlink(missing_ok=True)
+
+
+def _generations(
+    whole: Sequence[tuple[Item, Sequence[Generation]]], answers: Answers, scores: Scores
+) -> Iterator[dict[str, Any]]:
+    for item, found in whole:
+        usage = answers.usage(item.key)
+        row: dict[str, Any] = {
+            **item.columns,
+            "generation": _one_or_all([each.text for each in found]),
+            "finish_reason": _one_or_all([each.finish_reason for each in found]),
+            "usage": {
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+            },
+            "model": found[0].model,
+        }
+        if any(each.reasoning for each in found):
+            row["reasoning"] = _one_or_all([each.reasoning for each in found])
+        if item.key in scores:
+            row["reward"] = _one_or_all([score.reward for score in scores[item.key][: len(found)]])
+        yield row
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _failed(failures: Sequence[Failure], items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+    by_index = {item.index: item for item in items}
+    for failure in sorted(failures, key=lambda failure: failure.index):
+        item = by_index.get(failure.index)  # a row that cannot be asked is no item
+        yield {
+            "row": failure.index,
+            "key": item and item.key,
+            "prompt": item and shorten(_last_words(item.prompt), SHOWN),
+            "reason": failure.reason,
+        }
+
+
+def _last_words(prompt: Prompt) -> str:
+    """A prompt's text, or that of a chat's last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
+
+
+def _kept(
+    whole: Sequence[tuple[Item, Sequence[Generation]]],
+    config: GenerateConfig,
+    scores: Scores,
+    counts: Counts,
+) -> list[tuple[Item, Generation, MemberScore | None]]:
+    kept: list[tuple[Item, Generation, MemberScore | None]] = []
+    for item, found in whole:
+        members = scores.get(item.key, (None,) * len(found))[: len(found)]
+        _count(counts, members)
+        verdicts = _verdicts(found, members, config)
+        for generation, score, reason in zip(found, members, verdicts, strict=True):
+            if reason is not None:
+                counts.left_out[reason] += 1
+                continue
+            counts.kept += 1
+            kept.append((item, generation, score))
+    return kept
+
+
+def _count(counts: Counts, members: Sequence[MemberScore | None]) -> None:
+    counts.rows += 1
+    counts.generations += len(members)
+    told = [score for score in members if score is not None]
+    earned = [score.reward for score in told if score.reward is not None]
+    counts.rewards += earned
+    counts.best += [max(earned)] if earned else []
+    counts.unscored.update(score.reason or score.outcome for score in told if score.reward is None)
+
+
+def _verdicts(
+    found: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
+) -> list[str | None]:
+    """For each generation of a row why it is left out; None: it is kept."""
+    reasons = [_unusable(each, config) for each in found]
+    if config.min_reward is None:
+        return reasons
+    earned = [score.reward if score is not None else None for score in members]
+    for number, reward in enumerate(earned):
+        if reasons[number] is None and (reward is None or reward < config.min_reward):
+            reasons[number] = "unscored" if reward is None else "reward too low"
+    left = [number for number, reason in enumerate(reasons) if reason is None]
+    if config.keep == "best" and left:
+        best = max(left, key=lambda number: (earned[number] or 0.0, -number))
+        for number in left:
+            reasons[number] = None if number == best else "not the best"
+    return reasons
+
+
+def _unusable(generation: Generation, config: GenerateConfig) -> str | None:
+    if not generation.text.strip():
+        return "empty"
+    if generation.finish_reason in CUT_OFF and not config.keep_truncated:
+        return "cut off"
+    return None
+
+
+def _train_row(item: Item, generation: Generation, score: MemberScore | None) -> dict[str, Any]:
+    row = {name: value for name, value in item.columns.items() if name not in OTHER_FORMS}
+    row |= {
+        "prompt": item.prompt,
+        "completion": _completion(item, generation),
+        "generation": generation.text,
+        "finish_reason": generation.finish_reason,
+        "model": generation.model,
+    }
+    return row if score is None else {**row, "reward": score.reward}
+
+
+def _completion(item: Item, generation: Generation) -> Any:
+    if isinstance(item.prompt, str):
+        return generation.text
+    message = {"role": "assistant", "content": generation.text}
+    if generation.reasoning:
+        message["reasoning_content"] = generation.reasoning
+    return [message]

@@ -1,0 +1,154 @@
+"""Scoring what was generated with the rewards that training uses, in the same worker processes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.interruption import gather_all
+from groupwise.core.reward_call.call import RESERVED
+from groupwise.core.reward_call.request import MemberScore, Scorer, ScoreRequest
+from groupwise.core.reward_call.text import as_completion
+from groupwise.tasks.contract import Task
+from groupwise.tasks.rewards.inprocess import RubricScorer
+from groupwise.tasks.rewards.registry import get_reward_funcs
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.rewards.workers import RewardWorkers
+from groupwise.training import rollout_builder
+from groupwise.training.config import RunConfig
+from groupwise.training.generation.config import GenerateConfig
+from groupwise.training.generation.journal import Answers, Generation
+from groupwise.training.generation.prompts import PROMPT, Item, Prompts
+
+Scores = dict[str, tuple[MemberScore, ...]]
+"""By the row's key, one for each of its generations."""
+TOKENS = "completion_ids"
+"""What reward functions may ask for and a service does not give: it tells how many tokens were billed, and not which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What scores, and what of the rewards it cannot tell."""
+
+    scorer: Scorer
+    left_out: tuple[str, ...] = ()
+    """Parts that judge tokens: the reward is the sum of the others."""
+
+
+def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
+    """How these rows are scored, or None where nothing is. Raises TaskError for rewards that cannot score them."""
+    if not config.scores:
+        return None
+    rows = {item.index: _columns(item) for item in prompts.items}
+    task, settings = prompts.task, prompts.task_config
+    if task is None or settings is None:
+        rubric, left_out = without_tokens(_named(config.rewards, config.answer_column))
+        rubric.check_rows(rows)
+        arguments = {"rewards": list(config.rewards), "answer_column": config.answer_column}
+        named = RewardWorkers("groupwise.training.generation.scoring:scorer_for_worker", arguments)
+        return Scoring(named, left_out)
+    if not task.has("get_reward_funcs"):
+        raise TaskError(task.missing("get_reward_funcs", "rl"))
+    tokenizer = rollout_builder.LazyTokenizer(settings)
+    whole = rollout_builder.task_rubric(settings, task, tokenizer)
+    assert whole is not None, "the hook is there"
+    rubric, left_out = without_tokens(whole)
+    rubric.check_rows(rows)
+    return Scoring(_scorer_of_task(settings, task, tokenizer, rubric), left_out)
+
+
+def _scorer_of_task(config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric) -> Scorer:
+    if not rollout_builder.scores_in_workers(config, task, rubric):
+        return rollout_builder.build_scorer(config, task, tokenizer, rubric)
+    return RewardWorkers(
+        "groupwise.training.generation.scoring:task_scorer_for_worker",
+        {"config": config.model_dump(mode="json"), "task": task.spec},
+        workers=config.rewards.workers,
+        time_limit=config.rewards.time_limit,
+        start_limit=config.rewards.start_limit,
+    )
+
+
+def scorer_for_worker(rewards: list[str], answer_column: str | None) -> RubricScorer:
+    """The factory that reward workers call for rewards by name."""
+    return RubricScorer(without_tokens(_named(rewards, answer_column))[0], _no_metrics)
+
+
+def task_scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
+    """The factory that reward workers call for those of a task."""
+    made = rollout_builder.scorer_for_worker(config, task)
+    assert made.rubric is not None, "the hook is there"
+    return replace(made, rubric=without_tokens(made.rubric)[0])
+
+
+def without_tokens(rubric: Rubric) -> tuple[Rubric, tuple[str, ...]]:
+    """The rewards that text is enough for, and the names of the others. Raises TaskError where none of the former counts."""
+    asking = tuple(
+        name
+        for name, function in zip(rubric.names, rubric.functions, strict=True)
+        if TOKENS in inspect.signature(function).parameters
+    )
+    if not asking:
+        return rubric, ()
+    try:
+        return rubric.without(asking), asking
+    except TaskError as nothing_left:
+        names = ", ".join(f"`{name}`" for name in asking)
+        raise TaskError(
+            f"{names} {'asks' if len(asking) == 1 else 'ask'} for {TOKENS}, but a service gives text and no tokens. "
+            f"{nothing_left} Use rewards that read completions."
+        ) from nothing_left
+
+
+async def score_all(
+    scorer: Scorer, items: Sequence[Item], answers: Answers, changed: Callable[[int], None]
+) -> Scores:
+    """The scores of each row that has generations; `changed` hears how many rows are scored."""
+    scores: Scores = {}
+
+    async def score(item: Item, generations: Sequence[Generation]) -> None:
+        group = await scorer.score(_request(item, generations))
+        scores[item.key] = group.members
+        changed(len(scores))
+
+    try:
+        await scorer.start()
+        each = [(item, answers.of(item.key)) for item in items]
+        await gather_all(score(item, generations) for item, generations in each if generations)
+    finally:
+        await scorer.close()
+    return scores
+
+
+def _named(rewards: Sequence[str], answer_column: str | None) -> Rubric:
+    return Rubric(
+        get_reward_funcs(rewards, {"rewards": {"answer_column": answer_column}}), where="--reward"
+    )
+
+
+def _columns(item: Item) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in item.columns.items()
+        if name != PROMPT and name not in RESERVED
+    }
+
+
+def _request(item: Item, generations: Sequence[Generation]) -> ScoreRequest:
+    count = len(generations)
+    return ScoreRequest(
+        draw=item.index,
+        prompts=[item.prompt] * count,
+        completions=[as_completion(item.prompt, each.text) for each in generations],
+        completion_ids=[[] for _ in range(count)],
+        columns={name: [value] * count for name, value in _columns(item).items()},
+        global_step=0,
+        max_steps=1,
+    )
+
+
+def _no_metrics(*_: Any) -> dict[str, Any]:
+    return {}

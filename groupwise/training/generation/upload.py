@@ -1,0 +1,93 @@
+"""A generation as a dataset on the hub: the training rows, and beside them all generations.
+
+`groupwise generate` asks whether it may write there before anything is paid for, and uploads at the end, in one commit. The token is
+huggingface_hub's own affair (HF_TOKEN, or its login).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.training.generation.results import GENERATIONS, TRAIN
+
+CARD = f"""---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: {TRAIN}
+- config_name: generations
+  data_files:
+  - split: train
+    path: {GENERATIONS}
+---
+
+Made with `groupwise generate`. `{TRAIN}` holds what was kept for training, `{GENERATIONS}` everything.
+"""
+
+
+def prepare_upload(name: str, *, private: bool) -> None:
+    """Make the dataset where it is not there yet. Raises UsageError where one may not write there, or everybody could read it."""
+    with _refusals(UsageError, f"The dataset {name} on the hub cannot be written"):
+        _hub().create_repo(name, repo_type="dataset", private=private, exist_ok=True)
+        public = private and _hub().repo_info(name, repo_type="dataset").private is False
+    if public:
+        raise UsageError(
+            f"The dataset {name} on the hub is public already, so that everybody could read what is generated. Say --public if that is "
+            "meant, or name another dataset."
+        )
+
+
+def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str:
+    """Upload the finished files; returns where they are. Raises EndpointError; the folder holds everything all the same.
+
+    `rewards_left_out` are the parts that the column `reward` lacks, which the card says.
+    """
+    what = (
+        f"{folder} is complete, but it could not be uploaded to {name}; run the same command again"
+    )
+    with _refusals(EndpointError, what):
+        from huggingface_hub import CommitOperationAdd
+
+        files: dict[str, Any] = {"README.md": _card(rewards_left_out).encode()}
+        files |= {file: str(folder / file) for file in (TRAIN, GENERATIONS)}
+        commit = _hub().create_commit(
+            name,
+            [CommitOperationAdd(path, content) for path, content in files.items()],
+            commit_message="Generations",
+            repo_type="dataset",
+        )
+        return str(commit.commit_url)
+
+
+def _card(rewards_left_out: Sequence[str]) -> str:
+    if not rewards_left_out:
+        return CARD
+    names = ", ".join(f"`{name}`" for name in rewards_left_out)
+    return f"{CARD}\nNot in the rewards: {names}, which judge tokens, and a service gives text alone.\n"
+
+
+def _hub() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi()
+
+
+@contextmanager
+def _refusals(kind: type[EndpointError | UsageError], what: str) -> Generator[None]:
+    try:
+        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    except ImportError as error:
+        raise UsageError(
+            "The hub needs the package huggingface_hub: pip install 'groupwise[train]'."
+        ) from error
+    try:
+        yield
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
+        raise kind(
+            f"{what}:\n  {error}\nThe token comes from HF_TOKEN or `hf auth login`."
+        ) from error

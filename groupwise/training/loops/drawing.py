@@ -1,0 +1,92 @@
+"""One draw: what it was chosen to get, sampled as a group by the policy that serves, and scored.
+
+Sampling and scoring are apart, because the sampler may be given other weights as soon as everything is sampled, while
+rewards may take longer.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from groupwise.core.errors import PolicyMismatchError
+from groupwise.core.types import Example, Group, Policy, Rollout
+from groupwise.tasks.data.selection import Choice
+from groupwise.tasks.rollouts.asking import Ask
+from groupwise.tasks.rollouts.prompts import as_seen
+from groupwise.tasks.rollouts.score import score_group
+from groupwise.tasks.rollouts.seeds import member_seed
+from groupwise.training.loops.run import Run, TaskRun
+
+
+async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
+    """The group of a draw of a step: its rollouts pending, or those of an earlier draw once more."""
+    training = run.config.training
+    example, prompt = run.pool(choice.pool).at(choice.index)
+    if choice.again is not None:
+        return recorded(run, draw, choice.again, example)
+    ask = Ask(
+        draw=draw,
+        example=example,
+        prompt_ids=prompt,
+        members=training.num_generations,
+        seed=lambda member, segment: member_seed(training.seed, draw, member, segment),
+        params=run.params_at(step),
+    )
+    policy = run.serving
+    group = replace(await run.rollouts.sample(run.sampler, ask), origin=choice.origin)
+    check_served(policy, group)
+    return as_seen(run.tokenizer, group)
+
+
+def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
+    """The group of an earlier draw as that of this one: its rollouts with their rewards, and no credit yet."""
+    group = run.folder.store.group(again)
+    assert group is not None, f"draw {again} is in the record"
+    rollouts = [replace(_before_learning(rollout), draw=draw) for rollout in group.rollouts]
+    return replace(
+        group, draw=draw, example=example, rollouts=tuple(rollouts), origin="replay", again=again
+    )
+
+
+def _before_learning(rollout: Rollout) -> Rollout:
+    """A recorded rollout without what the learning of its step said of it."""
+    segments = [replace(segment, learner_logprobs=None) for segment in rollout.segments]
+    return replace(rollout, advantage=None, segments=tuple(segments))
+
+
+async def score(run: TaskRun, group: Group, step: int) -> Group:
+    """The group with rewards, shaped as the algorithm wants them. Reward functions see `step`: the one that drew it."""
+    if group.again is not None:
+        return group
+    if any(part.weight for rollout in group.rollouts for part in rollout.parts):
+        run.unrewarded = False
+    scored = await score_group(run.scorer, group, step, run.max_steps, run.steps_per_epoch)
+    return run.algorithm.shaped(scored, run.longest_completion)
+
+
+def check_served(policy: Policy, group: Group) -> None:
+    """Raise `PolicyMismatchError` if a policy segment was drawn by other weights than those published last."""
+    for rollout in group.rollouts:
+        for segment in rollout.segments:
+            served = (segment.policy_version, segment.fingerprint)
+            if segment.source == "policy" and served != (policy.version, policy.fingerprint):
+                raise PolicyMismatchError(
+                    f"Draw {group.draw} was sampled by version {served[0]} with fingerprint {served[1]}, but the learner "
+                    f"published version {policy.version} with fingerprint {policy.fingerprint}. "
+                    "The sampler does not serve what was trained; training on would teach nothing."
+                )
+
+
+async def serve(run: Run, policy: Policy) -> None:
+    """Give the sampler these weights, and make sure that they arrived."""
+    begun = time.perf_counter()
+    await run.settle()
+    await run.sampler.load(policy)
+    if run.sampler.fingerprint() != policy.fingerprint:
+        raise PolicyMismatchError(
+            f"Version {policy.version} was published with fingerprint {policy.fingerprint}, but the sampler serves "
+            f"{run.sampler.fingerprint()} after loading it."
+        )
+    run.serving = policy
+    run.timings.publishing += time.perf_counter() - begun

@@ -1,0 +1,220 @@
+"""Held-out prompts during a run: answered now and then by the policy as it is, and recorded.
+
+Their seeds depend on prompt and sample alone, and nothing that training draws from is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from groupwise.core.errors import RewardWorkerError
+from groupwise.runs.records import EvaluationRecord
+from groupwise.tasks.data.divergence import Fall, divergence
+from groupwise.tasks.data.reward_hacking import change
+from groupwise.tasks.data.reward_hacking_detectors import Finding, SignalsConfig
+from groupwise.tasks.data.success import part_of_success
+from groupwise.training.evaluation.evaluate import EvalResult, answer_held_out
+from groupwise.training.evaluation.measures import REWARD, measure
+from groupwise.training.loops.run import TaskRun
+
+logger = logging.getLogger(__name__)
+
+ASKED = "held_out"
+"""The fact about a run that says what its evaluations ask, and how."""
+PART, MEAN = "rewards/", "/mean"
+"""What stands around a part's name in the metric that is its mean."""
+SIGNAL = "held_out"
+"""The signal of reward hacking that evaluations give."""
+
+
+async def evaluate_now_and_then(run: TaskRun) -> None:
+    """Every `eval.eval_steps` steps, and where a callback asks for it."""
+    if not _due(run):
+        return
+    name = in_passing(run.step)
+    recorded = recorded_evaluation(run, name, run.step)
+    if recorded is None:
+        await evaluate_held_out(run, name)
+    else:
+        await announce(run, name, recorded)
+
+
+def in_passing(step: int) -> str:
+    """What an evaluation during the training is called."""
+    return f"step-{step}"
+
+
+def _due(run: TaskRun) -> bool:
+    """After the last step only what was asked for: usually it has an evaluation of its own."""
+    asked = run.callbacks.evaluation_was_asked
+    if asked and run.held_out is None:
+        logger.warning(
+            "a callback asked for an evaluation, but this run has no held-out prompts: that takes the task's "
+            "get_eval_dataset, and eval.eval_steps or eval.before_and_after"
+        )
+        run.callbacks.give_up_evaluation()
+    if run.over:
+        return asked and not run.config.eval.before_and_after
+    every = run.config.eval.eval_steps
+    return asked or (every is not None and run.step > 0 and run.step % every == 0)
+
+
+async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
+    """Tell the callbacks of an evaluation of the policy as it is, and warn where it shows that rewards are hacked."""
+    _notice_divergence(run)
+    await run.callbacks.evaluated(_record(run, name, result))
+
+
+def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None:
+    """An evaluation of that name and step that stands in the record, if it asked what the run asks now."""
+    record = run.folder.store.evaluation(step, name)
+    if record is None or record.asked not in ("", _asked(run)):
+        return None
+    return EvalResult.recorded(record)
+
+
+def notice_changed_questions(run: TaskRun, asked: str) -> None:
+    """After a resume: note what the run asks from now on, and say so where that is something else."""
+    before = _asked(run)
+    if before == asked:
+        return
+    run.folder.store.set_meta({ASKED: asked})
+    if before and run.folder.store.evaluations(rows=False):
+        run.say(
+            "the held-out prompts, or how they are answered, were changed: evaluations do not compare with earlier ones, and "
+            "the best one is looked for anew"
+        )
+
+
+def _asked(run: TaskRun) -> str:
+    return run.folder.store.get_meta().get(ASKED, "")
+
+
+def _record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
+    metrics, rows = result.metrics, result.rows
+    return EvaluationRecord(run.step, name, result.policy, metrics, rows, _asked(run))
+
+
+async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
+    """Answer the held-out prompts with the policy as it is, and record how it did.
+
+    Metrics of the task that fail are left out. None where the task has no such prompts, or where no reward worker can be
+    started: what was trained is worth more.
+    """
+    if run.held_out is None:
+        return None
+    label = f"{run.folder.name}@{run.step}"
+    try:
+        result = await run.interruption.allow(
+            answer_held_out(
+                run.held_out,
+                run.sampler,
+                run.scorer,
+                run.tokenizer,
+                label,
+                on_progress=lambda done, total: run.progress.phase("evaluating", done, total),
+                trainer=(run.step, run.max_steps, run.steps_per_epoch),
+                on_metrics_failed=lambda error: run.say(
+                    f"warning: after {run.step} steps the task's own metrics of the held-out prompts are left out: {error}"
+                ),
+            )
+        )
+    except RewardWorkerError as error:
+        run.say(
+            f"warning: the held-out prompts after {run.step} steps could not be measured: {error}"
+        )
+        return None
+    run.say(f"held-out after {run.step} steps: {described(result)}")
+    return await keep_evaluation(run, name, result)
+
+
+async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
+    """Record how the policy as it is did, and tell of it."""
+    run.folder.store.add_evaluation(_record(run, name, result))
+    await announce(run, name, result)
+    return result
+
+
+def _notice_divergence(run: TaskRun) -> None:
+    """Whether the held-out prompts do worse than they did, while the training reward rises.
+
+    All of it follows from the record, so that an evaluation which a resume finds there says what it said before.
+    """
+    if run.signals is None:
+        return
+    store = run.folder.store
+    evaluations = {e.step: e for e in store.evaluations(rows=False) if e.asked == _asked(run)}
+    if run.step not in evaluations:
+        return
+    _warn_of_unknown_metric(run, run.signals.config, evaluations)
+    finding = _divergence(run, run.signals.config, evaluations)
+    said = {warning.step: warning for warning in store.warnings(SIGNAL)}
+    before = [warning.kind for step, warning in said.items() if step < run.step]
+    was = before[-1:] == ["begins"]
+    now = change(SIGNAL, finding, run.step, was=was) if finding else None
+    if now != said.get(run.step):
+        store.set_warning(run.step, SIGNAL, now)
+        if now is not None:
+            run.warn(now)
+
+
+def _divergence(
+    run: TaskRun, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
+) -> Finding | None:
+    """The evaluation of the policy as it is beside the best one before it; None where they cannot be compared."""
+    metric = config.held_out_metric or _main_metric(evaluations[run.step].metrics, config)
+    known = {step: e.metrics[metric] for step, e in evaluations.items() if metric in e.metrics}
+    earlier = [step for step in known if step < run.step]
+    if run.step not in known or not earlier:
+        return None
+    best = max(earlier, key=lambda step: (known[step], step))
+    then, now = (_by_prompt(run, evaluations[step], metric) for step in (best, run.step))
+    both = sorted(then.keys() & now.keys())
+    fall = Fall(metric, [then[key] for key in both], [now[key] for key in both], len(earlier) + 1)
+    return divergence(fall, _rewards_since(run, best))
+
+
+def _warn_of_unknown_metric(
+    run: TaskRun, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
+) -> None:
+    """At the first evaluation, in case that the name is wrong."""
+    metric, metrics = config.held_out_metric, evaluations[run.step].metrics
+    if metric is not None and metric not in metrics and min(evaluations) == run.step:
+        run.say(
+            f"warning: signals.held_out_metric is {metric}, which the evaluations do not have, so that nothing is compared. There are: "
+            f"{', '.join(metrics)}"
+        )
+
+
+def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
+    """That of the part which says whether a task is solved, else the reward."""
+    parts = [name for name in metrics if name.startswith(PART) and name.endswith(MEAN)]
+    named = f"{PART}{config.accuracy_part}{MEAN}"
+    if config.accuracy_part is not None:
+        return named if named in parts else REWARD
+    solved = part_of_success(name.removeprefix(PART).removesuffix(MEAN) for name in parts)
+    return REWARD if solved is None else f"{PART}{solved}{MEAN}"
+
+
+def _by_prompt(run: TaskRun, evaluation: EvaluationRecord, metric: str) -> dict[str, float]:
+    whole = run.folder.store.evaluation(evaluation.step, evaluation.name)
+    found = measure(metric, whole.rows) if whole else None
+    return found.values if found else {}
+
+
+def _rewards_since(run: TaskRun, step: int) -> list[float]:
+    """The training rewards of the steps from there on; of examples that nobody chose, where some were chosen."""
+    curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], step)
+    curve = curves.get(f"{REWARD}/fresh") or curves.get(REWARD, [])
+    return [value for _, value in curve if math.isfinite(value)]
+
+
+def described(result: EvalResult) -> str:
+    """The metrics that people look at, and failures with their reasons."""
+    shown = [f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key]
+    failed = [row["reason"] for row in result.rows if row["reason"]]
+    if failed:
+        shown.append(f"{len(failed)} of {len(result.rows)} could not be scored ({failed[0]})")
+    return ", ".join(shown)

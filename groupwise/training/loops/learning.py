@@ -1,0 +1,173 @@
+"""What a step teaches: rows from groups and weights, and one or several updates with them.
+
+A step makes `training.num_iterations` passes over its groups, each in `training.minibatches` updates of whole groups. The ratio of
+every update is taken against the policy that sampled (or, with importance correction, against the learner's own at the
+start of the step), so that the clip holds all updates of a step near it.
+
+Where an algorithm takes one ratio for a rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row is told before
+an update how likely the weights of this update make its other rows; this costs another forward pass of those rows.
+
+What the first pass over a group found its tokens' log-probabilities to be goes into the record, where tokens are kept (`noted`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean
+
+from groupwise.core.types import Group, Row
+from groupwise.engine.learner.config import TrainingConfig
+from groupwise.tasks.rollouts.rows import (
+    Weights,
+    training_rows,
+    with_advantages,
+    with_learner_logprobs,
+    with_others,
+)
+from groupwise.training.loops.metrics import loss_metrics
+from groupwise.training.loops.run import Learning
+from groupwise.training.loops.training import count_non_finite, update
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What came of a step's updates."""
+
+    changed: bool = False
+    """Whether an update was applied."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    logprobs: Mapping[int, Sequence[tuple[float, ...]]] = field(
+        default_factory=dict[int, Sequence[tuple[float, ...]]]
+    )
+    """By the place of a group in the step, the log-probabilities of its rows in the first pass over them; not all groups have any."""
+
+
+def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned) -> list[Group]:
+    """The groups of a step as they are recorded: with the credit of each rollout, and what the learner said of its tokens."""
+    return [
+        with_learner_logprobs(with_advantages(group, credit), credit, learned.logprobs.get(place))
+        for place, (group, credit) in enumerate(zip(groups, weights, strict=True))
+    ]
+
+
+async def learn(
+    run: Learning, groups: Sequence[Group], weights: Sequence[Weights], rate: float
+) -> Learned:
+    """Gradients and updates; nothing where no group teaches."""
+    rows_by_group = [
+        training_rows([group], [credit]) if run.algorithm.teaches(credit) else []
+        for group, credit in zip(groups, weights, strict=True)
+    ]
+    if not any(rows_by_group):
+        return Learned()
+    run.progress.phase("learning")
+    begun = time.perf_counter()
+    rows_by_group = await run.interruption.allow(_with_logprobs(run, rows_by_group))
+    learned = await _updates(run, groups, rows_by_group, rate)
+    run.timings.learning = time.perf_counter() - begun
+    return learned
+
+
+async def _updates(
+    run: Learning, groups: Sequence[Group], rows_by_group: Sequence[Sequence[Row]], rate: float
+) -> Learned:
+    losses: list[tuple[dict[str, float], dict[str, float]]] = []
+    norms: list[float] = []
+    left_out = 0
+    logprobs: dict[int, Sequence[tuple[float, ...]]] = {}
+    for part in parts(len(groups), run.config.training):
+        rows = [row for index in part for row in rows_by_group[index]]
+        if not rows:
+            continue
+        denominators = run.algorithm.denominators(
+            [groups[index] for index in part], run.longest_completion
+        )
+        rows = await _with_ratios(run, rows, droppable=not norms)
+        sums = await _forward_backward(run, rows, denominators, droppable=not norms)
+        if run.config.run.keep_tokens and logprobs.keys().isdisjoint(part):
+            logprobs |= await _trained_logprobs(run, part, rows_by_group)
+        result = await update(run, rows, sums, rate)
+        left_out += not result.applied
+        losses.append((sums, denominators))
+        norms.append(result.grad_norm)
+        run.timings.learned_tokens += sum(len(row.completion_ids) for row in rows)
+    count_non_finite(run, left_out)
+    metrics = {**loss_metrics(losses), "grad_norm": fmean(norms)}
+    if left_out:
+        metrics["updates/left_out"] = float(left_out)
+    return Learned(changed=left_out < len(norms), metrics=metrics, logprobs=logprobs)
+
+
+def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
+    """The groups of each update of a step: contiguous, as equal as possible, the same in every pass."""
+    count = min(training.minibatches, groups)
+    bounds = [groups * index // count for index in range(count + 1)]
+    for _ in range(training.num_iterations):
+        yield from (range(*pair) for pair in pairwise(bounds))
+
+
+async def _forward_backward(
+    run: Learning, rows: Sequence[Row], denominators: dict[str, float], *, droppable: bool
+) -> dict[str, float]:
+    """The gradient of one update. Once a step has changed the weights, it is finished before an interruption is heeded."""
+    work = run.learner.forward_backward(rows, run.algorithm.loss_spec(), denominators)
+    try:
+        return await (run.interruption.allow(work) if droppable else work)
+    except BaseException:
+        run.learner.discard()
+        raise
+
+
+async def _trained_logprobs(
+    run: Learning, part: Iterable[int], rows_by_group: Sequence[Sequence[Row]]
+) -> dict[int, Sequence[tuple[float, ...]]]:
+    """What the pass that has just been made found, by group; nothing where this learner cannot tell it."""
+    found = await run.learner.trained_logprobs()
+    if found is None:
+        return {}
+    left = iter(found)
+    return {
+        index: [next(left) for _ in rows_by_group[index]] for index in part if rows_by_group[index]
+    }
+
+
+async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The rows with what the loss needs beside the sampler's log-probabilities, all by the weights at the start of the step."""
+    rows = [row for group in rows_by_group for row in group]
+    if run.algorithm.needs_reference:
+        found = await run.learner.logprobs(rows, "reference")
+        rows = [replace(r, reference_logprobs=f) for r, f in zip(rows, found, strict=True)]
+    if run.algorithm.needs_proximal and _are_needed_again(run, rows_by_group, rows):
+        found = await run.learner.logprobs(rows)
+        rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, found, strict=True)]
+    left = iter(with_others(rows))
+    return [[next(left) for _ in group] for group in rows_by_group]
+
+
+def _are_needed_again(
+    run: Learning, rows_by_group: Sequence[Sequence[Row]], rows: Sequence[Row]
+) -> bool:
+    """Whether the log-probabilities at the start of the step are needed beside those that its first update makes itself.
+
+    They are by later updates, and by other rows of the same rollout.
+    """
+    updates = len([*parts(len(rows_by_group), run.config.training)])
+    return updates > 1 or any(row.others is not None for row in with_others(rows))
+
+
+async def _with_ratios(run: Learning, rows: list[Row], *, droppable: bool) -> list[Row]:
+    """The rows with the ratios of the other rows of their rollouts by the weights as they are now.
+
+    Before the first update these are the proximal ones, where there are any, and every ratio is 1.
+    """
+    parted = [row for row in rows if row.others is not None]
+    known = droppable and run.algorithm.needs_proximal
+    if not parted or known or not run.algorithm.ratio_of_rollout:
+        return rows
+    work = run.learner.logprobs(parted)
+    now = await (run.interruption.allow(work) if droppable else work)
+    left = iter(with_others(parted, now))
+    return [row if row.others is None else next(left) for row in rows]

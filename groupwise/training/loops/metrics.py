@@ -1,0 +1,206 @@
+"""The numbers of a step, under the names that users of TRL know where the thing is the same."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from groupwise.algorithms.advantages import tied
+from groupwise.core.types import Group, Rollout
+from groupwise.runs.advice import DISTINCT
+from groupwise.training.evaluation.measures import distinct_share
+
+TOKEN_MEANS = {
+    "kl": "kl",
+    "entropy": "entropy",
+    "right": "mean_token_accuracy",
+    "ratio": "sampling/ratio_mean",
+    "logprob_gap": "sampling/logprob_gap",
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "clip_delta": "clip_ratio/delta_mean",
+    "importance_sampling_ratio": "sampling/importance_sampling_ratio/mean",
+    "importance_sampling_clipped": "sampling/importance_sampling_clipped",
+}
+"""Sums of the learner that are shown as means over the tokens that teach."""
+
+OWN_NAMES = frozenset(
+    {
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "loss",
+        "kl",
+        "beta",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+    }
+)
+OWN_PREFIXES = (
+    "rewards/",
+    "completions/",
+    "rollouts/",
+    "sampling/",
+    "clip_ratio/",
+    "reward/",
+    "data/",
+    "replay/",
+    "curriculum/",
+    "signals/",
+    "updates/",
+    "time/",
+    "perf/",
+    "task/",
+)
+"""Names that belong to the loop, present in a step or not."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of a step's phases; sampling and scoring overlap."""
+
+    sampling: float = 0.0
+    scoring: float = 0.0
+    """From the last sampled token until the last group was scored."""
+    learning: float = 0.0
+    publishing: float = 0.0
+    step: float = 0.0
+    sampled_tokens: int = 0
+    learned_tokens: int = 0
+
+    def drew(self, sampling: float, scoring: float, sampled_tokens: int) -> None:
+        """Note how long the groups of the step took, also where that was during the step before."""
+        self.sampling, self.scoring, self.sampled_tokens = sampling, scoring, sampled_tokens
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, lengths and outcomes of a step's groups. A number that does not exist in this step is left out."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    outcomes = Counter(rollout.outcome for rollout in rollouts)
+    lengths = [rollout.written for rollout in rollouts]
+    whole = [len(rollout.completion_ids) for rollout in rollouts]
+    several = [
+        [r.completion for r in group.rollouts] for group in groups if len(group.rollouts) > 1
+    ]
+    return {
+        **_reward_metrics(groups),
+        **({DISTINCT: fmean(map(distinct_share, several))} if several else {}),
+        **_part_metrics(rollouts),
+        **_task_metrics(groups),
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": fmean(rollout.truncated for rollout in rollouts),
+        **({} if whole == lengths else {"rollouts/mean_length": fmean(whole)}),
+        "rollouts/scored": float(outcomes["scored"]),
+        "rollouts/failed": float(outcomes["failed"]),
+        "rollouts/timed_out": float(outcomes["timed_out"]),
+    }
+
+
+def loss_metrics(
+    updates: Sequence[tuple[Mapping[str, float], Mapping[str, float]]],
+) -> dict[str, float]:
+    """The mean loss and per-token means, from what the learner summed for each update, and its denominators."""
+    metrics = {
+        "loss": fmean(
+            sum(sums[f"loss/{name}"] / value for name, value in denominators.items() if value)
+            for sums, denominators in updates
+        )
+    }
+    names = {name for sums, _ in updates for name in sums}
+    sums = {name: math.fsum(each.get(name, 0.0) for each, _ in updates) for name in sorted(names)}
+    tokens = sums.get("tokens", 0.0)
+    means = {
+        shown: sums[name] / tokens for name, shown in TOKEN_MEANS.items() if tokens and name in sums
+    }
+    if "clip_ratio/high_mean" in means:  # a clip from above alone has no low one
+        low = means.get("clip_ratio/low_mean", 0.0)
+        means["clip_ratio/region_mean"] = low + means["clip_ratio/high_mean"]
+    return {**metrics, **means}
+
+
+def timing_metrics(timings: Timings) -> dict[str, float]:
+    """Seconds and tokens per second; no part of any equality between runs."""
+    rates = {
+        "perf/sampling_tokens_per_second": (timings.sampled_tokens, timings.sampling),
+        "perf/learning_tokens_per_second": (timings.learned_tokens, timings.learning),
+    }
+    return {
+        "time/sampling": timings.sampling,
+        "time/scoring": timings.scoring,
+        "time/learning": timings.learning,
+        "time/publishing": timings.publishing,
+        "time/step": timings.step,
+        **{
+            name: tokens / seconds
+            for name, (tokens, seconds) in rates.items()
+            if tokens and seconds
+        },
+    }
+
+
+def failure_reasons(groups: Sequence[Group], most: int = 3) -> list[str]:
+    """Why rollouts were not scored, the most frequent reasons first, with counts."""
+    reasons = Counter(
+        rollout.reason or "no reason given"
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.outcome in ("failed", "timed_out")
+    )
+    return [f"{count} × {reason}" for reason, count in reasons.most_common(most)]
+
+
+def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    per_group = [
+        [rollout.reward for rollout in group.scored if rollout.reward is not None]
+        for group in groups
+    ]
+    scored = [rewards for rewards in per_group if rewards]
+    if not scored:
+        return {}
+    mean = {"reward": fmean(value for rewards in scored for value in rewards)}
+    if all(len(group.rollouts) == 1 for group in groups):  # nobody is compared within a group
+        return mean
+    silent = [tied(rewards) for rewards in scored]
+    return {
+        **mean,
+        "reward_std": fmean(_std(rewards) for rewards in scored),
+        "frac_reward_zero_std": fmean(silent),
+    }
+
+
+def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.part_values.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
+    means = {f"rewards/{name}/mean": fmean(found) for name, found in values.items()}
+    return {**means, **{f"rewards/{name}/std": _std(found) for name, found in values.items()}}
+
+
+def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What reward functions logged. Our own names stay ours: theirs of the same name are kept as `task/<name>`."""
+    names = sorted({name for group in groups for name in group.metrics})
+    return {
+        f"task/{name}" if is_our_own(name) else name: fmean(
+            group.metrics[name] for group in groups if name in group.metrics
+        )
+        for name in names
+    }
+
+
+def is_our_own(name: str) -> bool:
+    """Whether a metric of this name is, or may become, one that the loop records itself."""
+    return name in OWN_NAMES or name.startswith(OWN_PREFIXES)
+
+
+def _std(values: Sequence[float]) -> float:
+    """That of a sample, as in the algorithms; 0 for a single value."""
+    return stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,172 @@
+"""How a training run ends, whatever it learns from: the curve, a summary, the model card, the upload of what was made, the state of its
+folder, and the word to its callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import CallbackError, GroupwiseError, StoreError, UsageError
+from groupwise.core.interruption import Interrupted
+from groupwise.core.processes.threads import DaemonThreads
+from groupwise.core.terminal.plot import svg_curve, with_mean
+from groupwise.engine.models.artefact import CARD
+from groupwise.engine.models.card import Place, model_card, results_of
+from groupwise.engine.models.hub_push import Pushed, Target, push
+from groupwise.runs import find
+from groupwise.runs.advice import advice_on
+from groupwise.runs.folder import FINAL_STEP
+from groupwise.runs.warm_up import warm_up_curve
+from groupwise.training.callbacks.base import RunEnd
+from groupwise.training.loops.prepare import Prepared
+from groupwise.training.loops.training import Training
+
+logger = logging.getLogger(__name__)
+
+
+def write_curve(run: Training, metric: str) -> None:
+    """`reward.svg` or `loss.svg`: the metric of every step."""
+    points = run.folder.store.metrics([metric]).get(metric, [])
+    if points:
+        series = with_mean(metric, points, warm_up=warm_up_curve(run.folder.path, metric))
+        drawn = svg_curve(series, title=f"{run.folder.name}: {metric}")
+        atomic_files.write_file(run.folder.path / f"{metric}.svg", drawn.encode())
+
+
+def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, Any]:
+    """What every run amounts to, in a few lines. `started` is by `time.perf_counter`."""
+    published = {"fingerprint": run.policy.fingerprint} if run.policy.fingerprint else {}
+    warned = [
+        {"step": each.step, "signal": each.name, "kind": each.kind, "message": each.message}
+        for each in run.folder.store.warnings()
+    ]
+    return {
+        "run": run.folder.name,
+        "folder": str(run.folder.path),
+        "task": prepared.task.name,
+        "steps": run.step,
+        "max_steps": run.max_steps,
+        "policy": f"{run.folder.name}@{run.step}",
+        **published,
+        **({"warnings": warned} if warned else {}),
+        **({"advice": advice} if (advice := advice_on(run.folder.store)) else {}),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def first_and_last(run: Training, metric: str) -> tuple[float | None, float | None]:
+    """A metric at the beginning of the run and at its end, as `groupwise.runs.find.reward_ends` has it."""
+    points = run.folder.store.metrics([metric]).get(metric, [])
+    return find.reward_ends([value for _, value in points])
+
+
+def ended_early(run: Training) -> dict[str, Any]:
+    """For the summary: which callback ended the run before its last step, and why."""
+    stop = run.callbacks.stop
+    if stop is None or run.step >= run.max_steps:
+        return {}
+    why = f": {stop.reason}" if stop.reason else ""
+    run.say(f"ended after {run.step} of {run.max_steps} steps by the callback {stop.by}{why}")
+    return {"stopped": asdict(stop)}
+
+
+async def end(
+    run: Training, state: Literal["finished", "interrupted"], summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Tell the callbacks how the run ended, record it, and tell whoever watches. Returns the summary with the state.
+
+    Before that, what a finished run has made gets its model card, and goes to the hub where that is asked for.
+    """
+    if state == "finished":
+        step = run.folder.store.get_meta()[FINAL_STEP]
+        summary = {**summary, "policy": f"{run.folder.name}@{step}", "final_step": step}
+        _write_card(run, summary)
+        summary = {**summary, **await _uploaded(run, summary["policy"])}
+    run.folder.summarise(state, summary)
+    try:
+        # A run that is killed while they are told is not over, and a resume tells them again.
+        await run.callbacks.end(RunEnd(state, summary))
+    except CallbackError:
+        run.folder.finish(state, summary)
+        raise
+    if run.callbacks.left:
+        state = "interrupted"
+    run.folder.finish(state, summary)
+    if state == "finished":
+        logger.info("finished after %d steps", run.step)
+    else:
+        run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
+    return {**summary, "state": state}
+
+
+def exit_code(run: Training, summary: dict[str, Any]) -> int:
+    """Of a run that has taken all its steps: 1 if what it made could not be uploaded, and as for Ctrl-C if a callback left work."""
+    if summary["state"] == "interrupted":
+        return 128 + (run.interruption.asked or signal.SIGINT)
+    return 1 if "error" in summary.get("hub", {}) else 0
+
+
+def _write_card(run: Training, summary: dict[str, Any]) -> None:
+    hub, final = run.config.run.hub, run.folder.final
+    revision = None if hub.revision == "main" else hub.revision
+    place = Place(hub.repo_id, revision) if hub.repo_id else Place(final.name)
+    step, results = summary["final_step"], results_of(summary)
+    card = model_card(run.folder.path, final, step, place=place, results=results)
+    atomic_files.write_file(final / CARD, card.encode())
+
+
+async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
+    """For the summary: where the final weights are on the hub, or why they are not there. What is in the folder stands either way."""
+    hub = run.config.run.hub
+    if hub.repo_id is None:
+        return {}
+    target = Target(**hub.model_dump())
+    run.say(f"uploading {run.folder.final} to {target}")
+    thread = DaemonThreads([_Uploader()], "hub")
+    try:
+        job = thread.submit((run.folder.final, target, policy, run.folder.path))
+        return {"hub": asdict(await run.interruption.allow(_awaited(job)))}
+    except (GroupwiseError, Interrupted) as error:
+        why = str(error).rstrip(".") or "interrupted"
+        ways = " with --overwrite or --revision BRANCH" if isinstance(error, UsageError) else ""
+        run.say(
+            f"warning: the run is finished, and {run.folder.final} holds what it made, but that could not be uploaded: {why}. Try "
+            f"again by: groupwise runs push {run.folder.name} --dir {run.folder.path.parent}{ways}"
+        )
+        return {"hub": {"error": str(error) or "interrupted"}}
+    finally:
+        thread.close()
+
+
+async def _awaited(job: Future[Pushed]) -> Pushed:
+    return await asyncio.wrap_future(job)
+
+
+class _Uploader:
+    """The thread that uploads; it does not keep a process that is to end."""
+
+    def begin(self) -> None:
+        pass
+
+    def do(self, job: tuple[Path, Target, str, Path]) -> Pushed:
+        return push(*job)
+
+    def end(self) -> None:
+        pass
+
+
+async def failed(run: Training, error: BaseException) -> None:
+    """Tell the callbacks, once the folder says so. Ctrl-C twice ends the run at once and does not wait for them."""
+    if isinstance(error, Exception):
+        with suppress(StoreError):
+            run.folder.finish("failed", error=error)
+        await run.callbacks.end(RunEnd("failed", {}, str(error)))

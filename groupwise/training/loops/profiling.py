@@ -1,0 +1,96 @@
+"""`run.profile`: the work of a step, traced.
+
+    profile/step-N.json     every operator with its time, for Perfetto (https://ui.perfetto.dev) or chrome://tracing
+    profile/step-N.txt      seconds of each phase, and the operators that took longest
+
+The step itself stays the same, to the bit. Reward workers are other processes, and are not in the trace. Where several processes
+sample and learn (`run.processes`), it shows the first of them; the others do the same with other groups and rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import ConfigError
+from groupwise.engine.distributed.learner import RankLearner
+from groupwise.runs.config import RunSection
+from groupwise.training.loops.metrics import Timings
+from groupwise.training.loops.training import Training
+
+if TYPE_CHECKING:
+    from groupwise.engine.models.profile import Trace
+
+PROFILE = "profile"
+"""Folder of a run that holds the traces."""
+
+
+def check_profiled_steps(run: RunSection, max_steps: int) -> None:
+    """Raise ConfigError for a step that will not come."""
+    if run.profiled_steps and max(run.profiled_steps) >= max_steps:
+        raise ConfigError(
+            f"run.profile names step {max(run.profiled_steps)}, but the run has the steps 0 to {max_steps - 1}."
+        )
+
+
+@contextmanager
+def profiled(training: Training) -> Generator[None]:
+    """Trace what happens within, if `run.profile` names the step that is due."""
+    step = training.step
+    if step not in training.config.run.profiled_steps:
+        yield
+        return
+    learner = training.learner
+    try:
+        with learner.traced() if isinstance(learner, RankLearner) else _marked(training) as trace:
+            yield
+    finally:
+        training.learner = learner
+    training.progress.phase("writing the profile")
+    try:
+        folder = _write(training, step, trace)
+    except OSError as error:  # what was learned is worth more
+        training.say(f"warning: the profile of step {step} could not be written: {error}")
+    else:
+        training.say(f"the profile of step {step} is in {folder}")
+
+
+@contextmanager
+def _marked(training: Training) -> Generator[Trace]:
+    """Trace this process, in which the learner's calls have their names."""
+    from groupwise.engine.models.profile import MarkedLearner, traced
+
+    training.learner = MarkedLearner(training.learner)
+    with traced() as trace:
+        yield trace
+
+
+def _write(training: Training, step: int, trace: Any) -> Path:
+    folder = training.folder.path / PROFILE
+    folder.mkdir(exist_ok=True)
+    atomic_files.sweep(folder)
+    table = folder / f"step-{step}.txt"
+    table.write_text(f"{_phases(training.timings)}\n{trace.table()}\n", encoding="utf-8")
+    building = atomic_files.building_path(folder / f"step-{step}.json")
+    try:
+        trace.write(building)
+        building.replace(folder / f"step-{step}.json")
+    finally:
+        building.unlink(missing_ok=True)
+    return folder
+
+
+def _phases(timings: Timings) -> str:
+    """What there was of them. With a lag, sampling is that of the step's groups, whenever it was."""
+    seconds = {
+        "sampling": timings.sampling,
+        "scoring": timings.scoring,
+        "learning": timings.learning,
+        "publishing": timings.publishing,
+        "step": timings.step,
+    }
+    lines = [f"{name:<12}{value:>10.3f} s\n" for name, value in seconds.items() if value]
+    return "".join(lines)

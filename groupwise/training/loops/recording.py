@@ -1,0 +1,191 @@
+"""What a step leaves in the record, and what is noticed when it is written."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from groupwise.core.errors import NothingScoredError
+from groupwise.core.types import Group, Policy
+from groupwise.runs.advice import SOLVED
+from groupwise.runs.records import StepRecord, WarningRecord
+from groupwise.training.evaluation.evaluate import success_of
+from groupwise.training.loops.metrics import failure_reasons, group_metrics, timing_metrics
+from groupwise.training.loops.run import Drawn, Run
+
+logger = logging.getLogger(__name__)
+
+MAX_GAP = 0.15
+"""Mean difference of log-probabilities (nats) above which a warning is due. Usual in bfloat16 are 0.02 between the native engines and
+0.04 between transformers' modules."""
+
+
+def commit(
+    run: Run, drawn: Drawn, policy_in: Policy, rate: float, learned: Mapping[str, float]
+) -> dict[str, float]:
+    """The step with its rollouts and metrics (which it returns), in one transaction. Then the run stands after it."""
+    run.tokens_seen += _tokens(drawn.all)
+    run.observe(drawn.all)
+    signals, warnings = _signals(run, drawn.all, learned)
+    metrics = {
+        **_drawn_metrics(drawn, policy_in),
+        **_solved(run, drawn.all),
+        **run.data_metrics(drawn.groups),
+        **_temperature(run),
+        **learned,
+        **signals,
+        **_adaptive(run),
+        "learning_rate": rate,
+        "num_tokens": float(run.tokens_seen),
+        **timing_metrics(run.timings),
+    }
+    record = StepRecord(
+        step=run.step,
+        version_in=policy_in.version,
+        version_out=run.policy.version,
+        fingerprint_out=run.policy.fingerprint,
+        draws=tuple(group.draw for group in drawn.groups),
+        rejected=tuple(group.draw for group in drawn.rejected),
+        learning_rate=rate,
+        finished_at=time.time(),
+    )
+    run.folder.store.commit_step(record, drawn.all, metrics, warnings)
+    for group in drawn.all:
+        run.drawn.pop(group.draw, None)
+    run.progress.step(run.step, metrics, drawn.groups)
+    logger.info(
+        "step %d/%d: reward %.4g, version %d",
+        run.step + 1,
+        run.max_steps,
+        metrics.get("reward", math.nan),
+        run.policy.version,
+    )
+    run.committed(drawn)
+    for warning in warnings:
+        run.warn(warning)
+    _warn_of_gap(run, metrics)
+    _warn_of_no_reward(run, drawn.all)
+    _go_on(run, policy_in, metrics)
+    return metrics
+
+
+def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
+    """Too many steps in a row without one scored rollout stop the run, and so do all the steps that a short one has."""
+    if any(group.scored for group in groups):
+        run.unscored_steps, run.unscored = 0, []
+        return
+    run.unscored_steps += 1
+    run.unscored = failure_reasons(groups)
+    for reason in run.unscored:
+        logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
+    limit = run.unscored_limit
+    if limit is not None and run.unscored_steps >= min(limit, run.max_steps):
+        steps = "1 step" if run.unscored_steps == 1 else f"{run.unscored_steps} steps in a row"
+        why = "rewards.max_unscored_steps" if run.unscored_steps >= limit else "the whole run"
+        raise NothingScoredError(
+            f"No rollout could be scored in {steps} ({why}). In the last one:\n  "
+            + "\n  ".join(run.unscored)
+            + f"\nMend {_culprits(run, groups)}, then start the run again; it goes on from its last checkpoint (in a terminal by --resume)."
+        )
+
+
+def _culprits(run: Run, groups: Sequence[Group]) -> str:
+    """Whose code failed the rollouts: one that its environment failed was ended by nothing."""
+    if run.config.rollout.type != "environment":
+        return "the reward functions"
+    endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
+    names = {True: "the environment", False: "the reward functions"}
+    return " and ".join(names[kind] for kind in sorted(endings, reverse=True))
+
+
+def _go_on(run: Run, policy_in: Policy, metrics: Mapping[str, float]) -> None:
+    """The next step begins: with an adapted penalty, and the policies that its schedule still needs."""
+    run.adapt(metrics)
+    run.earlier[run.step] = policy_in
+    run.step += 1
+    first = run.step - run.kept_policies
+    run.earlier = {step: policy for step, policy in run.earlier.items() if step >= first}
+
+
+def _warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
+    """Sampler and learner should give a token nearly the same probability; a wide gap means that they compute different policies."""
+    gap = metrics.get("sampling/logprob_gap", 0.0)
+    late = run.config.training.lag > 0 or run.config.training.updates_per_step > 1
+    if gap > MAX_GAP and not run.gap_seen and not late:
+        run.gap_seen = True
+        logger.warning(
+            "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
+            "corrects for it, but look for its cause: lora.dropout, or a model that computes differently in batches",
+            run.step + 1,
+            gap,
+            MAX_GAP,
+        )
+
+
+def _warn_of_no_reward(run: Run, groups: Sequence[Group]) -> None:
+    """Once: rollouts that are given nothing count as 0, so that a task which forgot its rewards looks like one that is lost."""
+    if run.unrewarded and any(group.scored for group in groups):
+        run.unrewarded = False
+        logger.warning(
+            "step %d: no environment gave any reward, and the task has no get_reward_funcs, so every rollout counts as 0 and "
+            "nothing is learnt. Return Step(reward=...), or add a method `reward` or the hook; groupwise check looks at it",
+            run.step + 1,
+        )
+
+
+def _drawn_metrics(drawn: Drawn, policy_in: Policy) -> dict[str, float]:
+    """Those of all groups that were drawn for a step; how many others had to be drawn for, how old the policies were."""
+    metrics = group_metrics(drawn.all)
+    if drawn.rejected:
+        metrics["rollouts/rejected_groups"] = float(len(drawn.rejected))
+    ages = [
+        policy_in.version - segment.policy_version
+        for group in drawn.groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+        if segment.policy_version is not None
+    ]
+    return {**metrics, "sampling/staleness": fmean(ages)} if any(ages) else metrics
+
+
+def _solved(run: Run, groups: Sequence[Group]) -> dict[str, float]:
+    """Share of the scored rollouts that count as solved in evaluations."""
+    success = success_of(run.config)
+    judged = [success.judge(rollout) for group in groups for rollout in group.rollouts]
+    known = [solved for solved in judged if solved is not None]
+    return {SOLVED: fmean(known)} if known else {}
+
+
+def _signals(
+    run: Run, groups: Sequence[Group], learned: Mapping[str, float]
+) -> tuple[dict[str, float], tuple[WarningRecord, ...]]:
+    """Signs of reward hacking, where the config wants to hear of them."""
+    if run.signals is None:
+        return {}, ()
+    seen = run.signals.observe(groups, run.step, learned.get("entropy"))
+    return seen.metrics, seen.warnings
+
+
+def _adaptive(run: Run) -> dict[str, float]:
+    """The weight of the KL penalty, where it moves."""
+    knobs = run.algorithm.loss_spec().knobs
+    return {} if knobs.get("kl_target") is None else {"beta": knobs["beta"]}
+
+
+def _temperature(run: Run) -> dict[str, float]:
+    """Where it changes."""
+    sampler = run.config.sampler
+    if sampler.temperature_schedule is None:
+        return {}
+    return {"sampling/temperature": sampler.temperature_at(run.step)}
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(
+        len(rollout.prompt_ids) + len(rollout.completion_ids)
+        for group in groups
+        for rollout in group.rollouts
+    )

@@ -1,0 +1,289 @@
+"""Where a run goes on, whether it may, and how it is taken back there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
+from groupwise.core.settings.comparison import Change
+from groupwise.engine.models.card import packages_used
+from groupwise.runs import checkpoints, find, recovery
+from groupwise.runs.checkpoint_bundle import CARRIED
+from groupwise.runs.checkpoints import Checkpoint, Skipped
+from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
+from groupwise.runs.lock import holder, is_held
+from groupwise.runs.record_segments import PIECE, MadeAnew
+from groupwise.runs.records import ResumeRecord
+from groupwise.runs.store import Store
+from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, resolved
+from groupwise.training.loops.prepare import Prepared, key_of_weights, starting_from
+from groupwise.training.loops.run import POLICIES, SELECTION
+from groupwise.training.loops.training import Training
+from groupwise.training.placement import with_processes
+
+logger = logging.getLogger(__name__)
+
+NOT_WEIGHTS = (
+    *("optimiser.safetensors", "learner.json", "manifest.json"),
+    *(PIECE, CARRIED, POLICIES, SELECTION),
+)
+FIXED_FACTS = {
+    "--task-module": "task",
+    "the training data, as token ids": "data",
+    "the base model": "base",
+}
+"""What a resume may not change, beside the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a run is taken up again."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+    """None: it has none, so it starts at step 0."""
+    facts: dict[str, Any]
+    """What the run noted about itself when it was started."""
+    skipped: tuple[Skipped, ...]
+    """Checkpoints that cannot be used."""
+    there: tuple[int, ...]
+    """The steps of all checkpoints that look complete."""
+    made_anew: MadeAnew | None = None
+    """How its record was mended."""
+
+    @property
+    def step(self) -> int:
+        """Steps that stand."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A resume that may be: where it goes on, and what is different from what the run was started with."""
+
+    point: ResumePoint
+    changed: dict[str, tuple[Any, Any]]
+    """Keys of the config that differ and may, and keys of the layout: the value then, and now."""
+    warnings: tuple[str, ...]
+    """What makes results agree only up to rounding, and a changed task file."""
+
+    @property
+    def found(self) -> tuple[str, ...]:
+        """What the search for the checkpoint has come upon: a record that had to be mended, checkpoints that cannot be used."""
+        mended = () if self.point.made_anew is None else (str(self.point.made_anew),)
+        return (*mended, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
+
+
+def find_resume_point(
+    loaded: LoadedConfig, resume: bool, resume_from: str | None, kind: str = "rl"
+) -> ResumePoint | None:
+    """Where to go on; None for a new run. `kind` is the command that started it.
+
+    With both, `resume_from` names the run, which starts over from step 0 where it has no checkpoint.
+    """
+    if not resume and resume_from is None:
+        return None
+    runs_dir = Path(loaded.config.run.dir)
+    mended = recovery.recover_by_name(resume_from or loaded.run_name, runs_dir)
+    address = find.resolve(resume_from, runs_dir) if resume_from is not None else None
+    path = address.path if address else find.newest_unfinished(loaded.run_name, runs_dir)
+    complete = checkpoints.complete(path / CHECKPOINTS, verify=True)
+    checkpoint = next(reversed(complete), None)
+    if address is not None:
+        checkpoint = address.checkpoint or checkpoint
+        if checkpoint is None and not resume:
+            raise RunNotFoundError(
+                f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
+            )
+    _refuse_held(path)
+    made_anew = mended.get(path.resolve()) or recovery.recover(path)
+    facts = Store.facts(path / RECORD)
+    if facts.get("kind", kind) != kind:
+        raise ResumeMismatchError(
+            f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."
+        )
+    there = tuple(found.step for found in checkpoints.complete(path / CHECKPOINTS))
+    return ResumePoint(path, checkpoint, facts, complete.skipped, there, made_anew)
+
+
+def _refuse_held(path: Path) -> None:
+    if is_held(path):
+        raise RunInUseError(
+            f"{path} is in use by {holder(path) or 'another process'}. Wait for it or stop it."
+        )
+
+
+def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
+    """The config with the weights that the run was started from by `--init-from`; they stand in its folder, wherever that is now."""
+    own = point.path / START
+    if not point.facts.get("init_from") or not own.is_dir():
+        return loaded
+    return starting_from(loaded, own.resolve())
+
+
+def start_to_keep(point: ResumePoint) -> Path | None:
+    """The weights of `--init-from` where the run died before they were copied into its folder."""
+    if not point.facts.get("init_from") or (point.path / START).is_dir():
+        return None
+    stored = read_config(point.path)["model"]
+    return Path(stored["adapter"] or stored["name"])
+
+
+def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
+    """Raises `ResumeMismatchError`, with the difference, if the run was made with something else than a resume may change."""
+    found = compare_for_resume(read_config(point.path), prepared.config)
+    refused = {
+        key: change for key, change in found.fixed.items() if key not in _not_compared(point)
+    }
+    for shown, key in FIXED_FACTS.items():
+        before, now = point.facts.get(key), prepared.facts.get(key)
+        if before is not None and before != now:
+            refused[shown] = (before, now)
+    if prepared.max_steps < point.step:
+        refused["training.max_steps"] = (f"{point.step} steps done", prepared.max_steps)
+    if refused:
+        raise ResumeMismatchError(
+            f"{point.path} was started with something else:\n"
+            + "\n".join(
+                f"  {key}: {_written(old)} then, {_written(new)} now"
+                for key, (old, new) in refused.items()
+            )
+            + "\nGive what it was started with, or start another run with run.name=<another name>."
+        )
+    layout = _changed_layout(point, prepared)
+    return Resumption(
+        point,
+        changed={**found.free, **found.warned, **layout},
+        warnings=tuple(_warnings(point, prepared, found.warned, layout)),
+    )
+
+
+def _not_compared(point: ResumePoint) -> set[str]:
+    """The name of a run may be another one, and the path of its own starting weights."""
+    start = point.path / START
+    if not point.facts.get("init_from"):
+        return {"run.name"}
+    if not start.is_dir():
+        return {"run.name", "model.adapter", "model.name"}
+    return {"run.name", f"model.{key_of_weights(start)}"}
+
+
+def open_folder(
+    prepared: Prepared, point: ResumePoint | None, facts: Mapping[str, Any]
+) -> RunFolder:
+    """The run's folder, held by this process. A new one notes `facts`: `kind`, `model`, what it was started from …"""
+    keep = prepared.config.run.keep_tokens
+    if point is not None:
+        folder = RunFolder.open(point.path, keep_tokens=keep)
+        _refuse_if_gone_on(folder, point)
+        return folder
+    sizes = {"max_steps": prepared.max_steps, "layout": asdict(prepared.layout)}
+    return RunFolder.create(
+        Path(prepared.config.run.dir),
+        prepared.run_name,
+        resolved(prepared.config),
+        {**facts, **sizes, **prepared.facts},
+        keep_tokens=keep,
+    )
+
+
+def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
+    """The folder that `open_folder` would give. Refuses a run that stands in the way as it would; makes and takes nothing."""
+    if point is not None:
+        _refuse_held(point.path)
+        return point.path
+    return RunFolder.would_create(Path(prepared.config.run.dir), prepared.run_name)
+
+
+def _refuse_if_gone_on(folder: RunFolder, point: ResumePoint) -> None:
+    """Somebody else may have resumed, and ended, between the choice of the checkpoint and this process's hold on the run."""
+    now = tuple(found.step for found in checkpoints.complete(folder.checkpoints))
+    ended = folder.store.get_meta().get("finished_at")
+    if now == point.there and ended == point.facts.get("finished_at"):
+        return
+    folder.close()
+    raise RunInUseError(
+        f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
+        "give --resume again if it is not finished."
+    )
+
+
+def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
+    """Copy the weights that a run starts from into its folder, so that it needs nobody else's, and note them in its config."""
+    kept = folder.path / START
+    building = atomic_files.building_path(kept)
+    shutil.copytree(start, building, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
+    atomic_files.publish_folder(building, kept)
+    loaded = starting_from(loaded, kept.resolve())
+    atomic_files.write_json(folder.path / CONFIG, resolved(loaded.config))
+    return loaded
+
+
+def take_back(run: Training, prepared: Prepared, resumption: Resumption) -> None:
+    """Put weights, optimiser, position and record where the checkpoint is; what came after is drawn again from its seeds."""
+    checkpoint = resumption.point.checkpoint
+    if checkpoint is not None:
+        run.learner.load(str(checkpoint.path))
+        run.take_position(checkpoint.extra["position"])
+        run.load_more(checkpoint.path, checkpoint.extra["position"])
+    for text in resumption.found:
+        run.say(text)
+    checkpoints.drop_after(run.folder.checkpoints, run.step)
+    for text in resumption.warnings:
+        logger.warning("%s", text)
+    dropped = run.folder.store.rewind(run.step)
+    run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
+    if used := resumption.point.facts.get("packages"):
+        run.folder.store.set_meta({"packages": packages_used(used)})
+    changed = {key: list(change) for key, change in resumption.changed.items()}
+    run.folder.resume(
+        resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), changed)
+    )
+    again = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
+    run.say(f"resumed after {run.step} steps{again}")
+
+
+def _changed_layout(point: ResumePoint, prepared: Prepared) -> dict[str, Change]:
+    """Where this machine works otherwise than the run did so far."""
+    before, now = with_processes(point.facts.get("layout", {})), asdict(prepared.layout)
+    return {
+        f"layout.{key}": (before[key], now[key])
+        for key in sorted(before.keys() & now.keys())
+        if before[key] != now[key]
+    }
+
+
+def _warnings(
+    point: ResumePoint,
+    prepared: Prepared,
+    keys: Mapping[str, Change],
+    layout: Mapping[str, Change],
+) -> Iterator[str]:
+    """Say what makes results agree only up to rounding: keys that are no part of the layout, and facts of it, by their keys."""
+    names = {_leaf(key): key for key in keys}
+    facts = {names.get(_leaf(fact), _leaf(fact)): change for fact, change in layout.items()}
+    others = {
+        key: change for key, change in keys.items() if not hasattr(prepared.layout, _leaf(key))
+    }
+    for key, (before, now) in {**others, **facts}.items():
+        was, now_is = _written(before), _written(now)
+        yield f"resumed with another layout: {key} was {was}, is {now_is}; results agree up to rounding"
+    if point.facts.get("task_file", "") != prepared.facts["task_file"]:
+        yield "the code of the task or of its rewards was changed since the run was started; it goes on with the new one"
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _written(value: object) -> str:
+    """As it is written in a config."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,402 @@
+"""Everything that can be found out before a model is loaded: config, task, data, prompts, sizes.
+
+What is wrong with any of them is a `UsageError` here, and a dry run ends here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.core.errors import ConfigError, TaskError
+from groupwise.core.interruption import run_to_end
+from groupwise.core.types import TASK_COLUMN, Example
+from groupwise.engine.distributed import prefork
+from groupwise.engine.models.identity import identity
+from groupwise.engine.models.plan import Decoding, ModelPlan, largest_microbatch, plan_model
+from groupwise.engine.models.tokens import rendered
+from groupwise.engine.sampler.config import SERVER_KEYS
+from groupwise.tasks.contract import Task, check_reward_columns, require
+from groupwise.tasks.data.easy_pool import EASY
+from groupwise.tasks.data.examples import examples_from_rows, fingerprint
+from groupwise.tasks.data.loading import as_prompts, scorable
+from groupwise.tasks.data.order import Order
+from groupwise.tasks.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
+from groupwise.tasks.data.replay import key_of
+from groupwise.tasks.data.reward_hacking import unfilled
+from groupwise.tasks.data.reward_hacking_detectors import nobody_tells
+from groupwise.tasks.data.sources import read_source
+from groupwise.tasks.data.success import check_part
+from groupwise.tasks.rewards.router import Router
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.rollouts.prompts import PromptSet, text_prompts, tokenise
+from groupwise.training import build, placement, rollout_builder
+from groupwise.training.callbacks.registry import Named, configured_callbacks
+from groupwise.training.callbacks.success_cache import PART as CACHED
+from groupwise.training.callbacks.success_cache import SuccessCache
+from groupwise.training.config import LoadedConfig, RunConfig, view, with_task_schema
+from groupwise.training.evaluation.evaluate import check_success_part, held_out_prompts
+from groupwise.training.loops.prepare import (
+    ROWS_READ,
+    Prepared,
+    check_start,
+    digest,
+    drawn_in_an_epoch,
+    order_of,
+    plan_of,
+    prompt_warnings,
+    task_facts,
+)
+from groupwise.training.loops.profiling import check_profiled_steps
+from groupwise.training.placement import Layout
+
+EASY_POOL = "data.easy_pool"
+EASY_SOURCE = "EASY_DATASET_NAME"
+"""The environment variable that names the source of the easy pool where the config does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlPrepared(Prepared):
+    """A run of reinforcement learning that is checked but not built."""
+
+    prompts: PromptSet
+    order: Order
+    """In which they are drawn."""
+    easy: PromptSet | None
+    """Those of the easy pool."""
+    held_out_prompts: PromptSet | None
+    rubric: Rubric | None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+
+def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None) -> RlPrepared:
+    """Check task and data against the config; tokenise all prompts.
+
+    `rows_read` is how many rows of an endless stream the run began with, where it goes on: its examples are the same ones for all of
+    its steps, however many there will be.
+    """
+    found = rollout_builder.task_of(loaded.config, task)
+    require(found, "rl")
+    loaded = with_task_schema(loaded, found.config_schema())
+    settings = loaded.config
+    check_start(loaded)
+    build.check_model(settings)
+    _refuse_evaluation_of_nothing(settings, found)
+    given = view(settings)
+    rows_read = rows_read or _draws(settings)
+    examples = found.rl_examples(given, limit=rows_read)
+    tokenizer = prefork.load_tokenizer(settings.model)
+    build.check_stop_tokens(settings, tokenizer)
+    callbacks = configured_callbacks(settings.callbacks, given, loaded.tree.origin(("callbacks",)))
+    rubric = rollout_builder.task_rubric(settings, found, tokenizer)
+    loaded = rollout_builder.with_default_label(loaded, rubric)
+    settings = loaded.config
+    in_workers = rollout_builder.scores_in_workers(settings, found, rubric)
+    check_reward_columns(found, rubric, examples, in_workers=in_workers)
+    _check_algorithm(settings, rubric)
+    _check_success_parts(settings, found, rubric, callbacks)
+    easy = easy_examples(settings, found, rubric)
+    _check_replay(settings, (examples, easy))
+    check_reward_columns(found, rubric, easy, in_workers=in_workers)
+    tools = rollout_builder.check_rollouts(settings, found, [*examples, *easy])
+    room = prefork.prompt_room(settings.model, rollout_builder.longest_completion(settings))
+    prompts = tokenise(
+        tokenizer,
+        examples,
+        max_prompt_length=settings.data.max_prompt_length,
+        room=room,
+        where=f"{found.described}: get_rl_dataset",
+        tools=tools,
+        strict=settings.data.strict,
+    )
+    easy_prompts = None
+    if easy:
+        easy_prompts = tokenise(
+            tokenizer,
+            easy,
+            max_prompt_length=settings.data.max_prompt_length,
+            room=room,
+            where=EASY_POOL,
+            tools=tools,
+            strict=settings.data.strict,
+        )
+    asked = None
+    if _evaluates(settings, found):
+        asked = held_out_prompts(settings, found, tokenizer, room)
+        check_success_part(settings, found, rubric)
+        check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
+    order = order_of(found, "get_rl_dataset", [each.index for each in prompts.examples], settings)
+    max_steps = _max_steps(settings, order.length)
+    check_profiled_steps(settings.run, max_steps)
+    return RlPrepared(
+        loaded=loaded,
+        task=found,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        order=order,
+        easy=easy_prompts,
+        held_out_prompts=asked,
+        rubric=rubric,
+        max_steps=max_steps,
+        layout=placement.choose_layout(
+            settings, max(each.longest for each in (prompts, easy_prompts, asked) if each)
+        ),
+        facts={
+            **task_facts(found, rubric),
+            **_facts(settings, (prompts, easy_prompts), asked, rows_read),
+        },
+        callbacks=callbacks,
+    )
+
+
+def _facts(
+    config: RunConfig,
+    drawn: Sequence[PromptSet | None],
+    asked: PromptSet | None,
+    rows_read: int | None,
+) -> dict[str, Any]:
+    held_out = [
+        config.eval.model_dump(mode="json", exclude={"eval_steps", "before_and_after"}),
+        config.sampler.model_dump(mode="json", exclude={"slots", *SERVER_KEYS}),
+    ]
+    return {
+        "data": digest(*_told(drawn)),
+        "held_out": digest(held_out, asked.prompts if asked else ()),
+        ROWS_READ: rows_read,
+        "base": identity(config.model),
+    }
+
+
+def _chosen_by_default(loaded: LoadedConfig) -> dict[str, list[str]]:
+    """What nobody chose, of that which makes most of a difference, and how it differs from what users of TRL are used to."""
+    algorithm: Mapping[str, Any] = loaded.tree.value(("algorithm",)) or {}
+    lora = loaded.config.lora
+    said: list[str] = []
+    if not {"type", "preset"} & algorithm.keys():
+        said.append(
+            f"{loaded.config.algorithm.type} (default): the loss is divided by a constant, rewards are not scaled by their group's spread; "
+            "TRL's default is algorithm.preset=trl_default"
+        )
+    if "lora" not in loaded.tree.values and lora is not None:
+        said.append(f"LoRA of rank {lora.r} (default): TRL trains all weights, which is lora=null")
+    return {"chosen_by_default": said} if said else {}
+
+
+def warnings_of(prepared: RlPrepared) -> list[str]:
+    """What a reader should know of prompts and rewards before the run."""
+    examples, rubric = prepared.prompts.examples, prepared.rubric
+    empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
+    of_overlap = filter(None, [_overlap_warning(prepared)])
+    said = [unfilled(empty)] if empty else []
+    of_machine = rubric.check_machine(refuse=False) if rubric else []
+    return [*prompt_warnings(prepared, examples), *said, *of_overlap, *of_machine]
+
+
+def _overlap_warning(prepared: RlPrepared) -> str | None:
+    """What to say where held-out prompts are trained on; None where none is, or nothing is held out."""
+    asked = prepared.held_out_prompts
+    if asked is None:
+        return None
+    drawn = [e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples]
+    same = same_row if prepared.task.has("get_environment") else same_prompt
+    return warning_of_overlap(
+        len(trained_on(drawn, asked.examples, same)),
+        len(asked.examples),
+        instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
+    )
+
+
+def _told(drawn: Sequence[PromptSet | None]) -> list[object]:
+    return [told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
+
+
+def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[Example]:
+    """The examples of `data.easy_pool`; none where there is no such pool. What is left out is in the task's accounts.
+
+    They have the label EASY where the router gives it rewards. Where the config names the data, their prompts are made ready as those
+    are, and rows that the rewards cannot score are left out; beside a task they stay as they are written.
+    """
+    pool, data = config.data.easy_pool, config.data
+    if pool is None:
+        return []
+    source = pool.dataset_name or os.environ.get(EASY_SOURCE)
+    if not source:
+        raise ConfigError(
+            "data.easy_pool does not say where the easy examples are. Set data.easy_pool.dataset_name to a file or a hub id, or "
+            f"{EASY_SOURCE} in the environment."
+        )
+    columns = pool.columns or (data.renamed("answer") if data.names_data else {})
+    rows = read_source(source, pool.dataset_config, pool.dataset_split, columns)
+    where = f"{EASY_POOL} ({source})"
+    routed = isinstance(rubric, Router) and EASY in rubric.rubrics
+    label = {TASK_COLUMN: EASY} if routed else {}
+    rows = [{**label, **row} for row in rows]
+    if data.names_data:
+        unscorable = rubric.unscorable if rubric else scorable
+        prepared = as_prompts(data, rows, where, unscorable)
+        task.accounts[EASY_POOL] = prepared.account
+        rows = prepared
+    return examples_from_rows(rows, where=where)
+
+
+def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None:
+    """Refuse a warm-up that cannot end, and examples that the buffer cannot tell apart."""
+    replay = config.data.replay
+    if replay is None:
+        return
+    examples = [example for pool in pools for example in pool]
+    there = {key_of(example.prompt) for example in examples}
+    if len(examples) > len(there) == 1:
+        raise ConfigError(
+            f"data.replay tells examples apart by their prompts, and all {len(examples)} have the same one, as those of a game do: it "
+            "would keep one for all. Leave data.replay out."
+        )
+    if len(there) < replay.warmup_entries:
+        raise ConfigError(
+            f"data.replay.warmup_entries is {replay.warmup_entries}, but the number of different prompts is {len(there)}, so that nothing "
+            "would ever be drawn again. Lower it."
+        )
+
+
+def _check_success_parts(
+    config: RunConfig, task: Task, rubric: Rubric | None, callbacks: Sequence[Named]
+) -> None:
+    """Refuse a part that the reward does not have: nothing would ever count as solved."""
+    if task.has("get_environment"):  # whose parts are known when it gives them
+        return
+    caches = [each for _, each in callbacks if isinstance(each, SuccessCache)]
+    named = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
+    for key, part in named:
+        check_part(key, part, rubric.names if rubric else (), task.described)
+
+
+def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
+    if config.eval.eval_steps is not None and not task.has("get_eval_dataset"):
+        raise TaskError(
+            f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
+            "nothing to evaluate on. Leave the key out, or add the hook."
+        )
+
+
+def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
+    longest = rollout_builder.longest_written(config)
+    try:
+        build.build_algorithm(config).check(longest, rubric.names if rubric else ())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _draws(config: RunConfig) -> int | None:
+    """How many examples of an endless stream are read; None where epochs decide, which needs an end."""
+    steps = config.training.max_steps
+    return None if steps is None else steps * config.training.prompts_per_step
+
+
+def _max_steps(config: RunConfig, examples: int) -> int:
+    if config.training.max_steps is not None:
+        return config.training.max_steps
+    assert config.training.num_train_epochs is not None
+    return max(
+        1, math.ceil(config.training.num_train_epochs * examples / config.training.prompts_per_step)
+    )
+
+
+def _evaluates(config: RunConfig, task: Task) -> bool:
+    wanted = config.eval.before_and_after or config.eval.eval_steps is not None
+    return wanted and task.has("get_eval_dataset")
+
+
+def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
+    """Parameters and memory of a run in this layout."""
+    return plan_model(
+        config.model,
+        config.lora,
+        dtype=layout.dtype,
+        decoding=None if layout.samplers else _decoding(config, layout),
+        microbatch=largest_microbatch(
+            layout.max_tokens_per_microbatch, layout.key_length, _learnt(config, layout)
+        ),
+        needs_reference=build.build_algorithm(config).needs_reference,
+        device=layout.device,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        processes=layout.sharing,
+        parts=layout.parts,
+    )
+
+
+def _decoding(config: RunConfig, layout: Layout) -> Decoding:
+    """What a process decodes at once: members of a group share their prompt, until each goes on from what it wrote itself."""
+    rollout = config.rollout
+    first = last = rollout_builder.longest_completion(config)
+    prompts = -(-layout.slots // config.training.num_generations)
+    if rollout.type != "single":
+        first = last = config.sampler.max_completion_length
+        prompts = layout.slots
+    if rollout.type == "two_stage":
+        first, last = rollout.max_reasoning_length, rollout.max_answer_length
+    return Decoding(
+        slots=layout.slots,
+        key_length=layout.key_length,
+        completion=max(first, last),
+        prompts=prompts,
+        prompt=layout.key_length - last,
+    )
+
+
+def _learnt(config: RunConfig, layout: Layout) -> int:
+    """Tokens that a process learns from in a step, at most: those of its rows, and the prompts of their groups."""
+    members = config.training.num_generations
+    rows = -(-config.training.prompts_per_step * members // layout.learning)
+    longest = rollout_builder.longest_completion(config)
+    return -(-rows // members) * (layout.key_length - longest) + rows * longest
+
+
+def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """What a run would do: the resolved config, sizes, and the first prompt as the model would see it.
+
+    `warnings` are shown with its own.
+    """
+    config, asked = prepared.config, prepared.held_out_prompts
+    rows = config.training.prompts_per_step * config.training.num_generations
+    examples = prepared.prompts.examples
+    example = examples[prepared.order.example(0)]
+    counts = {
+        "examples": len(examples),
+        "examples_dropped_as_too_long": prepared.prompts.dropped,
+        **drawn_in_an_epoch(prepared.order, len(examples)),
+        **({"easy_examples": len(prepared.easy.examples)} if prepared.easy else {}),
+        "held_out_examples": len(asked.examples) if asked else 0,
+        "steps": prepared.max_steps,
+        "completions_per_step": rows,
+        "most_tokens_sampled_per_step": rows * rollout_builder.longest_written(config),
+        **_chosen_by_default(prepared.loaded),
+    }
+    return plan_of(
+        prepared,
+        planned_sizes(config, prepared.layout),
+        counts=counts,
+        shown={**_unwatched(prepared), "first_prompt": _first_prompt(prepared, example)},
+        warnings=[*warnings_of(prepared), *text_prompts(prepared.tokenizer, examples), *warnings],
+    )
+
+
+def _unwatched(prepared: RlPrepared) -> dict[str, str]:
+    """That the signals of reward hacking know no part which says what is solved, as far as the parts are known by now."""
+    signals, rubric = prepared.config.signals, prepared.rubric
+    text = nobody_tells(signals, rubric.names) if signals and rubric else None
+    return {"signals": text} if text else {}
+
+
+def _first_prompt(prepared: RlPrepared, example: Example) -> str:
+    """An example's first prompt, which tools and environments have a part in."""
+    config, tokenizer, room = prepared.config, prepared.tokenizer, prepared.layout.key_length
+    (ids,) = run_to_end(
+        rollout_builder.first_prompts(config, prepared.task, tokenizer, [example], room)
+    )
+    return rendered(tokenizer, ids)

@@ -1,0 +1,298 @@
+"""A run of reinforcement learning while it goes on: what `Training` has, and sampler, rewards and prompts.
+
+`Learning` is the half of it that turns groups into updates, whoever drew and scored them: all that a replay needs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from groupwise.algorithms.base import Algorithm
+from groupwise.algorithms.registry import make
+from groupwise.core.reward_call.request import Scorer
+from groupwise.core.types import Group, Policy, Sampler, SamplingParams
+from groupwise.runs.records import WarningRecord
+from groupwise.tasks.data.reward_hacking import Signals
+from groupwise.tasks.data.selection import Pool, Selection
+from groupwise.tasks.rollouts.asking import RolloutKind
+from groupwise.tasks.rollouts.prompts import PromptSet
+from groupwise.training import rollout_builder
+from groupwise.training.config import RunConfig
+from groupwise.training.evaluation.evaluate import HeldOut
+from groupwise.training.loops.training import Training
+
+logger = logging.getLogger(__name__)
+
+SELECTION = "selection.json"
+"""File of a checkpoint that holds what is chosen and known of the data."""
+POLICIES = "policies"
+"""Folder of a checkpoint that holds the policies which drew the groups of the next steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The groups of a step."""
+
+    groups: Sequence[Group]
+    """Those that teach, in the order of training."""
+    rejected: Sequence[Group] = ()
+    """Those that the algorithm drew others for; they stay in record and metrics."""
+    sampling: float = 0.0
+    """Seconds until the last token was sampled."""
+    scoring: float = 0.0
+    """Seconds from then until the last group was scored."""
+    sampled_tokens: int = 0
+
+    @property
+    def all(self) -> list[Group]:
+        return [*self.groups, *self.rejected]
+
+
+class Schedule(Protocol):
+    """Says which policy draws which groups, and when; see `groupwise.training.loops.schedules`."""
+
+    async def next(self) -> Drawn:
+        """The groups of the step that is due."""
+        ...
+
+    async def settle(self) -> None:
+        """Return when no completion is on its way, so that the sampler can be given other weights."""
+        ...
+
+    def committed(self, drawn: Drawn) -> None:
+        """The step that is due was committed, with these groups."""
+        ...
+
+    async def close(self) -> None:
+        """Give up what is on its way."""
+        ...
+
+    @property
+    def outstanding(self) -> Sequence[int]:
+        """Draws before `next_draw` that no step has had yet."""
+        ...
+
+    @property
+    def next_draw(self) -> int:
+        """The first draw that nobody has asked for, beside the outstanding ones."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Learning(Training):
+    """What learns from groups."""
+
+    config: RunConfig  # pyright: ignore[reportIncompatibleVariableOverride] — never assigned again
+    algorithm: Algorithm
+
+    @property
+    def longest_completion(self) -> int:
+        """Most tokens that the policy may write in one rollout."""
+        return rollout_builder.longest_written(self.config)
+
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        """Make ready for the next step, given the metrics of the one that was done."""
+        if "kl" in metrics:
+            scored = int(metrics["rollouts/scored"])
+            self.algorithm = self.algorithm.adapted(metrics["kl"], scored)
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        spec = self.algorithm.loss_spec()
+        algorithm = {"name": spec.name, "knobs": dict(spec.knobs)}
+        return {**super(Learning, self).position(), "algorithm": algorithm}
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(Learning, self).take_position(position)
+        self.algorithm = make(**position["algorithm"])
+
+
+@dataclass(slots=True, kw_only=True)
+class Run(Learning):
+    """A run that takes steps with scored groups, wherever they come from: all that `take_step` needs."""
+
+    sampler: Sampler
+    signals: Signals | None
+    """None: the config does not want to be warned."""
+    serving: Policy
+    """The one that the sampler has."""
+    publications: Path
+    """Where the learner publishes, and the policies that a checkpoint kept are put."""
+    earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
+    """The policies after the last steps, by step: as many as `kept_policies` says."""
+    unscored: list[str] = field(default_factory=list[str])
+    """Why rollouts failed, of the steps in a row that had no scored group."""
+    unscored_steps: int = 0
+    unrewarded: bool = False
+    """Whether rewards are for the environments to give, and none has given any yet, or was warned of it."""
+    gap_seen: bool = False
+    """Whether a wide gap between sampler and learner was warned of."""
+    drawn: dict[int, Group] = field(default_factory=dict[int, Group])
+    """Groups that are sampled and scored, and belong to no committed step."""
+
+    @property
+    def kept_policies(self) -> int:
+        """How many policies before the newest one are kept, because they drew groups of the next steps."""
+        return 0
+
+    @property
+    def unscored_limit(self) -> int | None:
+        """Steps in a row without a scored group that stop the run; None: no number does."""
+        return self.config.rewards.max_unscored_steps
+
+    async def settle(self) -> None:
+        """Return when no completion is on its way, so that the sampler can be given other weights."""
+
+    def committed(self, drawn: Drawn) -> None:
+        """The step that is due was committed, with these groups."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """See what came of the groups of a step, before it is committed."""
+
+    def data_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """How the examples of a step were chosen."""
+        return {}
+
+    def warn(self, warning: WarningRecord) -> None:
+        """Tell of a signal that begins or ends."""
+        where = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
+        logger.warning(
+            "after %d steps: signal %s: %s%s",
+            warning.step,
+            warning.name,
+            warning.message,
+            where if warning.kind == "begins" else "",
+        )
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        return {
+            **super(Run, self).position(),
+            "unscored_steps": self.unscored_steps,
+            "signals": self.signals and self.signals.state(),
+            "earlier": {
+                str(step): {"version": policy.version, "fingerprint": policy.fingerprint}
+                for step, policy in self.earlier.items()
+            },
+        }
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(Run, self).take_position(position)
+        self.unscored_steps = position["unscored_steps"]
+        known = position.get("signals")  # earlier versions did not watch
+        if self.signals is not None and known is not None:
+            self.signals.load_state(known)
+
+    def save_more(self, folder: Path) -> None:
+        """The policies that drew, or are drawing, the groups of the next steps."""
+        for step, policy in self.earlier.items():
+            shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
+
+    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """See `Training.load_more`. The files of policies are copied, because checkpoints go."""
+        for name, facts in position["earlier"].items():
+            kept = self.publications / f"after-step-{name}"
+            shutil.copytree(folder / POLICIES / f"step-{name}", kept)
+            self.earlier[int(name)] = replace(self.policy, **facts, path=str(kept))
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskRun(Run):
+    """A run that draws its own groups, from the examples of a task."""
+
+    rollouts: RolloutKind
+    scorer: Scorer
+    params: SamplingParams
+    prompts: PromptSet
+    easy: PromptSet | None
+    """Those of the easy pool."""
+    selection: Selection
+    held_out: HeldOut | None
+    schedule: Schedule | None = None
+    """None before the first step."""
+    next_draw: int = 0
+    """The first draw that no step has had, where groups are trained in the order of their draws."""
+    outstanding: tuple[int, ...] = ()
+    """Draws that were asked for before the checkpoint and belong to no step yet."""
+
+    @property
+    def kept_policies(self) -> int:
+        """See `Run.kept_policies`."""
+        training = self.config.training
+        return training.lag if training.schedule == "fixed_lag" else 0
+
+    async def settle(self) -> None:
+        """See `Run.settle`."""
+        if self.schedule is not None:
+            await self.schedule.settle()
+
+    def committed(self, drawn: Drawn) -> None:
+        """See `Run.committed`."""
+        if self.schedule is not None:
+            self.schedule.committed(drawn)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """See `Run.observe`."""
+        self.selection.observe(groups)
+
+    def data_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """See `Run.data_metrics`."""
+        return self.selection.metrics(groups, self.step)
+
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        """See `Training.keep_for_replay`."""
+        self.selection.keep(draws)
+
+    def pool(self, name: Pool) -> PromptSet:
+        """The examples that a choice is of."""
+        pool = self.prompts if name == "main" else self.easy
+        assert pool is not None, "what is drawn from the easy pool was chosen because there is one"
+        return pool
+
+    def params_at(self, step: int) -> SamplingParams:
+        """How the completions of a step are drawn."""
+        return replace(self.params, temperature=self.config.sampler.temperature_at(step))
+
+    def epoch(self) -> float:
+        """See `Training.epoch`."""
+        return self.selection.epochs
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps that a pass over the rows takes, where each has its turn."""
+        return self.selection.turns_in_an_epoch / self.config.training.prompts_per_step
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        schedule = self.schedule
+        return {
+            **super(TaskRun, self).position(),
+            "next_draw": schedule.next_draw if schedule else self.next_draw,
+            "outstanding": list(schedule.outstanding if schedule else self.outstanding),
+        }
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(TaskRun, self).take_position(position)
+        self.next_draw = position["next_draw"]
+        self.outstanding = tuple(position["outstanding"])
+
+    def save_more(self, folder: Path) -> None:
+        """What is chosen and known of the data, beside what every run keeps."""
+        super(TaskRun, self).save_more(folder)
+        (folder / SELECTION).write_text(json.dumps(self.selection.state()))
+
+    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """See `Training.load_more`."""
+        kept = folder / SELECTION  # earlier versions drew the examples in their order, and had none
+        in_order = {"cursor": position["next_draw"]}
+        self.selection.load_state(json.loads(kept.read_bytes()) if kept.exists() else in_order)
+        super(TaskRun, self).load_more(folder, position)

@@ -1,0 +1,363 @@
+"""Which policy draws which groups, and when.
+
+`FixedLag`, with a lag of s: the groups of step n are drawn by the policy after max(0, n − s) steps. Lag 0 is the synchronous loop.
+With a lag of 1, the groups of the next step are sampled while this one is learned. Order and policies follow from the numbers
+alone, so a resumed run repeats what the uninterrupted one did, bit for bit: it draws the groups that were under way again, by
+the policies that had drawn them, which the checkpoint holds.
+
+`Free`: each step takes the groups that are finished first, so that one whose rewards take long holds nobody up. A group is
+trained at most s steps after it was sampled: the step that reaches this limit waits for it, and nothing is thrown away.
+The order is recorded; another run may have another one.
+
+Both give the sampler new weights only when no completion is on its way: each completion has one policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from groupwise.core.interruption import Interrupted, gather_all
+from groupwise.core.types import Group, Policy
+from groupwise.tasks.data.selection import Choice
+from groupwise.training.loops import drawing
+from groupwise.training.loops.run import Drawn, Schedule, TaskRun
+
+
+def make_schedule(run: TaskRun) -> Schedule:
+    """The schedule that the config names, from the step where the run stands."""
+    return FixedLag(run) if run.config.training.schedule == "fixed_lag" else Free(run)
+
+
+class FixedLag:
+    """Step n is drawn by the policy after max(0, n − lag) steps."""
+
+    def __init__(self, run: TaskRun) -> None:
+        self._run = run
+        self._lag = run.config.training.lag
+        self._steps: dict[int, asyncio.Task[Drawn]] = {}
+        self._sampling: dict[int, asyncio.Event] = {}
+        self._ends = {run.step - 1: run.next_draw}
+        """The first draw after those of a step."""
+        self._caught_up = False
+
+    @property
+    def next_draw(self) -> int:
+        return self._ends[self._run.step - 1]
+
+    @property
+    def outstanding(self) -> Sequence[int]:
+        return ()
+
+    async def next(self) -> Drawn:
+        run = self._run
+        if not self._caught_up:
+            await self._catch_up()
+            self._caught_up = True
+        for step in range(run.step, min(run.step + self._lag + 1, run.max_steps)):
+            self._begin(step)
+        drawn = await self._steps[run.step]
+        del self._steps[run.step]
+        return drawn
+
+    async def settle(self) -> None:
+        await _settle(self, self._run, list(self._sampling.values()))
+
+    def committed(self, drawn: Drawn) -> None:
+        self._run.selection.finish(self._run.step, len(drawn.all))
+
+    async def close(self) -> None:
+        await _cancel(self._steps.values())
+        self._steps.clear()
+
+    async def _catch_up(self) -> None:
+        """Draw again what was under way when the checkpoint was made, by the policies that had drawn it."""
+        run = self._run
+        for step in range(run.step, min(run.step + self._lag, run.max_steps)):
+            await self._serve(run.earlier.get(max(0, step - self._lag), run.policy))
+            self._begin(step)
+        await self._serve(run.policy)
+
+    async def _serve(self, policy: Policy) -> None:
+        if policy.version != self._run.serving.version:
+            await drawing.serve(self._run, policy)
+
+    def _begin(self, step: int) -> None:
+        if step in self._steps:
+            return
+        size = self._run.config.training.prompts_per_step
+        slots = size * (1 + self._run.algorithm.resample_rounds)
+        self._run.selection.plan(step, step, slots)
+        self._ends[step] = self._ends[step - 1] + size
+        self._sampling[step] = asyncio.Event()
+        before = self._steps.get(step - 1)
+        self._steps[step] = asyncio.create_task(self._draw(step, before))
+
+    async def _draw(self, step: int, before: asyncio.Task[Drawn] | None) -> Drawn:
+        """The groups of a step; with dynamic sampling, after those before it, so that its first draw is known."""
+        try:
+            if before is not None and self._run.algorithm.resample_rounds:
+                await asyncio.wait((before,))
+            return await self._rounds(step)
+        finally:
+            self._sampling.pop(step).set()
+
+    async def _rounds(self, step: int) -> Drawn:
+        """Draw as many groups as are missing, until all are accepted or the algorithm's rounds are over."""
+        size = self._run.config.training.prompts_per_step
+        left = self._run.algorithm.resample_rounds
+        timer = _Timer()
+        accepted: list[Group] = []
+        rejected: list[Group] = []
+        first = self._ends[step - 1]
+        while True:
+            draws = range(first, first + size - len(accepted))
+            self._ends[step] = first = draws.stop
+            for group in await self._groups(step, draws, timer, last=not left):
+                (accepted if self._run.algorithm.accepts(group) else rejected).append(group)
+            if len(accepted) == size or not left:
+                return timer.note(filled(accepted, rejected, size))
+            left -= 1
+
+    async def _groups(
+        self, step: int, draws: Sequence[int], timer: _Timer, *, last: bool
+    ) -> list[Group]:
+        waiting = set(draws)
+        begin = self._ends[step - 1]
+
+        async def one(draw: int) -> Group:
+            choice = self._run.selection.take(step, draw - begin, draw)
+            group = timer.sampled(await drawing.sample(self._run, draw, choice, step))
+            waiting.discard(draw)
+            if last and not waiting:
+                self._sampling[step].set()
+            return await _scored(self._run, group, step, timer)
+
+        return await gather_all(one(draw) for draw in draws)
+
+
+def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> Drawn:
+    """Where too few groups were accepted, rejected ones fill the step: without signal, but part of its denominators."""
+    missing = size - len(accepted)
+    return Drawn((*accepted, *rejected[:missing]), tuple(rejected[missing:]))
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """One group of the free schedule."""
+
+    since: int
+    """Steps done when it was sampled."""
+    sampled: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    group: Group | None = None
+    """When it is finished."""
+
+
+class Free:
+    """Each step takes the groups that are finished first; none is more than `lag` steps old."""
+
+    def __init__(self, run: TaskRun) -> None:
+        self._run = run
+        self._lag = run.config.training.lag
+        self._next = run.next_draw
+        self._again = list(run.outstanding)
+        self._size = run.config.training.prompts_per_step
+        self._planned: set[int] = set()
+        """Blocks, of as many draws as a step has, in which draws were chosen."""
+        self._under_way: dict[int, _UnderWay] = {}
+        self._finished: list[int] = []
+        """Draws in the order in which they were finished."""
+        self._taken: tuple[int, list[int]] = (-1, [])
+        """The step that is under way, and its draws."""
+        self._timer = _Timer()
+
+    @property
+    def next_draw(self) -> int:
+        return self._next
+
+    @property
+    def outstanding(self) -> Sequence[int]:
+        step, draws = self._taken
+        uncommitted = draws if step == self._run.step else []
+        return sorted([*self._again, *self._under_way, *uncommitted])
+
+    async def next(self) -> Drawn:
+        run = self._run
+        size = run.config.training.prompts_per_step
+        self._timer, self._taken = _Timer(), (run.step, [])
+        rejected: list[Group] = []
+        while True:
+            left = run.algorithm.resample_rounds * size - len(rejected)
+            rejected += [self._take(draw) for draw in self._unwanted()[:left]]
+            self._top_up(size)
+            chosen = self._choose(size)
+            if chosen is not None:
+                return self._timer.note(Drawn([self._take(draw) for draw in chosen], rejected))
+            await self._one_more()
+
+    async def settle(self) -> None:
+        await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
+
+    def committed(self, drawn: Drawn) -> None:
+        """Blocks of draws are over when none of them is under way any more, or still to be asked for."""
+        taken = {group.draw for group in drawn.all}
+        first = min([d for d in self.outstanding if d not in taken], default=self._next)
+        for block in [b for b in self._planned if b < first // self._size]:
+            self._planned.remove(block)
+            self._run.selection.finish(block, self._size)
+
+    async def close(self) -> None:
+        await _cancel(each.task for each in self._under_way.values() if each.task)
+
+    def _choose(self, size: int) -> list[int] | None:
+        """What the step trains; as long as others may still come, not more replayed groups than its share."""
+        groups = {draw: each.group for draw, each in self._under_way.items()}
+        since = {draw: each.since for draw, each in self._under_way.items()}
+        replayed = {d for d, group in groups.items() if group and group.origin == "replay"}
+        replay = self._run.config.data.replay
+        most = int(replay.max_share * size) if replay and None in groups.values() else size
+        return choose(self._finished, since, self._run.step, self._lag, size, replayed, most)
+
+    def _top_up(self, size: int) -> None:
+        """So many are under way or finished as the steps that may have them need."""
+        wanted = size * min(self._lag + 1, self._run.max_steps - self._run.step)
+        while len(self._under_way) < wanted:
+            if self._again:
+                draw = self._again.pop(0)
+            else:
+                draw, self._next = self._next, self._next + 1
+            under_way = self._under_way[draw] = _UnderWay(self._run.step)
+            under_way.task = asyncio.create_task(self._draw(draw, under_way))
+
+    async def _draw(self, draw: int, under_way: _UnderWay) -> None:
+        try:
+            choice = self._chosen(draw)
+            group = await drawing.sample(self._run, draw, choice, under_way.since)
+            self._timer.sampled(group)
+        finally:
+            under_way.sampled.set()
+        under_way.group = await _scored(self._run, group, under_way.since, self._timer)
+        self._finished.append(draw)
+
+    def _chosen(self, draw: int) -> Choice:
+        block, slot = divmod(draw, self._size)
+        self._planned.add(block)
+        self._run.selection.plan(block, self._run.step, self._size)
+        return self._run.selection.take(block, slot, draw)
+
+    def _unwanted(self) -> list[int]:
+        groups = {draw: self._under_way[draw].group for draw in self._finished}
+        return [
+            d for d, group in groups.items() if group and not self._run.algorithm.accepts(group)
+        ]
+
+    def _take(self, draw: int) -> Group:
+        self._finished.remove(draw)
+        group = self._under_way.pop(draw).group
+        assert group is not None, f"draw {draw} is not finished"
+        self._taken[1].append(draw)
+        return group
+
+    async def _one_more(self) -> None:
+        """Wait until another group is finished; raises what went wrong with one."""
+        tasks = [each.task for each in self._under_way.values() if each.task and not each.group]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+
+def choose(
+    finished: Sequence[int],
+    since: Mapping[int, int],
+    step: int,
+    lag: int,
+    size: int,
+    replayed: AbstractSet[int] = frozenset(),
+    most: int | None = None,
+) -> list[int] | None:
+    """Which `size` of the finished groups step `step` trains, the first ones if possible; None: wait for more.
+
+    `since` has the step of each group that is finished or under way. After this step, those sampled by step t must fit into the
+    steps up to t + lag; as many of them as do not fit are taken first. Of the others no more are taken of those in `replayed` than
+    make `most`.
+    """
+    counts = Counter(since.values())
+    chosen: list[int] = []
+    for t in sorted(counts):
+        older = sum(counts[earlier] for earlier in counts if earlier <= t)
+        due = older - max(0, t + lag - step) * size
+        have = sum(since[draw] <= t for draw in chosen)
+        candidates = [draw for draw in finished if since[draw] <= t and draw not in chosen]
+        if due - have > len(candidates):
+            return None
+        chosen += candidates[: max(0, due - have)]
+    for draw in (each for each in finished if each not in chosen):
+        full = most is not None and len(replayed & set(chosen)) >= most
+        if len(chosen) < size and not (full and draw in replayed):
+            chosen.append(draw)
+    return chosen if len(chosen) == size else None
+
+
+class _Timer:
+    """When the first group was asked for, the last one sampled, the last one scored."""
+
+    def __init__(self) -> None:
+        self._begun = self._sampled = self._scored = time.perf_counter()
+        self._tokens = 0
+
+    def sampled(self, group: Group) -> Group:
+        if group.again is not None:
+            return group
+        self._sampled = self._scored = time.perf_counter()
+        self._tokens += sum(
+            len(segment.token_ids)
+            for rollout in group.rollouts
+            for segment in rollout.segments
+            if segment.source == "policy"
+        )
+        return group
+
+    def scored(self) -> None:
+        self._scored = time.perf_counter()
+
+    def note(self, drawn: Drawn) -> Drawn:
+        return replace(
+            drawn,
+            sampling=self._sampled - self._begun,
+            scoring=self._scored - self._sampled,
+            sampled_tokens=self._tokens,
+        )
+
+
+async def _scored(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
+    scored = await drawing.score(run, group, step)
+    timer.scored()
+    run.drawn[group.draw] = scored
+    run.progress.phase("sampling", len(run.drawn), run.config.training.prompts_per_step)
+    return scored
+
+
+async def _settle(schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]) -> None:
+    """Wait until all is sampled. Whoever is asked to end does not wait: what is given up is drawn again by the next resume."""
+    try:
+        await run.interruption.allow(_all_set(sampling))
+    except Interrupted:
+        await schedule.close()
+
+
+async def _all_set(events: Sequence[asyncio.Event]) -> None:
+    for event in events:
+        await event.wait()
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Drawn] | asyncio.Task[None]]) -> None:
+    given_up: list[asyncio.Task[Any]] = list(tasks)
+    for task in given_up:
+        task.cancel()
+    await asyncio.gather(*given_up, return_exceptions=True)

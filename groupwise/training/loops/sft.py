@@ -1,0 +1,361 @@
+"""The loop of supervised fine-tuning: the same learner, taught by given answers instead of rewards.
+
+    for each step:
+        take_step       examples drawn by their order → rows → update → record
+        evaluate        now and then the loss on held-out rows, which knows the best step and when to stop
+        save            now and then a checkpoint; the best one is never pruned
+
+The loss of a step is the mean over all its trained tokens, however they are spread over rows. Nothing is sampled, so nothing is
+published on the way: the policies of a supervised run are its checkpoints. Its whole state is weights, optimiser, the count of steps,
+and what the evaluations said (`SftRun.position`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import compress
+from typing import Any
+
+from groupwise.algorithms.sft import Sft
+from groupwise.core.errors import UsageError
+from groupwise.core.types import Row
+from groupwise.engine.learner.schedule import learning_rate
+from groupwise.runs import checkpoints
+from groupwise.runs.advice import DISTINCT
+from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.tasks.data.order import Order
+from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, teacher_group, teacher_row
+from groupwise.training.loops.metrics import Timings, loss_metrics, timing_metrics
+from groupwise.training.loops.profiling import profiled
+from groupwise.training.loops.sft_completions import WITH_SIGNAL, Completions
+from groupwise.training.loops.training import Training, count_non_finite, update, write_checkpoint
+from groupwise.training.sft_config import SftConfig, bounds_of, holds
+
+logger = logging.getLogger(__name__)
+
+PRINTED = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
+"""The metrics of an evaluation that are printed while the run goes on."""
+EVALUATED_AT_ONCE = 64
+"""Held-out rows between two moments at which an evaluation can be interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The lowest held-out loss so far, and after which step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(slots=True, kw_only=True)
+class SftRun(Training):
+    """A supervised run under way."""
+
+    config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    lessons: LessonSet
+    order: Order
+    """In which they are drawn."""
+    max_draws: int | None
+    """Examples drawn in all steps together; None where the steps say how long."""
+    held_out: LessonSet | None
+    eval_steps: int
+    next_draw: int = 0
+    """The first draw that no step has had."""
+    best: Best | None = None
+    to_beat: float | None = None
+    """The loss that patience looks at: the last one that was lower by more than the threshold."""
+    not_better: int = 0
+    """Evaluations in a row since then."""
+    evaluated_step: int | None = None
+    """After which step the last evaluation was."""
+    completions: Completions | None = None
+    """Draws what the policy writes by itself, where that is evaluated, too."""
+    reached: str | None = None
+    """The condition of `training.stop_when` that holds."""
+    measured: Mapping[str, float] | None = None
+    """The metrics that `training.stop_when` names, as the last evaluation found them."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether early stopping ends the run here."""
+        patience = self.config.eval.early_stopping_patience
+        return patience is not None and self.not_better >= patience
+
+    @property
+    def over(self) -> bool:
+        """See `Training.over`."""
+        return super(SftRun, self).over or self.gave_up or self.reached is not None
+
+    def epoch(self) -> float:
+        """See `Training.epoch`."""
+        return self.next_draw / self.order.length
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        return {
+            **super(SftRun, self).position(),
+            "best": asdict(self.best) if self.best else None,
+            "next_draw": self.next_draw,
+            "to_beat": self.to_beat,
+            "not_better": self.not_better,
+            "evaluated_step": self.evaluated_step,
+            "reached": self.reached,
+        }
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(SftRun, self).take_position(position)
+        self.best = Best(**position["best"]) if position["best"] else None
+        self.next_draw = position["next_draw"]
+        if (
+            self.max_draws is not None
+        ):  # the last step of the epochs that were wanted before may have been a small one
+            size = self.config.training.examples_per_step
+            self.max_steps = self.step + max(0, -(-(self.max_draws - self.next_draw) // size))
+        self.to_beat = position["to_beat"]
+        self.not_better = position["not_better"]
+        self.evaluated_step = position["evaluated_step"]
+        reached = position.get("reached")
+        self.reached = reached if reached in self.config.training.stop_when else None
+
+
+async def train(run: SftRun) -> None:
+    """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
+    await evaluate_if_due(run)
+    while not run.over:
+        await run.callbacks.step_begins()
+        with profiled(run):
+            await take_step(run)
+        await evaluate_if_due(run)
+        if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
+            await save(run)
+    if run.config.training.stop_when and run.reached is None:
+        last = ", ".join(f"{name} is {value:.4g}" for name, value in (run.measured or {}).items())
+        run.say(
+            f"warning: no condition of training.stop_when was met in {run.step} steps ({last or 'nothing was evaluated'}): "
+            "train for longer, or ask for less"
+        )
+
+
+async def take_step(run: SftRun) -> None:
+    """Learn from the next examples, and commit the step with its record as one unit."""
+    begun = time.perf_counter()
+    run.timings = Timings()
+    training = run.config.training
+    draws = _draws(run)
+    lessons = [run.lessons.lessons[run.order.example(draw)] for draw in draws]
+    rows = [teacher_row(row) for lesson in lessons for row in lesson.rows]
+    rate = learning_rate(run.step, run.max_steps, training)
+    version_in = run.policy.version
+    learned = await _learn(run, rows, rate)
+    run.timings.step = time.perf_counter() - begun
+    learned["learning_rate"] = rate
+    metrics = _commit(run, draws, lessons, version_in, learned)
+    await run.callbacks.step_committed(metrics)
+
+
+def _draws(run: SftRun) -> range:
+    """The draws of the step; the last step of whole epochs has what is left of them."""
+    end = run.next_draw + run.config.training.examples_per_step
+    return range(run.next_draw, end if run.max_draws is None else min(end, run.max_draws))
+
+
+async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
+    """Gradient and update; returns metrics."""
+    run.progress.phase("learning")
+    begun = time.perf_counter()
+    denominators = {Sft.name: float(sum(sum(row.mask) for row in rows))}
+    work = run.learner.forward_backward(rows, Sft().loss_spec(), denominators)
+    try:
+        sums = await run.interruption.allow(work)
+    except BaseException:
+        run.learner.discard()
+        raise
+    result = await update(run, rows, sums, rate)
+    count_non_finite(run, not result.applied)
+    if result.applied:
+        run.policy = replace(run.policy, version=run.policy.version + 1)
+    run.timings.learning = time.perf_counter() - begun
+    run.timings.learned_tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rows)
+    left_out = {} if result.applied else {"updates/left_out": 1.0}
+    return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm, **left_out}
+
+
+def _commit(
+    run: SftRun,
+    draws: Sequence[int],
+    lessons: Sequence[Lesson],
+    version_in: int,
+    learned: Mapping[str, float],
+) -> dict[str, float]:
+    """The step with its rows and metrics, in one transaction. Then the run stands after it. Returns the metrics."""
+    run.tokens_seen += run.timings.learned_tokens
+    metrics = {
+        **learned,
+        "num_tokens": float(run.tokens_seen),
+        "epoch": (draws[-1] + 1) / run.order.length,
+        **{name: value for name, value in timing_metrics(run.timings).items() if value},
+    }
+    record = StepRecord(
+        step=run.step,
+        version_in=version_in,
+        version_out=run.policy.version,
+        fingerprint_out="",
+        draws=tuple(draws),
+        learning_rate=metrics["learning_rate"],
+        finished_at=time.time(),
+    )
+    groups = [
+        teacher_group(run.tokenizer, lesson, draw)
+        for draw, lesson in zip(draws, lessons, strict=True)
+    ]
+    run.folder.store.commit_step(record, groups, metrics)
+    run.progress.step(run.step, metrics)
+    logger.info("step %d/%d: loss %.4g", run.step + 1, run.max_steps, metrics["loss"])
+    run.step += 1
+    run.next_draw = draws[-1] + 1
+    return metrics
+
+
+# --- held-out rows -------------------------------------------------------------------------------
+
+
+async def evaluate_if_due(run: SftRun) -> None:
+    """Before the first step, every `eval.eval_steps` steps, after the last one, and where a callback asks for it."""
+    asked = run.callbacks.evaluation_was_asked
+    nothing = run.held_out is None and run.completions is None
+    if asked and nothing:
+        logger.warning(
+            "a callback asked for an evaluation, but the task has no get_sft_eval_dataset: there are no held-out rows"
+        )
+    if nothing or run.evaluated_step == run.step:
+        run.callbacks.give_up_evaluation()
+        return
+    if run.step == 0:
+        due = run.config.eval.eval_on_start
+    else:
+        due = run.step % run.eval_steps == 0 or run.over
+    if due or asked:
+        metrics = await _evaluate(run)
+        _notice_conditions(run, metrics)
+        await _judge(run, metrics.get("eval_loss"))
+
+
+async def _evaluate(run: SftRun) -> dict[str, float]:
+    """Record what there is to measure: the loss on the held-out rows, and what the policy writes by itself."""
+    metrics: dict[str, float] = {}
+    details: list[dict[str, Any]] = []
+    if run.held_out is not None:
+        metrics, details = await _loss_of(run, run.held_out)
+    if run.completions is not None:
+        drawn = run.completions.measure(
+            run.learner,
+            run.policy,
+            run.step,
+            run.max_steps,
+            lambda done, total: run.progress.phase("evaluating", done, total),
+        )
+        metrics |= await run.interruption.allow(drawn)
+    label = f"{run.folder.name}@{run.step}"
+    asked = run.folder.store.get_meta().get("held_out", "")
+    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, asked)
+    run.folder.store.add_evaluation(record)
+    await run.callbacks.evaluated(record)
+    told = ", ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
+    run.say(f"held-out after {run.step} steps: {told}")
+    return metrics
+
+
+def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
+    """The condition of `training.stop_when` that holds now, if one does."""
+    conditions = run.config.training.stop_when
+    named = {name for each in conditions for name, _, _ in bounds_of(each)}
+    unknown = named - metrics.keys()
+    if unknown and run.measured is None:
+        raise UsageError(
+            f"training.stop_when names {', '.join(sorted(unknown))}, which the evaluation after {run.step} steps does not have. There are: "
+            f"{', '.join(sorted(metrics))}"
+        )
+    run.measured = {name: metrics[name] for name in sorted(named - unknown)}
+    met = (each for each in conditions if holds(each, metrics))
+    run.reached = next(met, None)
+    if run.reached is not None:
+        run.say(f"ended after {run.step} steps: {run.reached} (training.stop_when)")
+
+
+async def _loss_of(
+    run: SftRun, held_out: LessonSet
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Loss, in nats per trained token, and accuracy on the held-out rows, and each row's part."""
+    losses: list[float] = []
+    counts: list[int] = []
+    right = 0
+    rows = [(lesson, teacher_row(row)) for lesson in held_out.lessons for row in lesson.rows]
+    for start in range(0, len(rows), EVALUATED_AT_ONCE):
+        run.progress.phase("evaluating", start, len(rows))
+        part = [row for _, row in rows[start : start + EVALUATED_AT_ONCE]]
+        found = await run.interruption.allow(run.learner.predictions(part))
+        for row, each in zip(part, found, strict=True):
+            losses.append(-math.fsum(compress(each.logprobs, row.mask)))
+            counts.append(sum(row.mask))
+            right += sum(compress(each.right, row.mask))
+        await asyncio.sleep(0)
+    loss = math.fsum(losses) / sum(counts)
+    metrics = {
+        "eval_loss": loss,
+        "perplexity": _perplexity(loss),
+        "eval_mean_token_accuracy": right / sum(counts),
+        "eval_tokens": float(sum(counts)),
+    }
+    details = [
+        {"example": lesson.example.index, "loss": total / count, "tokens": count}
+        for (lesson, _), total, count in zip(rows, losses, counts, strict=True)
+    ]
+    return metrics, details
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # beyond it a float overflows
+
+
+async def _judge(run: SftRun, loss: float | None) -> None:
+    """Note whether the evaluation is the best so far; a checkpoint keeps the best one. The start is no candidate."""
+    run.evaluated_step = run.step
+    if run.step == 0 or loss is None:
+        return
+    _count_patience(run, loss)
+    if math.isfinite(loss) and (run.best is None or loss < run.best.loss):
+        run.best = Best(run.step, loss)
+        await save(run)
+    if run.gave_up:
+        best = f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
+        run.say(
+            f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"
+        )
+
+
+def _count_patience(run: SftRun, loss: float) -> None:
+    """Only a loss that is lower by more than the threshold is better here; the best step is that of the lowest."""
+    least = run.config.eval.early_stopping_threshold
+    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - least):
+        run.to_beat, run.not_better = loss, 0
+    else:
+        run.not_better += 1
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+async def save(run: SftRun) -> None:
+    """Weights, optimiser and position after the steps done; older checkpoints go as configured, but never the best one."""
+    if run.saved_step != run.step:
+        write_checkpoint(run)
+    keep = run.config.run.save_total_limit
+    if keep is not None:
+        checkpoints.prune(run.folder.checkpoints, keep, {run.best.step} if run.best else ())
+    await run.callbacks.saved()

@@ -1,0 +1,140 @@
+"""What the policy of a supervised run writes by itself: completions drawn and scored at each evaluation, as `groupwise rl` would.
+
+A warm-up is done when its completions have the form that the rewards read and groups of them still differ, which the loss on given
+answers does not tell. `ask` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
+
+    reward, rewards/NAME/mean, pass@k …   as evaluations have them, at the temperature of the RL config
+    groups/with_signal                    share of prompts whose completions earn different rewards: what RL learns from
+    groups/distinct                       share of the completions of a prompt that are different, on average
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from groupwise.algorithms.advantages import tied
+from groupwise.core.reward_call.request import Scorer
+from groupwise.core.types import Learner, Policy, Sampler
+from groupwise.engine.distributed import prefork
+from groupwise.runs.advice import DISTINCT
+from groupwise.tasks.contract import Task, require
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.rollouts.prompts import PromptSet
+from groupwise.training import placement, rollout_builder
+from groupwise.training.config import RunConfig, load_config, with_task_schema
+from groupwise.training.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
+from groupwise.training.evaluation.measures import by_prompt, distinct_share
+from groupwise.training.placement import Layout
+from groupwise.training.sft_config import LoadedSftConfig, SftConfig
+
+WITH_SIGNAL = "groups/with_signal"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The prompts that completions are drawn for, and how; found out before a model is loaded."""
+
+    config: RunConfig
+    """Of the RL run, with the model and the adapter of the supervised one."""
+    prompts: PromptSet
+    rubric: Rubric | None
+    layout: Layout
+
+
+def ask(loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout) -> Asked | None:
+    """None where no completions are wanted. Raises UsageError for a task without prompts or rewards."""
+    wanted = loaded.config.eval.completions
+    if wanted is None:
+        return None
+    require(task, "eval")
+    config = _rl_config(loaded, task)
+    room = prefork.prompt_room(config.model, rollout_builder.longest_completion(config))
+    prompts = held_out_prompts(config, task, tokenizer, room)
+    rubric = rollout_builder.task_rubric(config, task, tokenizer)
+    drawing = placement.choose_layout(config, prompts.longest)
+    drawing = replace(drawing, max_tokens_per_microbatch=layout.max_tokens_per_microbatch)
+    return Asked(config, prompts, rubric, drawing)
+
+
+def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
+    config, wanted = loaded.config, loaded.config.eval.completions
+    assert wanted is not None
+    given: dict[str, Any] = wanted.rl if isinstance(wanted.rl, dict) else {}
+    if isinstance(wanted.rl, str):
+        beside = loaded.path.parent if loaded.path else Path()
+        given = load_config(beside / wanted.rl).config.model_dump(mode="json", exclude_unset=True)
+    of_sft = config.model_dump(mode="json", exclude_unset=True)
+    shared = {name: of_sft[name] for name in ("model", "lora", "run", "scale") if name in of_sft}
+    sections: dict[str, Any] = {**given, **shared, "warm_up": None}
+    sections.setdefault("task", of_sft.get("task", {}))
+    training = {**sections.get("training", {}), **_shared_training(config)}
+    temperature = sections.get("sampler", {}).get("temperature", 1.0)
+    evaluation = {
+        **sections.get("eval", {}),
+        "max_prompts": wanted.max_prompts,
+        "samples_per_prompt": wanted.num_generations,
+        "temperature": temperature,
+        "pass_at_k": None,
+    }
+    found = load_config({**sections, "training": training, "eval": evaluation})
+    return with_task_schema(found, task.config_schema()).config
+
+
+def _shared_training(config: SftConfig) -> dict[str, Any]:
+    """How the learner computes; the sampler is over its weights."""
+    training = config.training
+    keys = ("seed", "gradient_checkpointing", "packing", "max_tokens_per_microbatch")
+    return {key: getattr(training, key) for key in keys}
+
+
+@dataclass(slots=True, kw_only=True)
+class Completions:
+    """Draws them, scores them and measures."""
+
+    asked: HeldOut
+    sampler: Sampler
+    scorer: Scorer
+    tokenizer: Any
+
+    async def measure(
+        self,
+        learner: Learner,
+        policy: Policy,
+        step: int,
+        max_steps: int,
+        on_progress: Callable[[int, int], None],
+    ) -> dict[str, float]:
+        """Metrics of the policy as it is after so many steps."""
+        published = await learner.publish(policy.version)
+        await self.sampler.load(published)
+        result = await answer_held_out(
+            self.asked,
+            self.sampler,
+            self.scorer,
+            self.tokenizer,
+            f"{policy.run}@{step}",
+            on_progress=on_progress,
+            trainer=(step, max_steps, None),
+        )
+        return {**result.metrics, **spread(result.rows)}
+
+
+def spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How much the completions of a prompt differ, over all prompts with more than one that could be scored."""
+    groups = [
+        [row for row in samples if row["reward"] is not None]
+        for samples in by_prompt(rows).values()
+    ]
+    groups = [samples for samples in groups if len(samples) > 1]
+    if not groups:
+        return {}
+    return {
+        WITH_SIGNAL: fmean(not tied([row["reward"] for row in samples]) for samples in groups),
+        DISTINCT: fmean(
+            distinct_share([row["completion"] for row in samples]) for samples in groups
+        ),
+    }

@@ -1,0 +1,296 @@
+"""Everything that can be found out about a supervised run before a model is loaded: config, task, rows, masks, sizes.
+
+What is wrong with any of them is a `UsageError` here, and a dry run ends here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.settings.view import View
+from groupwise.engine.distributed import prefork
+from groupwise.engine.models.chat_masks import Masked
+from groupwise.engine.models.identity import identity
+from groupwise.engine.models.plan import ModelPlan, largest_microbatch, plan_model
+from groupwise.tasks.configured import find_task
+from groupwise.tasks.contract import Task, require
+from groupwise.tasks.data.chat import Account
+from groupwise.tasks.data.order import Order
+from groupwise.tasks.data.overlap import prompt_key, warning_of_overlap
+from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherWay, read_lessons
+from groupwise.training import placement
+from groupwise.training.callbacks.registry import configured_callbacks
+from groupwise.training.config import resolved, with_task_schema
+from groupwise.training.loops.prepare import (
+    ROWS_READ,
+    Prepared,
+    check_start,
+    digest,
+    drawn_in_an_epoch,
+    order_of,
+    plan_of,
+    prompt_warnings,
+    task_facts,
+)
+from groupwise.training.loops.profiling import check_profiled_steps
+from groupwise.training.loops.sft_completions import Asked, ask
+from groupwise.training.placement import Layout
+from groupwise.training.sft_config import LoadedSftConfig, SftConfig
+
+TRAINED = ("⟦", "⟧")
+"""What stands around the trained tokens of a row that is shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftPrepared(Prepared):
+    """A supervised run that is checked but not built."""
+
+    loaded: LoadedSftConfig
+    lessons: LessonSet
+    order: Order
+    """In which they are drawn."""
+    held_out: LessonSet | None
+    max_draws: int | None
+    """Examples drawn in all steps together, where epochs say so."""
+    asked: Asked | None = None
+    """What the policy writes by itself at evaluations, where it does."""
+
+    @property
+    def config(self) -> SftConfig:
+        return self.loaded.config
+
+    @property
+    def eval_steps(self) -> int:
+        """Steps between evaluations."""
+        epoch = -(-self.order.length // self.config.training.examples_per_step)
+        return self.config.eval.eval_steps or epoch
+
+
+def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = None) -> SftPrepared:
+    """Check task and rows against the config; tokenise and mask all rows.
+
+    `rows_read`: see `groupwise.training.loops.rl_prepare.prepare_rl`.
+    """
+    found = find_task(task, View(resolved(loaded.config)))
+    require(found, "sft")
+    loaded = with_task_schema(loaded, found.config_schema())
+    config = loaded.config
+    check_start(loaded)
+    tokenizer = prefork.load_tokenizer(config.model)
+    rows_read = rows_read or _draws(config)
+    lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
+    assert lessons is not None, "an empty dataset is an error"
+    held_out = None
+    if found.has("get_sft_eval_dataset"):
+        limit = config.eval.max_examples
+        held_out = _read(config, found, tokenizer, "get_sft_eval_dataset", limit)
+    if held_out is None and config.eval.completions is None:
+        _refuse_evaluation_of_nothing(config, found)
+    facts = {
+        **task_facts(found),
+        "data": _fingerprint(lessons),
+        "held_out": _fingerprint(held_out) if held_out else "",
+        "base": identity(config.model),
+        ROWS_READ: rows_read,
+    }
+    rows = [each.example.index for each in lessons.lessons]
+    order = order_of(found, "get_sft_dataset", rows, config)
+    max_draws = _max_draws(config, order.length)
+    given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
+    layout = placement.supervised_layout(config)
+    prepared = SftPrepared(
+        loaded=loaded,
+        task=found,
+        tokenizer=tokenizer,
+        max_steps=_max_steps(config, max_draws),
+        layout=layout,
+        facts=facts,
+        callbacks=configured_callbacks(config.callbacks, given, origin),
+        lessons=lessons,
+        order=order,
+        held_out=held_out,
+        max_draws=max_draws,
+        asked=ask(loaded, found, tokenizer, layout),
+    )
+    check_profiled_steps(config.run, prepared.max_steps)
+    return prepared
+
+
+def _read(
+    config: SftConfig, task: Task, tokenizer: Any, hook: str, limit: int | None
+) -> LessonSet | None:
+    """What a hook returns; None where it returns nothing."""
+    given = View(resolved(config))
+    rows = task.sft_rows(hook, given, tokenizer, limit)
+    if hook == "get_sft_eval_dataset":
+        rows = rows[:limit]
+    if not rows:
+        return None
+    way, where = teacher_way(config, task, tokenizer), f"{task.described}: {hook}"
+    lessons = read_lessons(tokenizer, rows, way, where=where)
+    task.accounts[hook] = task.accounts.get(hook, Account()) + Account(lessons.refused)
+    if config.data.strict and lessons.dropped:
+        raise TaskError(
+            f"{where}: {lessons.dropped} rows have nothing to train within data.max_length = {way.max_length} tokens, and data.strict is "
+            "true. Raise the limit, or set data.strict to false to leave them out."
+        )
+    return lessons
+
+
+def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
+    """How the config wants the task's rows read."""
+    given = View(resolved(config))
+    room = prefork.prompt_room(config.model, 0)
+    return TeacherWay(
+        text_field=config.data.dataset_text_field,
+        completion_only=config.data.completion_only_loss,
+        last_turn_only=config.data.assistant_turns == "last",
+        max_length=min(config.data.max_length or room, room),
+        vocabulary=prefork.vocabulary(config.model),
+        truncation=config.data.truncation_mode,
+        formatting=task.sft_function("get_sft_formatting_func", given, tokenizer),
+        collator=task.sft_function("get_sft_data_collator", given, tokenizer),
+        strict=config.data.strict,
+    )
+
+
+def _refuse_evaluation_of_nothing(config: SftConfig, task: Task) -> None:
+    evaluation = config.eval
+    asked = {
+        "eval.eval_steps": evaluation.eval_steps,
+        "eval.early_stopping_patience": evaluation.early_stopping_patience,
+        "eval.load_best_model_at_end": evaluation.load_best_model_at_end or None,
+        "training.stop_when": config.training.stop_when or None,
+    }
+    keys = [key for key, value in asked.items() if value is not None]
+    if keys:
+        without = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
+        raise TaskError(
+            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {without} "
+            "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
+        )
+
+
+def _draws(config: SftConfig) -> int | None:
+    """How many rows of an endless stream are read; None where epochs decide, which needs an end."""
+    steps = config.training.max_steps
+    return None if steps is None else steps * config.training.examples_per_step
+
+
+def _max_draws(config: SftConfig, examples: int) -> int | None:
+    epochs = config.training.num_train_epochs
+    return None if epochs is None else max(1, math.ceil(epochs * examples))
+
+
+def _max_steps(config: SftConfig, max_draws: int | None) -> int:
+    """Steps of the whole run; the last one of whole epochs may be smaller."""
+    if max_draws is None:
+        assert config.training.max_steps is not None
+        return config.training.max_steps
+    return -(-max_draws // config.training.examples_per_step)
+
+
+def _fingerprint(lessons: LessonSet) -> str:
+    return digest([[row.ids, row.mask] for lesson in lessons.lessons for row in lesson.rows])
+
+
+def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelPlan:
+    """Parameters and memory of a run in this layout, whose rows have at most so many tokens."""
+    examples = config.training.examples_per_step
+    return plan_model(
+        config.model,
+        config.lora,
+        dtype=layout.dtype,
+        decoding=None,
+        microbatch=largest_microbatch(
+            layout.max_tokens_per_microbatch, longest, -(-examples // layout.learning) * longest
+        ),
+        needs_reference=False,
+        device=layout.device,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        processes=layout.sharing,
+        parts=layout.parts,
+    )
+
+
+def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """What a run would do: the resolved config, sizes, and the first rows with what is trained of them.
+
+    `warnings` are shown with its own.
+    """
+    config, lessons, held_out = prepared.config, prepared.lessons, prepared.held_out
+    first = lessons.lessons[prepared.order.example(0)]
+    counts = {
+        **_counts(lessons),
+        **drawn_in_an_epoch(prepared.order, len(lessons.lessons)),
+        "held_out_examples": len(held_out.lessons) if held_out else 0,
+        "steps": prepared.max_steps,
+        "steps_between_evaluations": prepared.eval_steps if held_out else None,
+    }
+    return plan_of(
+        prepared,
+        planned_sft_sizes(config, prepared.layout, lessons.longest),
+        counts=counts,
+        shown={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
+        warnings=[*warnings_of(prepared), *warnings],
+    )
+
+
+def warnings_of(prepared: SftPrepared) -> list[str]:
+    """What a reader should know of the rows before the run."""
+    examples = [lesson.example for lesson in prepared.lessons.lessons]
+    of_overlap = filter(None, [_overlap_warning(prepared)])
+    return [*prompt_warnings(prepared, examples), *of_overlap]
+
+
+def _overlap_warning(prepared: SftPrepared) -> str | None:
+    """What to say where held-out rows are trained on; None where none is, or nothing is held out."""
+    if prepared.held_out is None:
+        return None
+    trained = set(map(_asked, prepared.lessons.lessons))
+    asked = list(map(_asked, prepared.held_out.lessons))
+    return warning_of_overlap(
+        sum(each in trained for each in asked),
+        len(asked),
+        instead="data.dataset_test_split, data.test_split_size, or the task's get_sft_eval_dataset",
+    )
+
+
+def _asked(lesson: Lesson) -> str:
+    """Equal for lessons that answer the same: where nothing is asked, for those of the same tokens."""
+    prompt = lesson.example.prompt
+    if isinstance(prompt, str):
+        asks = bool(prompt)
+    else:
+        asks = any(message["role"] not in ("system", "developer") for message in prompt)
+    return prompt_key(prompt) if asks else json.dumps([row.ids for row in lesson.rows])
+
+
+def _counts(lessons: LessonSet) -> dict[str, Any]:
+    return {
+        "examples": len(lessons.lessons),
+        "rows": sum(len(lesson.rows) for lesson in lessons.lessons),
+        "rows_cut_as_too_long": lessons.cut,
+        "rows_dropped_as_too_long": lessons.dropped,
+        "trained_without_end_token": lessons.without_end,
+        "tokens": lessons.tokens,
+        "trained_tokens": lessons.trained_tokens,
+        "longest_row": lessons.longest,
+    }
+
+
+def shown_row(tokenizer: Any, row: Masked) -> str:
+    """The row as text, special tokens included, with ⟦ ⟧ around what is trained."""
+    pieces: list[str] = []
+    start = 0
+    for place in range(1, len(row.ids) + 1):
+        if place == len(row.ids) or row.mask[place] != row.mask[start]:
+            text = tokenizer.decode(list(row.ids[start:place]), skip_special_tokens=False)
+            pieces.append(text.join(TRAINED) if row.mask[start] else text)
+            start = place
+    return "".join(pieces)

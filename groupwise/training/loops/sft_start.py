@@ -1,0 +1,292 @@
+"""The command `groupwise sft`, from what a user gives to how the run ended.
+
+It goes the way of `groupwise rl`: check everything, build, take a resumed run back to its last checkpoint, train, and leave a folder that
+says how it ended. From there `groupwise rl --init-from RUN` goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from groupwise.core.interruption import Interrupted, Interruption, run_to_end
+from groupwise.core.terminal.progress import Progress
+from groupwise.core.types import Learner, Policy
+from groupwise.runs import checkpoints
+from groupwise.runs.folder import RunFolder
+from groupwise.training import build, rollout_builder
+from groupwise.training.callbacks.base import Callbacks
+from groupwise.training.evaluation.evaluate import held_out
+from groupwise.training.loops.outcome import (
+    end,
+    ended_early,
+    exit_code,
+    failed,
+    first_and_last,
+    summarise,
+    write_curve,
+)
+from groupwise.training.loops.resume import NOT_WEIGHTS, Resumption, check_folder, take_back
+from groupwise.training.loops.sft import SftRun, save, train
+from groupwise.training.loops.sft_completions import Completions
+from groupwise.training.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft, warnings_of
+from groupwise.training.loops.start import (
+    Start,
+    TrainingResult,
+    Ways,
+    dry_run_warnings,
+    find_start,
+    kept_going,
+    left_out_lines,
+    loaded,
+    opened,
+    watched,
+)
+from groupwise.training.sft_config import LoadedSftConfig, SftConfig, load_sft_config
+
+logger = logging.getLogger(__name__)
+
+KIND = "sft"
+METRIC = "loss"
+"""The one that a curve is drawn of, and the summary has."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult(TrainingResult):
+    """How a supervised run ended."""
+
+
+def sft(
+    config: Path | str | Mapping[str, Any] | SftConfig,
+    task: object = None,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    resume_from: str | None = None,
+    init_from: str | None = None,
+    dry_run: bool = False,
+) -> SftResult:
+    """Train on the given answers of a task: the command `groupwise sft`.
+
+    Without a task, the config says where the rows are. `resume` goes on with the newest unfinished run of the config's name,
+    `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
+    starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
+    run failed on its way.
+    """
+    ways = Ways(resume, resume_from, init_from)
+    given = load_sft_config(config, overrides, to_train=True)
+    if not dry_run:
+        build.be_launched(given.config)
+
+    def begin(ways: Ways) -> SftResult:
+        with nullcontext() if dry_run else build.expected_ranks(given.config):
+            return _sft(find_start(given, ways, KIND), task, dry_run=dry_run)
+
+    return kept_going(begin, ways, given)
+
+
+def _sft(start: Start[LoadedSftConfig], task: object, *, dry_run: bool) -> SftResult:
+    prepared = prepare_sft(start.loaded, task, start.rows_read)
+    resumption = start.resumption(prepared)
+    if dry_run:
+        place = check_folder(prepared, start.point)
+        return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), place)
+    noted = {
+        "examples": len(prepared.lessons.lessons),
+        "rows_dropped_as_too_long": prepared.lessons.dropped,
+    }
+    with opened(prepared, start, KIND, noted) as (folder, ready):
+        return run_to_end(_run_in(folder, ready, resumption))
+
+
+async def _run_in(
+    folder: RunFolder, prepared: SftPrepared, resumption: Resumption | None
+) -> SftResult:
+    """Build the learner, train, and leave the folder with what came of it."""
+    started = time.perf_counter()
+    callbacks = Callbacks(prepared.callbacks)
+    try:
+        with watched(folder, prepared, resumption) as (progress, interruption):
+            async with _parts(folder, prepared, interruption) as (learner, completions):
+                run = _assemble(folder, prepared, learner, progress, interruption)
+                run.callbacks, run.completions = callbacks, completions
+                if resumption is not None:
+                    take_back(run, prepared, resumption)
+                    _look_anew_if_changed(run, prepared)
+                _say_what_begins(run, prepared)
+                return await _conduct(run, prepared, started)
+    finally:
+        callbacks.close()
+
+
+@asynccontextmanager
+async def _parts(
+    folder: RunFolder, prepared: SftPrepared, interruption: Interruption
+) -> AsyncGenerator[tuple[Learner, Completions | None]]:
+    """The learner; and where the policy is to write by itself, a sampler over its weights and what scores."""
+    asked, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
+    if asked is None:
+        unused = folder.path / "published"  # nothing samples, so nothing is published
+        starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
+        with closing(await loaded(interruption, starts)) as parts:
+            yield parts.learner, None
+        return
+    publications = build.publication_folder(folder.path, build.publication_bytes(asked.config))
+    scorer = rollout_builder.build_scorer(asked.config, task, tokenizer, asked.rubric)
+    rollouts = rollout_builder.build_rollouts(
+        asked.config, task, tokenizer, asked.layout.key_length
+    )
+    try:
+        starts = build.start_training(asked.config, asked.layout, folder.name, publications)
+        with closing(await loaded(interruption, starts)) as parts:
+            await asyncio.gather(scorer.start(), rollouts.start())
+            way = held_out(asked.config, task, asked.prompts, parts.stop_token_ids, rollouts)
+            yield (
+                parts.learner,
+                Completions(asked=way, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer),
+            )
+    finally:
+        await rollouts.close()
+        await scorer.close()
+        build.remove_publications(publications)
+
+
+def _assemble(
+    folder: RunFolder,
+    prepared: SftPrepared,
+    learner: Learner,
+    progress: Progress,
+    interruption: Interruption,
+) -> SftRun:
+    """The run at its first step."""
+    config = prepared.config
+    return SftRun(
+        config=config,
+        max_steps=prepared.max_steps,
+        learner=learner,
+        tokenizer=prepared.tokenizer,
+        folder=folder,
+        progress=progress,
+        interruption=interruption,
+        policy=Policy(folder.name, 0, "", "adapter" if config.lora else "full", ""),
+        lessons=prepared.lessons,
+        order=prepared.order,
+        max_draws=prepared.max_draws,
+        held_out=prepared.held_out,
+        eval_steps=prepared.eval_steps,
+    )
+
+
+def _look_anew_if_changed(run: SftRun, prepared: SftPrepared) -> None:
+    """Losses on other held-out rows do not compare: the best step is looked for anew."""
+    store, now = run.folder.store, prepared.facts["held_out"]
+    if store.get_meta().get("held_out") == now:
+        return
+    store.set_meta({"held_out": now})
+    run.best = run.to_beat = run.evaluated_step = None
+    run.not_better = 0
+    run.say("the held-out rows were changed: the best step is looked for anew")
+
+
+def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
+    """The first lines of the log, and what a reader should know."""
+    lessons = prepared.lessons
+    logger.info(
+        "%s, %s: steps %d to %d, %d examples",
+        run.config.model.name,
+        prepared.task.described,
+        run.step,
+        run.max_steps,
+        len(lessons.lessons),
+    )
+    for line in left_out_lines(prepared):
+        run.say(line)
+    if lessons.cut or lessons.dropped:
+        limit = run.config.data.max_length or "the model's longest text"
+        run.say(
+            f"rows longer than {limit} tokens (data.max_length): {lessons.cut} were cut, {lessons.dropped} are left out"
+        )
+    for warning in warnings_of(prepared):
+        logger.warning(warning)
+    if lessons.without_end:
+        logger.warning(
+            "%d turns or completions are trained without a token that ends them: the model will not learn to stop there. "
+            "Look at the first rows that --dry-run shows, and at the chat template or the tokenizer's end token",
+            lessons.without_end,
+        )
+
+
+async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftResult:
+    """All steps, then the final weights; an interruption keeps what is whole."""
+    try:
+        await run.callbacks.begin(run)
+        await train(run)
+    except Interrupted as interrupted:
+        if run.step > 0:
+            await save(run)
+        summary = await _ended(run, prepared, started, "interrupted")
+        return SftResult(summary, run.folder.path, interrupted.exit_code)
+    except Exception as error:
+        await failed(run, error)
+        raise
+    await save(run)
+    step = _final_step(run)
+    run.folder.write_final(lambda folder: _write_final(run, folder, step), step)
+    summary = await _ended(run, prepared, started, "finished")
+    return SftResult(summary, run.folder.path, exit_code(run, summary))
+
+
+def _write_final(run: SftRun, folder: Path, step: int) -> None:
+    """The weights after so many steps, and the tokenizer, as transformers, peft and vLLM load them."""
+    source = run.folder.checkpoints / f"step-{step}"
+    ignored = shutil.ignore_patterns(*NOT_WEIGHTS)
+    shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
+    run.tokenizer.save_pretrained(folder)
+
+
+def _final_step(run: SftRun) -> int:
+    """After which step the final weights are; the last one where the best checkpoint is gone."""
+    if not run.config.eval.load_best_model_at_end or run.best is None:
+        return run.step
+    kept = [checkpoint.step for checkpoint in checkpoints.complete(run.folder.checkpoints)]
+    if run.best.step in kept:
+        return run.best.step
+    run.say(f"warning: the best checkpoint, step-{run.best.step}, is gone: final/ has the last one")
+    return run.step
+
+
+async def _ended(
+    run: SftRun,
+    prepared: SftPrepared,
+    started: float,
+    state: Literal["finished", "interrupted"],
+) -> dict[str, Any]:
+    """Leave curve and summary, and record the state."""
+    write_curve(run, METRIC)
+    summary = {**_summarise(run, prepared, started), **ended_early(run)}
+    return await end(run, state, summary)
+
+
+def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, Any]:
+    """What the run amounts to, in a few lines."""
+    first, last = first_and_last(run, METRIC)
+    summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
+    found = run.folder.store.evaluations(rows=False)
+    losses = (record.metrics.get("eval_loss") for record in found)  # callbacks may add others
+    evaluated = [loss for loss in losses if loss is not None]
+    if evaluated:
+        summary |= {"eval_loss_first": evaluated[0], "eval_loss_last": evaluated[-1]}
+    if run.best is not None:
+        summary |= {"eval_loss_best": run.best.loss, "best_step": run.best.step}
+    if run.gave_up and run.step < run.max_steps:
+        summary["stopped_early"] = True
+    if run.reached is not None:
+        summary["stopped_by"] = run.reached
+    return summary

@@ -1,0 +1,299 @@
+"""How a training command starts, whatever the run learns from: what `rl_start` and `sft_start` share.
+
+kept_going       again from the last checkpoint, where a server has lost what the run computes with
+find_start       the config with the weights to begin with, and where an earlier run goes on
+resumption       is it the same run? what changed?
+opened           the run's folder, held by this process; one that could not start leaves none
+watched, loaded  progress for people, warnings beside it, and Ctrl-C for the loop
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from groupwise.api.client.errors import ClientError
+from groupwise.api.schemas.parts import LOST
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunError, UsageError
+from groupwise.core.interruption import Interrupted, Interruption
+from groupwise.core.terminal.progress import Progress
+from groupwise.engine.models.card import packages_used
+from groupwise.engine.models.hub_push import Target, check_access
+from groupwise.runs import checkpoints, find
+from groupwise.runs.config import RunSection
+from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
+from groupwise.runs.store import Store
+from groupwise.training.config import Loaded, LoadedConfig
+from groupwise.training.evaluation.policies import FoundPolicy, find_policy
+from groupwise.training.loops.prepare import ROWS_READ, Prepared, rows_told, starting_from
+from groupwise.training.loops.resume import (
+    ResumePoint,
+    Resumption,
+    check_resume,
+    find_resume_point,
+    keep_start,
+    open_folder,
+    start_to_keep,
+    with_start_of,
+)
+from groupwise.training.placement import crowding
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
+
+ENDS = (
+    "asked to end: what has been done is saved first; Ctrl-C once more ends at once, without that"
+)
+MOST_IN_VAIN = 3
+"""Losses in a row without a new checkpoint after which a run does not go on by itself."""
+
+WAYS_TO_START = {
+    "--resume": "goes on with the newest unfinished run of that name",
+    "--resume-from": "goes on with the run and the checkpoint that it names",
+    "--init-from": "starts a new run from the weights that it names",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """How a training run ended."""
+
+    summary: dict[str, Any]
+    """For people and `--json`: run, state, steps, what was reached, folders. After a dry run, config and plan."""
+    folder: Path
+    """The run folder; after a dry run, where it would have been."""
+    exit_code: int = 0
+    """0 done; 130 or 143 interrupted after a clean checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How the user wants a run to start; an ordinary new one without any of these. Raises `UsageError` where more than one is given."""
+
+    resume: bool = False
+    resume_from: str | None = None
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        values = (self.resume, self.resume_from, self.init_from)
+        given = [name for name, value in zip(WAYS_TO_START, values, strict=True) if value]
+        if len(given) > 1:
+            meant = ", ".join(f"{name} {WAYS_TO_START[name]}" for name in given)
+            raise UsageError(
+                f"{' and '.join(given)} exclude each other: {meant}. Give one of them."
+            )
+
+
+def kept_going(begin: Callable[[Ways], T], ways: Ways, loaded: LoadedConfig) -> T:
+    """What a run gives that is begun in these ways; where `run.server` loses its parts, it goes on by itself, as by `--resume`.
+
+    An engine that ends, or a server that is started anew, costs the steps since the last checkpoint. Raises what the run raises, and what
+    was lost where that happened a few times in a row without a new checkpoint.
+    """
+    in_vain, reached, run = 0, 0, ""
+    while True:
+        try:
+            return begin(ways)
+        except UsageError as error:
+            if not run:
+                raise
+            raise RunError(
+                f"{error.message} The run {run} stands at step {reached}; --resume goes on with it."
+            ) from None
+        except ClientError as error:
+            if error.code not in LOST:
+                raise
+            run, step = _stands(loaded, ways)
+            in_vain = 0 if step > reached else in_vain + 1
+            if in_vain == MOST_IN_VAIN:
+                raise
+            reached = step
+            logger.warning("%s", error)
+            logger.warning("the run %s goes on by itself, after step %d", run, step)
+            _await_server(loaded.config.run.server)
+            ways = Ways(resume_from=f"{run}@{step}") if step else Ways(resume=True)
+
+
+def _stands(loaded: LoadedConfig, ways: Ways) -> tuple[str, int]:
+    """The run that has just ended, and the steps that its newest checkpoint stands for."""
+    runs = Path(loaded.config.run.dir)
+    if ways.resume_from is None:
+        path = find.newest_unfinished(loaded.run_name, runs)
+    else:
+        path = find.resolve(ways.resume_from.partition("@")[0], runs).path
+    newest = checkpoints.newest(path / CHECKPOINTS)
+    return path.name, 0 if newest is None else newest.step
+
+
+def _await_server(url: str | None) -> None:
+    """It may be starting anew."""
+    from groupwise.api.client.exchange import Call
+    from groupwise.engine.backends.remote.session import Line
+
+    assert url is not None, "parts that can be lost are a server's"
+    with Line(url) as line:
+        line.now(line.ask(Call("GET", "/healthz", lambda _: None)))
+
+
+@dataclass(frozen=True, slots=True)
+class Start(Generic[Loaded]):
+    """What a run starts with."""
+
+    loaded: Loaded
+    """The config, naming the weights that the run begins with."""
+    point: ResumePoint | None
+    """Where an earlier run goes on; None for a new one."""
+    init_from: str | None
+    """The weights that a new run begins with, as the user named them."""
+    lineage: tuple[dict[str, Any], ...]
+    """What these are, and before it what they came from, the oldest first."""
+    weights: Path | None
+    """Weights that are still to be copied into the run's folder."""
+
+    @property
+    def rows_read(self) -> int | None:
+        """How many rows of a stream without a length the earlier run reads."""
+        return self.point.facts.get(ROWS_READ) if self.point else None
+
+    def resumption(self, prepared: Prepared) -> Resumption | None:
+        """None for a new run. Raises `ResumeMismatchError` if the run was started with something that may not change."""
+        return check_resume(self.point, prepared) if self.point else None
+
+
+def find_start(loaded: Loaded, ways: Ways, kind: str) -> Start[Loaded]:
+    """What to start with. `kind` is the command, whose runs alone can be gone on with."""
+    lineage: tuple[dict[str, Any], ...] = ()
+    point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)
+    if point is not None:
+        weights = start_to_keep(point)
+        loaded = with_start_of(loaded, point)
+    elif ways.init_from is not None:
+        found = find_policy(ways.init_from, Path(loaded.config.run.dir))
+        weights = found.folder
+        lineage = () if weights is None else _lineage(found, weights)
+    else:
+        weights = None
+    if weights is not None:
+        loaded = starting_from(loaded, weights)
+    _check_upload(loaded.config.run, point.path if point else None)
+    return Start(loaded, point, ways.init_from, lineage, weights)
+
+
+def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
+    """Where weights come from, as the model card tells it: policies of runs with what trained them, or a name alone."""
+    run = found.run or find.run_around(weights)
+    if run is None:
+        local = Path(found.label).expanduser().exists()
+        return ({"policy": weights.resolve().name if local else found.label},)
+    facts = Store.facts(run / RECORD)
+    told = {key: facts[key] for key in ("kind", "task", "dataset", "model") if facts.get(key)}
+    return (*facts.get("lineage", ()), {"policy": find.label_of(run, weights), **told})
+
+
+def _check_upload(section: RunSection, run: Path | None) -> None:
+    """Before any work: UsageError if the result could not be uploaded at its end, as far as that shows now."""
+    if section.hub.repo_id is not None:
+        warning = check_access(Target(**section.hub.model_dump()), run)
+        if warning:
+            logger.warning("run.hub: %s. It is tried when the run has finished", warning)
+
+
+def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
+    """What a resume would say, for the plan of one."""
+    return () if resumption is None else (*resumption.found, *resumption.warnings)
+
+
+def left_out_lines(prepared: Prepared) -> list[str]:
+    """What to say of the rows that cannot be used, a line for each reason."""
+    return [
+        f"{count} {'row' if count == 1 else 'rows'} of {hook} left out: {reason}"
+        for hook, reasons in rows_told(prepared.task)["rows_left_out"].items()
+        for reason, count in reasons.items()
+    ]
+
+
+@contextmanager
+def opened(
+    prepared: AnyPrepared, start: Start[Any], kind: str, facts: Mapping[str, Any]
+) -> Generator[tuple[RunFolder, AnyPrepared]]:
+    """The run's folder, with the weights in it that the run starts from; a new one notes what it is, and `facts`."""
+    noted = {
+        "kind": kind,
+        "model": prepared.loaded.config.model.name,
+        "task_module": prepared.task.spec,
+        **facts,
+        **rows_told(prepared.task),
+        "init_from": start.init_from,
+        "lineage": start.lineage,
+        "packages": packages_used(),
+    }
+    folder = open_folder(prepared, start.point, noted)
+    try:
+        with folder:
+            if start.weights is not None:
+                loaded = keep_start(folder, prepared.loaded, start.weights)
+                prepared = replace(prepared, loaded=loaded)
+            if prepared.config.run.keep_tokens:
+                folder.keep_tokenizer(prepared.tokenizer.save_pretrained)
+            yield folder, prepared
+    except UsageError:
+        if start.point is None and not find.run_info(folder.path).steps:
+            atomic_files.remove_folder(
+                folder.path
+            )  # nothing was started, so nothing stands in the way
+        raise
+
+
+@contextmanager
+def watched(
+    folder: RunFolder, prepared: Prepared, resumption: Resumption | None
+) -> Generator[tuple[Progress, Interruption]]:
+    """Progress, with warnings beside it, and an ear for Ctrl-C. The model is to be loaded next."""
+    progress = Progress(
+        folder.name,
+        prepared.max_steps,
+        start_step=resumption.point.step if resumption else 0,
+        logging_steps=prepared.config.run.logging_steps,
+    )
+    ends = Interruption(lambda: progress.note(ENDS))
+    with ends as interruption, progress, _shown_warnings(progress):
+        if warning := crowding(prepared.layout, elsewhere=prepared.config.run.server is not None):
+            logger.warning(warning)
+        progress.phase("loading")
+        yield progress, interruption
+
+
+async def loaded(interruption: Interruption, parts: Coroutine[Any, Any, T]) -> T:
+    """The parts, once the model is loaded. Ctrl-C and SIGTERM end it as they end a command that has no run yet."""
+    try:
+        return await interruption.allow(parts)
+    except Interrupted as interrupted:
+        raise KeyboardInterrupt(interrupted.exit_code - 128) from None
+
+
+@contextmanager
+def _shown_warnings(progress: Progress) -> Generator[None]:
+    """Show what the package warns of beside the progress, too; the run's log has it anyway."""
+    handler = _Shown(progress)
+    package = logging.getLogger("groupwise")
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+
+
+class _Shown(logging.Handler):
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.note(f"warning: {record.getMessage()}")

@@ -1,0 +1,209 @@
+"""What a training run is while it goes on, whether it learns from rewards or from a teacher.
+
+A `Training` holds what both loops have: the learner, the folder, where it stands. The functions beside it are what both do
+with these: update, publish, count what went wrong, write a checkpoint. `groupwise.training.loops.rl` and `groupwise.training.loops.sft` add
+what is theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, count
+from pathlib import Path
+from typing import Any, Protocol
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import NonFiniteError
+from groupwise.core.interruption import Interruption
+from groupwise.core.terminal.progress import Progress
+from groupwise.core.types import Learner, OptimiserParams, Policy, Row, UpdateResult, to_json
+from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.runs import checkpoints
+from groupwise.runs.checkpoint_bundle import carry
+from groupwise.runs.config import RunSection
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.record_segments import write_piece
+from groupwise.training.callbacks.base import Callbacks
+from groupwise.training.loops.metrics import Timings
+
+logger = logging.getLogger(__name__)
+
+NON_FINITE = "non-finite"
+"""Folder of a run that holds the rows of updates that were left out."""
+MOST_KEPT = 20
+"""Files in it."""
+
+
+class TrainedBy(Protocol):
+    """The part of a config that every training has."""
+
+    @property
+    def training(self) -> OptimisationConfig: ...
+    @property
+    def run(self) -> RunSection: ...
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A training run under way: what it was built from, and where it stands."""
+
+    config: TrainedBy
+    max_steps: int
+    learner: Learner
+    tokenizer: Any
+    folder: RunFolder
+    progress: Progress
+    interruption: Interruption
+    policy: Policy
+    """Published last."""
+    step: int = 0
+    """Steps done."""
+    saved_step: int | None = None
+    """Steps done at the last checkpoint."""
+    non_finite: int = 0
+    """Steps in a row with an update that was left out."""
+    tokens_seen: int = 0
+    timings: Timings = field(default_factory=Timings)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no step to take: after the last one, or because a callback asked to stop."""
+        return self.step >= self.max_steps or self.callbacks.stop is not None
+
+    @property
+    def non_finite_limit(self) -> int | None:
+        """Steps in a row with an update that was left out that stop the run; None: no number does."""
+        return self.config.training.max_non_finite_steps
+
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        """Keep the prompts of these draws of the step under way to be drawn again, where there is a buffer for them."""
+
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return 0.0
+
+    def say(self, text: str) -> None:
+        """Tell whoever watches, and the log."""
+        logger.info("%s", text)
+        self.progress.note(text)
+
+    def position(self) -> dict[str, Any]:
+        """Where the run stands, as plain JSON, for its checkpoint."""
+        return {
+            "step": self.step,
+            "policy": {"version": self.policy.version, "fingerprint": self.policy.fingerprint},
+            "tokens_seen": self.tokens_seen,
+            "non_finite": self.non_finite,
+            "callbacks": self.callbacks.state(),
+        }
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """The inverse of `position`; the policy gets its files when it is published again."""
+        self.step = self.saved_step = position["step"]
+        version, fingerprint = position["policy"]["version"], position["policy"]["fingerprint"]
+        self.policy = Policy(self.policy.run, version, fingerprint, self.policy.kind, "")
+        self.tokens_seen = position["tokens_seen"]
+        self.non_finite = position["non_finite"]
+        self.callbacks.load_state(position["callbacks"])
+
+    def save_more(self, folder: Path) -> None:
+        """Write what else a resume needs into a checkpoint under construction."""
+
+    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """Take what `save_more` wrote into the checkpoint in `folder`; `position` is what it says."""
+
+
+# --- updates -------------------------------------------------------------------------------------
+
+
+def optimiser_params(config: OptimisationConfig, rate: float) -> OptimiserParams:
+    """AdamW as configured, at this learning rate."""
+    return OptimiserParams(
+        learning_rate=rate,
+        max_grad_norm=config.max_grad_norm,
+        weight_decay=config.weight_decay,
+        beta1=config.adam_beta1,
+        beta2=config.adam_beta2,
+        eps=config.adam_epsilon,
+    )
+
+
+async def update(
+    training: Training, rows: list[Row], sums: Mapping[str, float], rate: float
+) -> UpdateResult:
+    """One optimiser call for the gradient that the learner holds, left out where loss or gradient are not finite.
+
+    The rows of an update that was left out are kept, one JSON object in each line, so that one can see what they were.
+    """
+    if all(map(math.isfinite, sums.values())):
+        params = optimiser_params(training.config.training, rate)
+        result = await training.learner.update(params)
+    else:
+        training.learner.discard()
+        result = UpdateResult(grad_norm=math.nan, applied=False)
+    if not result.applied:
+        _keep_for_inspection(training, rows)
+    return result
+
+
+def _keep_for_inspection(training: Training, rows: list[Row]) -> None:
+    logger.warning(
+        "step %d: loss or gradient was not finite; the update was left out", training.step + 1
+    )
+    folder = training.folder.path / NON_FINITE
+    with atomic_files.explained(folder):
+        folder.mkdir(exist_ok=True)
+        kept = {file.name for file in folder.glob("step-*.jsonl")}
+    if len(kept) >= MOST_KEPT:
+        return
+    again = (f"-{number}" for number in count(2))
+    names = (f"step-{training.step}{more}.jsonl" for more in chain([""], again))
+    file = folder / next(name for name in names if name not in kept)
+    atomic_files.write_file(file, b"".join(to_json(row) + b"\n" for row in rows))
+    logger.warning("its rows are in %s", file)
+
+
+def count_non_finite(training: Training, left_out: int) -> None:
+    """Too many steps in a row with an update that was left out stop the run."""
+    training.non_finite = training.non_finite + 1 if left_out else 0
+    limit = training.non_finite_limit
+    if limit is not None and training.non_finite >= limit:
+        raise NonFiniteError(
+            f"Loss or gradient was not finite in {training.non_finite} steps in a row "
+            "(training.max_non_finite_steps). The last checkpoint stands. Lower training.learning_rate, or look at the rows "
+            f"in {training.folder.path / NON_FINITE}."
+        )
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def save_checkpoint(training: Training) -> None:
+    """Weights, optimiser and position after the steps done; older checkpoints go as configured."""
+    if training.saved_step != training.step:
+        write_checkpoint(training)
+    keep = training.config.run.save_total_limit
+    if keep is not None:
+        checkpoints.prune(training.folder.checkpoints, keep)
+
+
+def write_checkpoint(training: Training) -> None:
+    """All that a resume needs, as one folder that appears whole."""
+    training.progress.phase("saving", 0, 1)
+
+    def fill(folder: Path) -> None:
+        training.learner.save(str(folder))
+        training.save_more(folder)
+        write_piece(training.folder.path, training.folder.store.path, folder, training.step)
+        carry(training.folder.path, folder, training.step)
+        if training.policy.kind == "full":  # so that another run can start from it
+            training.tokenizer.save_pretrained(folder)
+
+    extra = {"position": training.position()}
+    checkpoints.save(training.folder.checkpoints, training.step, fill, extra)
+    training.saved_step = training.step

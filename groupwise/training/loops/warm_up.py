@@ -1,0 +1,168 @@
+"""The supervised run that a config of `groupwise rl` asks for in `warm_up`.
+
+The run is that of `groupwise sft` with the config that `warm_up` gives, a file or its sections, and with the model of the RL config. One
+that was made from the same config, task and data is used again, whatever it is called, so that many RL runs begin from one warm-up; an
+unfinished one is resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import StoreError, UsageError
+from groupwise.engine.distributed.torchrun import launched
+from groupwise.runs import checkpoints, find
+from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
+from groupwise.runs.store import Store
+from groupwise.runs.warm_up import WARM_UP, WARM_UP_SUMMARY
+from groupwise.training import build
+from groupwise.training.config import LoadedConfig, compare_for_resume
+from groupwise.training.evaluation.evaluate import EvalResult, evaluate_untrained
+from groupwise.training.loops.resume import FIXED_FACTS
+from groupwise.training.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
+from groupwise.training.loops.sft_start import KIND, sft
+from groupwise.training.loops.start import TrainingResult, Ways
+from groupwise.training.sft_config import LoadedSftConfig, SftConfig, config_of_warm_up
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_KEYS = (
+    "run",
+    "policy",
+    "steps",
+    "loss_first",
+    "loss_last",
+    "seconds",
+    "stopped_early",
+    "stopped",
+    "stopped_by",
+)
+"""What the summary of both stages has of the warm-up's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedUp:
+    """What a warm-up came to."""
+
+    run: str | None = None
+    """Path of the run to begin from; None where it was interrupted, or only planned."""
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    """For people: the run, or its plan."""
+    interrupted: TrainingResult | None = None
+    untrained: EvalResult | None = None
+    """How the model answered the held-out prompts before any training."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the record of the run that begins from it."""
+        if self.run is None:
+            return {}
+        return {WARM_UP: Path(self.run).name, WARM_UP_SUMMARY: self.summary}
+
+
+def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
+    """The run that a new run begins from: reused, resumed or made. With `dry_run` it is found or planned.
+
+    Raises what `groupwise sft` raises.
+    """
+    given = config_of_warm_up(loaded)
+    with nullcontext() if dry_run else build.expected_ranks(given.config):
+        prepared = prepare_sft(given, task)
+    made = matching_run(prepared)
+    if made is not None and _is_finished(made):
+        logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
+        summary = {**_short_summary(read_summary(made) or {}), "found": True}
+        return WarmedUp(str(made), summary, untrained=None if dry_run else _untrained(loaded, task))
+    if dry_run:
+        return WarmedUp(None, plan_sft(prepared))
+    if launched() is not None:
+        raise UsageError(
+            "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
+            "with the same config: it is found then."
+        )
+    if made is None:
+        result = sft(_named(given, _free_name(given)), task)
+    elif checkpoints.newest(made / CHECKPOINTS) is not None:
+        result = sft(given.config, task, resume_from=str(made))
+    else:  # it was cut off before its first checkpoint
+        result = sft(_named(given, made.name), task, resume=True)
+    if result.exit_code:
+        return WarmedUp(None, interrupted=result)
+    summary = {**_short_summary(result.summary), "found": False}
+    return WarmedUp(str(result.folder), summary, untrained=_untrained(loaded, task))
+
+
+def _named(given: LoadedSftConfig, name: str) -> SftConfig:
+    run = given.config.run.model_copy(update={"name": name})
+    return given.config.model_copy(update={"run": run})
+
+
+def _free_name(given: LoadedSftConfig) -> str:
+    """The name of a new warm-up. It gets a number if an unfinished run already has that name, because someone may still resume that run."""
+    runs = Path(given.config.run.dir)
+    names = (f"{given.run_name}-{number}" if number > 1 else given.run_name for number in count(1))
+    return next(name for name in names if not _is_unfinished(runs / name))
+
+
+def _is_unfinished(path: Path) -> bool:
+    return (path / RECORD).is_file() and not _is_finished(path)
+
+
+def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
+    if launched() is not None:  # torchrun's processes serve one run, which is the one to come
+        return None
+    logger.info("held-out prompts, answered by the model as it was before the warm-up")
+    return evaluate_untrained(loaded, task)
+
+
+def needs_warm_up(loaded: LoadedConfig, ways: Ways) -> bool:
+    """Whether a run starts with its warm-up. A resumed run does if the attempt before it was interrupted during the warm-up."""
+    if not ways.resume:
+        return ways == Ways()
+    runs = Path(loaded.config.run.dir)
+    states = [facts.get("state") for _, facts in find.called(loaded.run_name, runs)]
+    if any(state != "finished" for state in states):
+        return False
+    warm_ups = find.called(config_of_warm_up(loaded).run_name, runs)
+    return not states or any(facts.get("state") != "finished" for _, facts in warm_ups)
+
+
+def matching_run(prepared: SftPrepared) -> Path | None:
+    """The newest run of the same config, task and data in the folder of runs, a finished one before others; None: there is none."""
+    runs = Path(prepared.config.run.dir)
+    found = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
+    return max(
+        found,
+        key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0),
+        default=None,
+    )
+
+
+def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
+    """Whether a run was made by the same config (except `run`), task files, data and base model."""
+    try:
+        facts, config = Store.facts(path / RECORD), read_config(path)
+    except (StoreError, OSError, ValueError):
+        return False
+    if facts.get("kind") != KIND or facts.get("init_from"):
+        return False
+    named = [*FIXED_FACTS.values(), "task_file"]
+    if any(facts.get(name) != prepared.facts.get(name) for name in named):
+        return False
+    found = compare_for_resume(config, prepared.config)
+    changed = [*found.free, *found.warned, *found.fixed]
+    return all(key.startswith("run.") for key in changed)
+
+
+def _is_finished(path: Path) -> bool:
+    return Store.facts(path / RECORD).get("state") == "finished"
+
+
+def _short_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: summary[key] for key in SUMMARY_KEYS if key in summary}

@@ -1,0 +1,310 @@
+"""How a run's work is laid out on this machine: device, number format, processes, threads, and how much is decoded at once.
+
+What the config says is kept; the rest suits the machine. A run's layout is decided once, at its start, and recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.engine.backends.unsloth import library
+from groupwise.engine.distributed import prefork
+from groupwise.engine.distributed.torchrun import launched, refuse_other_number
+from groupwise.engine.models.config import Dtype, ModelConfig
+from groupwise.engine.models.cores import available_cores
+from groupwise.training.config import RunConfig
+from groupwise.training.rollout_builder import longest_completion
+from groupwise.training.sft_config import SftConfig
+
+AnyConfig = RunConfig | SftConfig
+
+KEY_BLOCK = 64
+"""Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
+MAX_SLOTS = 64
+MIN_SLOTS = 8
+SLOT_BLOCK = 8
+"""Slots of a GPU are multiples of so many: it computes all of them at once, and in such numbers."""
+MAX_GPU_SLOTS = 256
+SHARE_OF_CACHE = 0.3
+"""Of a GPU's memory, what keys and values of all slots take at most; the rest is for weights and learning."""
+MIN_EXAMPLES = 2
+"""Of a supervised step in each process, where the machine chooses how many there are."""
+SMALL_MODEL = 20_000_000
+"""Parameters below which one process is chosen: a step takes a fraction of a second, and starting ranks takes several."""
+MAX_PROCESSES = 16
+"""Chosen at most, because each has activations, gradients and moments of its own. A config may say more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the work is laid out on this machine: decided once at the start of a run and recorded."""
+
+    device: str
+    dtype: Dtype
+    threads: int
+    """Of all processes that compute, together."""
+    slots: int
+    """Of each process that samples."""
+    key_length: int
+    max_tokens_per_microbatch: int
+    """Of each process that learns."""
+    processor: str = ""
+    """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
+    torch: str = ""
+    """Its version; with that of Unsloth where it computes, and of the backend tunix those of JAX and Tunix."""
+    processes: int = 1
+    """Ranks that sample, learn, or do both; with 1 there are none, and this process does."""
+    learners: int = 1
+    """With more than 1 so many of the processes learn, and each process has a model of its own instead of sharing one."""
+    samplers: int = 0
+    """So many others of the processes sample, and the learners do not; 0: all do both."""
+    strategy: str = "ddp"
+    """Whether each learner has all weights (`ddp`) or a part (`fsdp2`)."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether each process has a model of its own."""
+        return self.learners > 1 or self.samplers > 0
+
+    @property
+    def sharing(self) -> int:
+        """Processes that share one model."""
+        return 1 if self.apart else self.processes
+
+    @property
+    def learning(self) -> int:
+        """Processes that learn."""
+        return self.learners if self.apart else self.processes
+
+    @property
+    def parts(self) -> int:
+        """Into how many the weights are divided that learners compute with."""
+        return self.learners if self.strategy == "fsdp2" else 1
+
+    @property
+    def sampling(self) -> int:
+        """Processes that sample."""
+        return self.samplers or self.processes
+
+    @property
+    def threads_each(self) -> int:
+        """Of each process."""
+        return max(1, self.threads // self.processes)
+
+    @property
+    def all_threads(self) -> int:
+        """Those that compute, of all processes together: `threads` as far as they can be divided."""
+        return self.threads_each * self.processes
+
+    @property
+    def all_slots(self) -> int:
+        """Of all processes together."""
+        return self.slots * self.sampling
+
+
+def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A layout as it was recorded, also before there could be several processes."""
+    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **recorded}
+
+
+def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
+    """What suits this machine, or that of `run.server`, where the config does not say.
+
+    Raises ConfigError for processes that it cannot have, UsageError for a server that does not answer or refuses.
+    """
+    if config.run.server is not None:
+        return _of_server(config.run.server, "training", config, longest_prompt)
+    layout = _of_tunix(config) if config.model.backend == "tunix" else _layout(config)
+    layout = replace(layout, key_length=key_length(config, longest_prompt))
+    return replace(layout, slots=config.sampler.slots or _slots(config, layout))
+
+
+def _slots(config: RunConfig, layout: Layout) -> int:
+    """Enough for the rollouts of a step, as far as they pay and there is memory."""
+    rows = -(-config.training.prompts_per_step * config.training.num_generations // layout.sampling)
+    if layout.device == "cpu" or config.model.backend == "tunix":
+        return max(MIN_SLOTS, min(MAX_SLOTS, rows))
+    each = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
+    fitting = int(SHARE_OF_CACHE * prefork.gpu_memory(layout.device)) // each
+    most = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
+    return min(most, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)
+
+
+def supervised_layout(config: SftConfig) -> Layout:
+    """As `choose_layout`, where nothing is sampled."""
+    if config.run.server is not None:
+        return _of_server(config.run.server, "supervised", config, None)
+    return _layout(config)
+
+
+def _of_server(
+    url: str, kind: Literal["training", "supervised"], config: AnyConfig, longest_prompt: int | None
+) -> Layout:
+    from groupwise.engine.backends.remote.parts import planned_layout
+
+    return layout_told(planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt))
+
+
+def layout_told(facts: Mapping[str, Any]) -> Layout:
+    """A layout as a server tells it. UsageError where its version has other facts."""
+    try:
+        return Layout(**facts)
+    except TypeError:
+        raise UsageError(
+            "run.server: the server lays work out by other facts than this version knows. Install the same version of groupwise in both "
+            "places."
+        ) from None
+
+
+def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
+    """A warning where more threads of this machine compute than there are cores for them."""
+    cores = _cores()
+    if elsewhere or layout.all_threads <= cores:
+        return None
+    return (
+        f"{layout.all_threads} threads of {layout.processes} process{'es' * (layout.processes > 1)} compute on {cores} "
+        f"core{'s' * (cores > 1)}: those that share a core wait for each other, which is slower than fewer. Lower run.threads and "
+        "run.processes, scale.learners or scale.samplers, or leave them out"
+    )
+
+
+def _cores() -> int:
+    """Of all machines, which are taken to be alike."""
+    place = launched()
+    return available_cores() * (place.machines if place is not None else 1)
+
+
+def _of_tunix(config: RunConfig) -> Layout:
+    """Of a worker in its own environment, on all devices that JAX sees or as many as the mesh has."""
+    from groupwise.engine.backends.tunix.environment import look  # with the messages of its worker
+
+    found = look()
+    platform = "cuda" if found.platform == "gpu" else found.platform
+    bfloat16 = config.model.dtype == "bfloat16" or (
+        config.model.dtype == "auto" and platform != "cpu"
+    )
+    return Layout(
+        device=platform,
+        dtype="bfloat16" if bfloat16 else "float32",
+        threads=config.run.threads or available_cores(),
+        slots=0,
+        key_length=0,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=found.device,
+        torch=f"jax {found.jax}, tunix {found.tunix}",
+    )
+
+
+def _layout(config: AnyConfig) -> Layout:
+    device = prefork.choose_device()
+    learners, samplers = _apart(config, device)
+    own = learners > 1 or samplers > 0
+    processes = learners + samplers if own else _processes(config, device)
+    return Layout(
+        device=device,
+        dtype=prefork.choose_dtype(config.model, config.lora is None, device),
+        threads=config.run.threads or max(_cores(), processes),
+        slots=0,
+        key_length=0,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=prefork.describe_processor(device),
+        torch=_torch(config.model),
+        processes=processes,
+        learners=learners,
+        samplers=samplers,
+        strategy=config.scale.strategy,
+    )
+
+
+def _torch(model: ModelConfig) -> str:
+    """Its version, with Unsloth's where that computes. UsageError where it is not installed."""
+    if model.backend == "unsloth":
+        return f"{prefork.torch_version()}, unsloth {library.installed()}"
+    return prefork.torch_version()
+
+
+def refuse_on_server(config: AnyConfig) -> None:
+    """UsageError for more learners than one, for samplers and for Unsloth, for whoever has a machine that others use, too."""
+    if config.model.backend == "unsloth":
+        raise UsageError(
+            "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
+            "groupwise rl itself."
+        )
+    for key, asked, usual in (
+        ("scale.learners", config.scale.learners, 1),
+        ("scale.samplers", samplers_of(config), 0),
+    ):
+        if asked > usual:
+            raise UsageError(
+                f"{key} is {asked}, but a training server has one process learn and sample, or run.processes that share a model. "
+                f"Leave {key} out, or run groupwise rl itself."
+            )
+
+
+def samplers_of(config: AnyConfig) -> int:
+    """Processes that only sample; a supervised run has none."""
+    return config.scale.samplers if isinstance(config, RunConfig) else 0
+
+
+def _apart(config: AnyConfig, device: str) -> tuple[int, int]:
+    """As many learners and samplers as are asked for. UsageError where another number was started, ConfigError where GPUs are missing."""
+    learners, samplers, place = config.scale.learners, samplers_of(config), launched()
+    refuse_other_number(place, learners)
+    needed = (place.local_count if place is not None else learners) + samplers
+    if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):
+        more = f" and scale.samplers is {samplers}" if samplers else ""
+        raise ConfigError(
+            f"scale.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
+            f"there {'are' if there != 1 else 'is'} {there}. Ask for fewer, start the run by torchrun on several machines, or set "
+            "CUDA_VISIBLE_DEVICES= to compute on the CPU."
+        )
+    return learners, samplers
+
+
+def _processes(config: AnyConfig, device: str) -> int:
+    """How many processes are asked for, or suit."""
+    asked = config.run.processes
+    possible = device == "cpu" and sys.platform.startswith("linux")
+    if asked is not None and asked > 1 and not possible:
+        raise ConfigError(
+            f"run.processes is {asked}, but several processes can share a model only on the CPUs of a Linux machine; this run "
+            f"computes on {device} ({sys.platform}). Leave the key out."
+        )
+    most = most_processes(config)
+    if asked is None and (not possible or most == 1 or _is_small(config.model)):
+        return 1
+    return most
+
+
+def most_processes(config: AnyConfig) -> int:
+    """As many as are asked for, or suit as far as the config alone can tell: one for each thread, with enough to do. Unsloth has one.
+
+    Full fine-tuning has one, because each would have a copy of all weights.
+    """
+    if config.run.processes is not None:
+        return config.run.processes
+    if config.model.backend == "unsloth":
+        return 1
+    if isinstance(config, RunConfig) and config.sampler.engine != "torch":
+        return 1
+    if config.lora is None or not sys.platform.startswith("linux"):
+        return 1
+    if isinstance(config, SftConfig):
+        useful = config.training.examples_per_step // MIN_EXAMPLES
+    else:
+        useful = config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
+    return max(1, min(config.run.threads or available_cores(), useful, MAX_PROCESSES))
+
+
+def _is_small(model: ModelConfig) -> bool:
+    return prefork.all_parameters(model) < SMALL_MODEL
+
+
+def key_length(config: RunConfig, longest_prompt: int) -> int:
+    """Most tokens that the sampler can see, prompt included, where prompts have at most so many."""
+    needed = longest_prompt + longest_completion(config)
+    return -(-needed // KEY_BLOCK) * KEY_BLOCK

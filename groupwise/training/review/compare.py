@@ -1,0 +1,606 @@
+"""Two policies side by side: the same held-out prompts, answered by A and by B, compared prompt by prompt.
+
+A side is found from what a user names: a result file, `RUN@STEP` (what was recorded after so many steps), `RUN@STEP:NAME` (the evaluation
+of that name then), `RUN:FILE.json` (that file of its results), or `RUN` (its newest evaluation after training, and the curve of its
+rewards). Prompts are paired by what they are (`groupwise.training.evaluation.measures.by_prompt`), never by their position. What does not
+pair is counted, and differences in how the two were made are told: a comparison of other prompts, rewards or temperatures would be a
+comparison of these.
+
+Intervals are paired bootstraps over the prompts: what makes one prompt harder than another is in both sides and cancels out.
+
+Two supervised runs are compared by their losses, on the held-out rows that both were given and in training. Beside a run that was
+rewarded, a supervised one is what `groupwise eval` found of its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import ConfigError, RunNotFoundError, UsageError
+from groupwise.core.settings.comparison import Change, compare
+from groupwise.runs.find import ENDS, is_file, resolve_run, reward_ends
+from groupwise.runs.folder import RECORD, RESULTS, read_config
+from groupwise.runs.records import EvaluationRecord
+from groupwise.runs.store import Store
+from groupwise.training.config import LoadedConfig, RunConfig, load_config, resolved
+from groupwise.training.evaluation.measures import (
+    CLIPPED,
+    LENGTH,
+    REWARD,
+    Row,
+    by_prompt,
+    measure,
+    prompt_key,
+)
+from groupwise.training.evaluation.results import numbers_of, read_result
+from groupwise.training.evaluation.statistics import Interval, paired_difference
+from groupwise.training.sft_config import SftConfig, load_sft_config
+
+NO_MERIT = frozenset({LENGTH, CLIPPED})
+"""Metrics of which more is neither better nor worse."""
+
+LOSS = "loss"
+EVAL_LOSS = "eval_loss"
+
+SAME = 1e-9
+"""Values nearer to each other than this are equal."""
+
+HOW = (
+    "eval.samples_per_prompt",
+    "eval.temperature",
+    "eval.top_k",
+    "eval.top_p",
+    "eval.min_p",
+    "eval.max_completion_length",
+    "eval.success_threshold",
+    "eval.success_part",
+    "sampler.max_completion_length",
+    "sampler.min_completion_length",
+    "sampler.stop",
+    "sampler.stop_token_ids",
+)
+"""Config keys that decide how held-out prompts are answered and judged."""
+
+PLACES = frozenset({"run.name", "run.dir"})
+"""Config keys in which two runs always differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two."""
+
+    label: str
+    """What was evaluated, and where that stands."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    rows: Sequence[Row] = ()
+    """Empty where the run has no evaluation."""
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    run: Path | None = None
+    """The folder of a run that was named as a whole: its curve is compared as well."""
+    supervised: bool = False
+    """Whether a run of `groupwise sft` recorded it: its rows are losses on given answers."""
+    asked: str = ""
+    """Fingerprint of the rows that a supervised run was evaluated on."""
+
+    @property
+    def samples(self) -> int:
+        """Answers to each prompt, at most."""
+        return max((len(each) for each in by_prompt(self.rows).values()), default=0)
+
+    @property
+    def failed(self) -> int:
+        """Answers that could not be scored."""
+        return sum(row["outcome"] in ("failed", "timed_out") for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricChange:
+    """One metric on both sides, over the prompts that both have a value for."""
+
+    name: str
+    a: float
+    b: float
+    change: Interval | None = None
+    """Mean of B − A with its interval; None for a metric that is known for the whole only."""
+    better: int | None = None
+    """Prompts on which B has more (of a loss: less); None also where more is no merit."""
+    worse: int | None = None
+    equal: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CurveChange:
+    """Rewards, or losses, in training, over the steps that both runs have."""
+
+    metric: str
+    steps: int
+    a: tuple[float | None, float | None]
+    """Mean of the first and of the last few of these steps."""
+    b: tuple[float | None, float | None]
+    change: Interval | None
+    """Mean of B − A in the last few steps, over the draws in which both had the same prompt; None if there are none, and of losses."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChange:
+    """A prompt that the two answered differently well."""
+
+    prompt: Any
+    a: float
+    b: float
+    """Mean rewards."""
+    completion_a: str
+    completion_b: str
+    """Of the sample in which the two differ most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A and B."""
+
+    a: Side
+    b: Side
+    prompts: int
+    """Pairs."""
+    only_a: int
+    only_b: int
+    """Prompts without a partner."""
+    metrics: tuple[MetricChange, ...]
+    curve: CurveChange | None
+    notes: tuple[str, ...]
+    """What a reader must know before believing the numbers."""
+    config: dict[str, Change]
+    """Keys in which the two differ: dotted key -> (A, B)."""
+    changed: tuple[PromptChange, ...] = field(repr=False)
+    """Largest change first."""
+
+    def summary(self, rows: int = 0) -> dict[str, Any]:
+        """Plain data, for `--json`, with so many of the prompts that changed."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {
+            **plain,
+            "a": self.a.label,
+            "b": self.b.label,
+            "metrics": {each.name: _without_name(each) for each in self.metrics},
+            "curve": asdict(self.curve) if self.curve else None,
+            "changed": [asdict(each) for each in self.changed[:rows]],
+        }
+
+
+def _without_name(change: MetricChange) -> dict[str, Any]:
+    return {name: value for name, value in asdict(change).items() if name != "name"}
+
+
+def compare_references(a: str, b: str, runs_dir: Path = Path("runs")) -> Comparison:
+    """Compare what two references mean: the command `groupwise runs compare`. Raises `UsageError`."""
+    first, second = find_side(a, runs_dir), find_side(b, runs_dir)
+    if first.supervised and not second.supervised:
+        first = _answers_of(a, b, second, runs_dir)
+    elif second.supervised and not first.supervised:
+        second = _answers_of(b, a, first, runs_dir)
+    for side, other in ((first, second), (second, first)):
+        if not side.rows and (other.rows and not (first.run and second.run)):
+            raise RunNotFoundError(_no_evaluation(side.run, None))
+    return compare_sides(first, second)
+
+
+def compare_sides(a: Side, b: Side) -> Comparison:
+    """Compare two sides. UsageError where both have evaluations but no prompt in common."""
+    if a.supervised and b.supervised:
+        return _compare_losses(a, b)
+    of_a, of_b = by_prompt(a.rows), by_prompt(b.rows)
+    both = [key for key in of_a if key in of_b]
+    if a.rows and b.rows and not both:
+        raise UsageError(_nothing_in_common(a, b))
+    config = _config_changes(a.config, b.config) if a.config and b.config else {}
+    curve = _curve_change(a.run, b.run, REWARD) if a.run and b.run else None
+    if not both and curve is None:
+        raise UsageError(_nothing_to_compare(a, b))
+    return Comparison(
+        a=a,
+        b=b,
+        prompts=len(both),
+        only_a=len(of_a) - len(both) if b.rows else 0,
+        only_b=len(of_b) - len(both) if a.rows else 0,
+        metrics=tuple(_metric_changes(a, b, both)) if both else (),
+        curve=curve,
+        notes=tuple(_notes(a, b, config)),
+        config=config,
+        changed=tuple(_changed_prompts(of_a, of_b, both)),
+    )
+
+
+def _compare_losses(a: Side, b: Side) -> Comparison:
+    """Two supervised runs: held-out rows only if they are the same ones, token by token."""
+    of_a, of_b = _loss_by_example(a.rows), _loss_by_example(b.rows)
+    both = [example for example in of_a if example in of_b] if a.asked == b.asked else []
+    curve = _curve_change(a.run, b.run, LOSS) if a.run and b.run else None
+    notes = _notes_on_losses(a, b, bool(both))
+    if not both and curve is None:
+        raise UsageError(". ".join([_nothing_to_compare(a, b).rstrip("."), *notes]) + ".")
+    others = [
+        MetricChange(name, a.metrics[name], b.metrics[name])
+        for name in a.metrics
+        if name in b.metrics and name != EVAL_LOSS
+    ]
+    return Comparison(
+        a=a,
+        b=b,
+        prompts=len(both),
+        only_a=0,
+        only_b=0,
+        metrics=(_loss_change(of_a, of_b, both), *others) if both else (),
+        curve=curve,
+        notes=tuple(notes),
+        config=_config_changes(a.config, b.config, SftConfig),
+        changed=(),
+    )
+
+
+def _nothing_to_compare(a: Side, b: Side) -> str:
+    return f"There is nothing to compare in {a.label} and {b.label}: neither evaluations nor steps that both have."
+
+
+# --- finding the sides ---------------------------------------------------------------------------
+
+
+def find_side(reference: str, runs_dir: Path) -> Side:
+    """A result file, else a run with or without a step, and an evaluation. RunNotFoundError lists the evaluations that there are."""
+    if Path(reference).is_file():
+        return side_of_file(Path(reference))
+    if reference.endswith(".json") and ":" not in reference:
+        raise RunNotFoundError(f"There is no file {reference}.")
+    return side_of(*_found(reference, runs_dir))
+
+
+def side_of(run: Path, step: int | None, name: str = "") -> Side:
+    """What a run has after so many steps, or under a name, or in a file of its results."""
+    if name.endswith(".json"):
+        return _side_in_results(run, name)
+    return _side_of_run(run) if step is None and not name else _side_after(run, step, name)
+
+
+def what_is_meant(
+    reference: str, resolve: Callable[[str], tuple[Path, int | None]]
+) -> tuple[Path, int | None, str]:
+    """A run, the step that it was named with, and the name of an evaluation behind a colon. Either name may hold colons; where the whole
+    is a run, it is that one. Raises what `resolve` does."""
+    colons = [at for at, letter in enumerate(reference) if letter == ":"]
+    for at in (len(reference), *reversed(colons)):
+        with suppress(RunNotFoundError):
+            return *resolve(reference[:at]), reference[at + 1 :]
+    return *resolve(reference), ""
+
+
+def _found(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
+    return what_is_meant(reference, partial(resolve_run, runs_dir=runs_dir))
+
+
+def side_of_file(path: Path) -> Side:
+    """What `groupwise eval` wrote."""
+    content = read_result(path)
+    return Side(
+        f"{content['policy']} ({path})",
+        numbers_of(content["metrics"]),
+        content["rows"],
+        content.get("config", {}),
+    )
+
+
+def _side_in_results(run: Path, name: str) -> Side:
+    path = run / RESULTS / name
+    if Path(name).name != name or not is_file(path):
+        raise RunNotFoundError(_no_evaluation(run, None, name))
+    return side_of_file(path)
+
+
+def _side_after(run: Path, step: int | None, name: str = "") -> Side:
+    """What was recorded after so many steps, or under that name; else the newest result file of that policy."""
+    recorded = [
+        each for each in _recorded(run) if step in (None, each.step) and name in ("", each.name)
+    ]
+    if recorded:
+        return _side_of_record(run, recorded[-1])
+    policy = f"{run.name}@{step} ("
+    written = [side for side in _written(run) if not name and side.label.startswith(policy)]
+    if not written:
+        raise RunNotFoundError(_no_evaluation(run, step, name))
+    return written[-1]
+
+
+def _side_of_run(run: Path) -> Side:
+    """The evaluation after training, or the newest one during it; without one, the curve alone."""
+    recorded = [each for each in _recorded(run) if each.step > 0]
+    if not recorded:
+        return Side(run.name, config=read_config(run), run=run, supervised=_is_supervised(run))
+    return _side_of_record(run, recorded[-1], whole=True)
+
+
+def _side_of_record(run: Path, record: EvaluationRecord, *, whole: bool = False) -> Side:
+    label = f"{run.name}@{record.step} ({record.name})"
+    return Side(
+        label,
+        record.metrics,
+        _rows_of(run, record),
+        read_config(run),
+        run if whole else None,
+        _is_supervised(run),
+        record.asked,
+    )
+
+
+def _is_supervised(run: Path) -> bool:
+    return Store.facts(run / RECORD).get("kind") == "sft"
+
+
+def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> Side:
+    """What `groupwise eval` found of a supervised run, which is to be compared with one that was rewarded."""
+    run, step, _ = _found(reference, runs_dir)
+    policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
+    written = [side for side in _written(run) if side.label.startswith(policy)]
+    if not written:
+        command = f"groupwise eval -c CONFIG -t TASK --policy {reference}"
+        way = (
+            f"`{command}` lets it answer held-out prompts; then this command compares the two."
+            if rewarded.rows
+            else f"`{command} --policy {other}` lets both answer the same held-out prompts and compares them."
+        )
+        raise UsageError(
+            f"{reference} is a run of `groupwise sft`, which records losses on given answers, and {other} is judged by the "
+            f"rewards of its own answers. {way}"
+        )
+    return written[-1]
+
+
+def _recorded(run: Path) -> list[EvaluationRecord]:
+    """Those that have rows, which are read of those alone that are looked at."""
+    with Store.open(run / RECORD, readonly=True) as store:
+        whole = store.evaluations_with_rows()
+        found = store.evaluations(rows=False)
+        return [each for each in found if (each.step, each.name, each.policy) in whole]
+
+
+def _rows_of(run: Path, record: EvaluationRecord) -> Sequence[Row]:
+    with Store.open(run / RECORD, readonly=True) as store:
+        return store.evaluation_rows(record.step, record.name, record.policy)
+
+
+def _written(run: Path) -> list[Side]:
+    """The result files of a run, oldest first; other files there are passed over."""
+    found: list[Side] = []
+    for path in sorted((run / RESULTS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
+        try:
+            found.append(side_of_file(path))
+        except UsageError:
+            continue
+    return found
+
+
+def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
+    assert run is not None
+    which = "" if step is None else f" after {step} steps"
+    which += f" called {name!r}" if name else ""
+    there = [f"{run.name}@{each.step} ({each.name})" for each in _recorded(run)]
+    there += [side.label for side in _written(run)]
+    return (
+        f"The run {run.name!r} has no evaluation{which} on record. There are: {', '.join(there) or 'none'}. "
+        f"`groupwise eval --policy {run.name}{'' if step is None else f'@{step}'}` makes one where the weights were kept, and "
+        "its file can be compared."
+    )
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
+    """Of each example: the sum of its losses, and its trained tokens."""
+    found: dict[int, tuple[float, int]] = {}
+    for row in rows:
+        total, tokens = found.get(row["example"], (0.0, 0))
+        found[row["example"]] = (total + row["loss"] * row["tokens"], tokens + row["tokens"])
+    return found
+
+
+def _loss_change(
+    a: Mapping[int, tuple[float, int]], b: Mapping[int, tuple[float, int]], both: Sequence[int]
+) -> MetricChange:
+    """The loss of a token. An observation is an example, which counts by its tokens."""
+    each = sum(a[example][1] for example in both) / len(both)
+    before, after = ([side[example][0] / each for example in both] for side in (a, b))
+    pairs = [
+        (x - y) * each / a[example][1] for x, y, example in zip(before, after, both, strict=True)
+    ]
+    return MetricChange(
+        EVAL_LOSS,
+        sum(before) / len(both),
+        sum(after) / len(both),
+        paired_difference(before, after),
+        sum(gain > SAME for gain in pairs),
+        sum(gain < -SAME for gain in pairs),
+        sum(abs(gain) <= SAME for gain in pairs),
+    )
+
+
+def _metric_changes(a: Side, b: Side, both: Sequence[str]) -> list[MetricChange]:
+    found = [_metric_change(name, a, b, both) for name in a.metrics if name in b.metrics]
+    return [change for change in found if change is not None]
+
+
+def _metric_change(name: str, a: Side, b: Side, both: Sequence[str]) -> MetricChange | None:
+    first, second = measure(name, a.rows), measure(name, b.rows)
+    if first is None or second is None:
+        return MetricChange(name, a.metrics[name], b.metrics[name])
+    pairs = [
+        (first.values[key], second.values[key])
+        for key in both
+        if key in first.values and key in second.values
+    ]
+    if not pairs:
+        return None
+    before, after = [x for x, _ in pairs], [y for _, y in pairs]
+    merit = name not in NO_MERIT
+    return MetricChange(
+        name,
+        sum(before) / len(pairs),
+        sum(after) / len(pairs),
+        paired_difference(before, after),
+        sum(y - x > SAME for x, y in pairs) if merit else None,
+        sum(x - y > SAME for x, y in pairs) if merit else None,
+        sum(abs(y - x) <= SAME for x, y in pairs) if merit else None,
+    )
+
+
+def _changed_prompts(
+    of_a: Mapping[str, Sequence[Row]], of_b: Mapping[str, Sequence[Row]], both: Sequence[str]
+) -> list[PromptChange]:
+    found = [_prompt_change(of_a[key], of_b[key]) for key in both]
+    moved = [change for change in found if change and abs(change.b - change.a) > SAME]
+    return sorted(moved, key=lambda change: -abs(change.b - change.a))
+
+
+def _prompt_change(a: Sequence[Row], b: Sequence[Row]) -> PromptChange | None:
+    scored_a = [row for row in a if row["reward"] is not None]
+    scored_b = [row for row in b if row["reward"] is not None]
+    if not scored_a or not scored_b:
+        return None
+    mean_a, mean_b = _mean_reward(scored_a), _mean_reward(scored_b)
+    shown = max(
+        ((x, y) for x in scored_a for y in scored_b if x["sample"] == y["sample"]),
+        key=lambda pair: (pair[1]["reward"] - pair[0]["reward"]) * (1 if mean_b > mean_a else -1),
+        default=(scored_a[0], scored_b[0]),
+    )
+    return PromptChange(
+        a[0]["prompt"], mean_a, mean_b, shown[0]["completion"], shown[1]["completion"]
+    )
+
+
+def _mean_reward(rows: Sequence[Row]) -> float:
+    return sum(row["reward"] for row in rows) / len(rows)
+
+
+def _curve_change(a: Path, b: Path, metric: str) -> CurveChange | None:
+    with (
+        Store.open(a / RECORD, readonly=True) as first,
+        Store.open(b / RECORD, readonly=True) as second,
+    ):
+        curves = [dict(store.metrics([metric]).get(metric, [])) for store in (first, second)]
+        steps = sorted(curves[0].keys() & curves[1].keys())
+        if not steps:
+            return None
+        ends = [reward_ends([curve[step] for step in steps]) for curve in curves]
+        last = steps[-max(1, min(ENDS, len(steps) // 2)) :]
+        change = _change_of_draws(first, second, last[0], last[-1]) if metric == REWARD else None
+    return CurveChange(metric, len(steps), ends[0], ends[1], change)
+
+
+def _change_of_draws(a: Store, b: Store, first: int, last: int) -> Interval | None:
+    rewards = [
+        {(group.draw, group.prompt): group.mean for group in store.group_rewards(first, last)}
+        for store in (a, b)
+    ]
+    both = [key for key in rewards[0] if key in rewards[1]]
+    if not both:
+        return None
+    return paired_difference([rewards[0][key] for key in both], [rewards[1][key] for key in both])
+
+
+def _config_changes(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    model: type[RunConfig] | type[SftConfig] = RunConfig,
+) -> dict[str, Change]:
+    load = load_config if model is RunConfig else load_sft_config
+    found = compare(_with_defaults(a, load), _with_defaults(b, load), model)
+    every = {**found.fixed, **found.warned, **found.free}
+    return {key: every[key] for key in sorted(every) if key not in PLACES}
+
+
+def _with_defaults(
+    config: Mapping[str, Any], load: Callable[[Mapping[str, Any]], LoadedConfig]
+) -> Mapping[str, Any]:
+    """A config of an earlier version with the keys that it did not have yet; as it is where that cannot be done."""
+    try:
+        return resolved(load(config).config)
+    except ConfigError:
+        return config
+
+
+# --- what a reader must know ---------------------------------------------------------------------
+
+
+def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
+    without = [side.label for side in (a, b) if not side.rows]
+    if without:
+        return [
+            f"only rewards in training are compared: no evaluation of {' and of '.join(without)}"
+        ]
+    notes = [
+        f"{name}: {side.failed} of {len(side.rows)} answers could not be scored and are left out"
+        for name, side in (("A", a), ("B", b))
+        if side.failed
+    ]
+    how = [f"{key} is {config[key][0]} / {config[key][1]}" for key in HOW if key in config]
+    if a.samples != b.samples and "eval.samples_per_prompt" not in config:
+        how.append(f"{a.samples} / {b.samples} samples of each prompt")
+    if how:
+        notes.append(f"answered or judged in different ways: {', '.join(how)}")
+    parts = [sorted({name for row in side.rows for name in row["parts"]}) for side in (a, b)]
+    if parts[0] != parts[1]:
+        notes.append(
+            f"rewarded by different functions: {', '.join(parts[0])} / {', '.join(parts[1])}"
+        )
+    changed = _changed_columns(a, b)
+    if changed:
+        notes.append(
+            f"{changed} prompts stand in both with other columns (such as another answer); they are not paired"
+        )
+    return notes
+
+
+def _notes_on_losses(a: Side, b: Side, paired: bool) -> list[str]:
+    without = [side.label for side in (a, b) if not side.rows]
+    notes: list[str] = []
+    if without:
+        notes = [
+            f"only losses in training are compared: no evaluation of {' and of '.join(without)}"
+        ]
+    elif not paired:
+        notes = [
+            "the held-out rows of the two are not the same as tokens (other data, tokenizer, template, data.* or "
+            "eval.max_examples), so their eval_loss cannot be compared"
+        ]
+    data = [Store.facts(side.run / RECORD).get("data") for side in (a, b) if side.run]
+    if len(data) == 2 and data[0] != data[1]:
+        notes.append("trained on other rows: their losses in training are of other texts")
+    return notes
+
+
+def _changed_columns(a: Side, b: Side) -> int:
+    """Prompts that are the same text in both but not the same example."""
+    alone = [
+        {prompt_key(samples[0]) for key, samples in mine.items() if key not in theirs}
+        for mine, theirs in (
+            (by_prompt(a.rows), by_prompt(b.rows)),
+            (by_prompt(b.rows), by_prompt(a.rows)),
+        )
+    ]
+    return len(alone[0] & alone[1])
+
+
+def _nothing_in_common(a: Side, b: Side) -> str:
+    shown = [str(side.rows[0]["prompt"])[:80] for side in (a, b)]
+    same = _changed_columns(a, b)
+    hint = (
+        f" {same} prompts are the same text, but with other columns, such as another answer."
+        if same
+        else ""
+    )
+    return (
+        f"{a.label} and {b.label} have no held-out prompt in common, so they cannot be compared.{hint} The first ones are "
+        f"{shown[0]!r} and {shown[1]!r}. Evaluate both with the same task and the same `task:` section."
+    )

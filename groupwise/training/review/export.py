@@ -1,0 +1,285 @@
+"""What a run made, or what it recorded, as files for other programs: the command `groupwise runs export`.
+
+    adapter          the adapter as it is, with tokenizer and model card
+    merged           one model, the adapter added to its base
+    gguf             the merged model for llama.cpp, by its converter
+    jsonl, parquet   the record: rollouts, metrics, evaluations with their rows, warnings
+
+Everything is built beside its place and appears whole. What is there already stays, unless it may be replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import ModelError, RunError, UsageError
+from groupwise.engine.models.artefact import CARD, TOKENIZER, is_adapter, write_artefact
+from groupwise.engine.models.card import Place, model_card, results_of
+from groupwise.engine.models.config import ModelConfig, recorded_base
+from groupwise.runs.find import resolve_run
+from groupwise.runs.folder import RECORD, read_config, read_summary
+from groupwise.runs.record_files import check_can_write, steps_of, write_record
+from groupwise.runs.store import Store
+from groupwise.training.evaluation.policies import find_policy
+
+if TYPE_CHECKING:
+    from groupwise.engine.models.export import ExportDtype
+
+logger = logging.getLogger(__name__)
+
+Format = Literal["adapter", "merged", "gguf", "jsonl", "parquet"]
+CONVERTER = "convert_hf_to_gguf.py"
+CONVERTER_VARIABLE = "GROUPWISE_GGUF_CONVERTER"
+"""The environment variable that says where the converter is."""
+ENOUGH = 0.95
+"""Share of an adapter's change that must survive the rounding, lest a warning is due."""
+LONGEST_TOLD = 2000
+"""Characters of what a converter said, the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    run: str
+    step: int
+    """Steps of the run that it has."""
+    format: Format
+    folder: Path
+    files: tuple[str, ...]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """For people and `--json`."""
+        return {**asdict(self), "folder": str(self.folder), "files": list(self.files)}
+
+
+def export(
+    run: str,
+    to: Format,
+    output: Path,
+    *,
+    runs_dir: Path = Path("runs"),
+    dtype: ExportDtype = "auto",
+    converter: Path | None = None,
+    force: bool = False,
+    keep_change: bool = False,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Write a run (`RUN`, `RUN@STEP`) to a folder in a format. Raises UsageError for what was given wrongly, before any work.
+
+    `keep_change`: a merged model is in float32 where rounding would lose what the adapter has learnt, instead of a warning.
+    `trust_remote_code`: what the run's config says of it may take effect.
+    """
+    if dtype != "auto" and to not in ("merged", "gguf"):
+        raise UsageError(f"--dtype has no effect on {to}; it is that of a merged model.")
+    if converter is not None and to != "gguf":
+        raise UsageError(f"--converter has no effect on {to}; it makes a GGUF file.")
+    _check_place(output, force)
+    if to in ("jsonl", "parquet"):
+        path, step = resolve_run(run, runs_dir)
+        check_can_write(to)
+        with Store.open(path / RECORD, readonly=True) as store:
+            steps = min(steps_of(store), sys.maxsize if step is None else step)
+            made = _made(output, force, lambda folder: write_record(store, to, folder, steps))
+        return Exported(path.name, steps, to, output, made)
+    weights = _weights(run, runs_dir, trust_remote_code)
+    _check_kind(weights, to)
+    program = _converter(converter) if to == "gguf" else None
+    keeping = ENOUGH if keep_change else 0.0
+
+    def fill(folder: Path) -> None:
+        _write_weights(weights, to, dtype, program, folder, output, keeping)
+
+    made = _made(output, force, fill)
+    return Exported(weights.run.name, weights.step, to, output, made)
+
+
+# --- the place -----------------------------------------------------------------------------------
+
+
+def _check_place(output: Path, force: bool) -> None:
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file; --output names a folder.")
+    atomic_files.check_can_write(output)
+    if not output.is_dir() or not any(output.iterdir()):
+        return
+    if not force:
+        raise UsageError(
+            f"{output} is not empty. Name another --output, or give --force to replace the whole folder."
+        )
+    place = output.resolve()
+    if place in (Path.home(), Path.cwd(), *Path.home().parents, *Path.cwd().parents) or any(
+        (place / name).exists() for name in (RECORD, ".git")
+    ):
+        raise UsageError(
+            f"{output} is no folder that an export should replace: you are in it, or it is a run or a repository. Name another "
+            "--output."
+        )
+
+
+def _made(output: Path, force: bool, fill: Callable[[Path], None]) -> tuple[str, ...]:
+    """The folder, filled beside its place; returns the names of its files."""
+    try:
+        atomic_files.make_folder(output, fill, replace=force)
+    except FileExistsError:
+        raise UsageError(
+            f"{output} was filled by somebody else meanwhile; nothing of it was replaced."
+        ) from None
+    return tuple(sorted(file.name for file in output.iterdir()))
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What is exported: a checkpoint of a run, or its final weights."""
+
+    run: Path
+    folder: Path
+    step: int
+    trusted: bool = False
+    """Code of the base model may run."""
+
+    @property
+    def final(self) -> bool:
+        return self.folder.name == "final"
+
+
+def _weights(run: str, runs_dir: Path, trusted: bool) -> _Weights:
+    found = find_policy(run, runs_dir)
+    if found.run is None or found.folder is None:
+        raise UsageError(
+            f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
+        )
+    step = int(found.label.rpartition("@")[2])
+    return _Weights(found.run, found.folder, step, trusted)
+
+
+def _check_kind(weights: _Weights, to: Format) -> None:
+    if to == "adapter" and not is_adapter(weights.folder):
+        raise UsageError(
+            f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
+        )
+
+
+def _write_weights(
+    weights: _Weights,
+    to: Format,
+    dtype: ExportDtype,
+    program: Path | None,
+    folder: Path,
+    output: Path,
+    keeping: float,
+) -> None:
+    card = _card(weights, to, output.name)
+    if to == "adapter":
+        write_artefact(folder, weights.folder, card, _tokenizer(weights))
+    elif to == "merged":
+        _write_model(weights, dtype, folder, keeping)
+        (folder / CARD).write_text(card, encoding="utf-8")
+    else:
+        assert program is not None, "it was looked for"
+        with tempfile.TemporaryDirectory(
+            dir=folder.parent, prefix=atomic_files.BUILDING
+        ) as between:
+            _write_model(weights, dtype, Path(between))
+            _convert(program, Path(between), folder / f"{weights.run.name}.gguf")
+        (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: float = 0.0) -> None:
+    from groupwise.engine.models.export import write_merged, write_whole
+
+    if is_adapter(weights.folder):
+        written = write_merged(_model(weights), weights.folder, folder, dtype, keeping=keeping)
+        if written.kept < ENOUGH:
+            logger.warning(
+                "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",
+                written.dtype,
+                100 * (1 - written.kept),
+            )
+    else:
+        write_whole(weights.folder, folder, dtype)
+    _tokenizer(weights, always=True).save_pretrained(folder)
+
+
+def _card(weights: _Weights, to: Format, name: str) -> str:
+    return model_card(
+        weights.run,
+        weights.folder,
+        weights.step,
+        place=Place(name, file=f"{weights.run.name}.gguf" if to == "gguf" else None),
+        results=_results(weights),
+        merged=to != "adapter",
+    )
+
+
+def _results(weights: _Weights) -> dict[str, Any]:
+    """What the run came to, of its final weights, which the checkpoint of the same step holds as well."""
+    summary = read_summary(weights.run) or {}
+    ended_with = weights.final or summary.get("final_step") == weights.step
+    return results_of(summary) if ended_with else {}
+
+
+def _model(weights: _Weights) -> ModelConfig:
+    """The base that the run trained on."""
+    recorded = read_config(weights.run)["model"]
+    return recorded_base(recorded, trust_remote_code=weights.trusted)
+
+
+def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
+    """The tokenizer as the run used it: that beside the weights or the final ones, else the base's. None where it comes with them."""
+    for folder in (weights.folder, weights.run / "final"):
+        if any(next(folder.glob(pattern), None) for pattern in TOKENIZER):
+            if folder == weights.folder and not always:
+                return None
+            from groupwise.engine.models.export import stored_tokenizer
+
+            return stored_tokenizer(folder)
+    from groupwise.engine.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(_model(weights))
+
+
+# --- GGUF ----------------------------------------------------------------------------------------
+
+
+def _converter(given: Path | None) -> Path:
+    """llama.cpp's converter: as given, as the environment says, or on the path."""
+    named = given or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
+    if named is None:
+        raise ModelError(
+            f"GGUF files are made by llama.cpp's {CONVERTER}, which is not here. Get it by: git clone "
+            f"https://github.com/ggml-org/llama.cpp (and pip install gguf), then name it by --converter PATH or "
+            f"{CONVERTER_VARIABLE}."
+        )
+    path = Path(named).expanduser()
+    path = path / CONVERTER if path.is_dir() else path
+    if not path.is_file():
+        raise ModelError(f"There is no file {path}; --converter names llama.cpp's {CONVERTER}.")
+    return path
+
+
+def _convert(program: Path, model: Path, output: Path) -> None:
+    """Run it; it needs nothing but this Python and the packages that it imports."""
+    done = subprocess.run(
+        [sys.executable, str(program), str(model), "--outfile", str(output)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not output.is_file():
+        told = (done.stderr or done.stdout).strip()[-LONGEST_TOLD:]
+        raise RunError(f"{program} failed (exit code {done.returncode}):\n{told}")

@@ -1,0 +1,74 @@
+"""The command `groupwise runs push`: brings to its end what a run could not upload while it went on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunInUseError, UsageError
+from groupwise.engine.models import hub_queue
+from groupwise.engine.models.artefact import write_artefact
+from groupwise.engine.models.card import Place, model_card, results_of
+from groupwise.engine.models.hub_push import Target
+from groupwise.engine.models.hub_push import push as upload
+from groupwise.runs.config import HubSection
+from groupwise.runs.find import final_step, label_of, resolve
+from groupwise.runs.folder import FINAL, read_config, read_summary
+from groupwise.runs.lock import holder, is_held
+
+
+def push(
+    run: str,
+    *,
+    runs_dir: Path = Path("runs"),
+    overwrite: bool = False,
+    revision: str | None = None,
+) -> list[str]:
+    """Upload the checkpoints that wait, then the final weights where the config has `run.hub`; returns where they are.
+
+    `overwrite` decides alone, whatever the folder says: it may come from elsewhere, and name a branch of yours. `revision`: another branch
+    for the final weights. Raises UsageError where there is nothing to upload, EndpointError where the hub fails.
+    """
+    path = resolve(run, runs_dir).path
+    if is_held(path):
+        raise RunInUseError(
+            f"{path} is in use by {holder(path) or 'another process'}, which uploads by itself. Wait for it or stop it."
+        )
+    entries = hub_queue.waiting(path)
+    hub = HubSection.model_validate(read_config(path)["run"].get("hub") or {})
+    final = path / FINAL
+    if not entries and (hub.repo_id is None or not final.is_dir()):
+        raise UsageError(
+            f"{path.name} has nothing to upload: no checkpoint waits, and "
+            + (
+                "it has no final weights yet."
+                if hub.repo_id
+                else "its config has no run.hub.repo_id."
+            )
+        )
+    if revision is not None and (hub.repo_id is None or not final.is_dir()):
+        raise UsageError(
+            f"--revision names the branch of the final weights, of which {path.name} has none to upload; the branches of checkpoints are "
+            "given by the callback. Leave it out."
+        )
+    places = [entry.push(overwrite=overwrite).url for entry in entries]
+    if hub.repo_id is not None and final.is_dir():
+        branch = revision or hub.revision
+        target = Target(hub.repo_id, branch, hub.private, overwrite)
+        with nullcontext(final) if revision is None else _for_another(path, final, target) as made:
+            places.append(upload(made, target, label_of(path, final), path).url)
+    return places
+
+
+@contextmanager
+def _for_another(run: Path, final: Path, target: Target) -> Generator[Path]:
+    """The final weights for another branch than the config's: the card says where its files are to be found, so they get their own."""
+    place = Place(target.repo_id, None if target.revision == "main" else target.revision)
+    results = results_of(read_summary(run))
+    card = model_card(run, final, final_step(run), place=place, results=results)
+    with tempfile.TemporaryDirectory(dir=run, prefix=atomic_files.BUILDING) as folder:
+        write_artefact(Path(folder), final, card, linked=True)
+        yield Path(folder)

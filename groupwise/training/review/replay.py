@@ -1,0 +1,434 @@
+"""`groupwise runs replay`: what a step learned, computed again from the rollouts that it recorded.
+
+The record holds every token, log-probability and reward of a step, the checkpoints hold weights and optimiser before some of them.
+So the learning can be done again without sampling or scoring: from the newest checkpoint at or before the step (or the weights
+that the run started from), through the recorded steps in between, by the code that the run itself used. Each of them must give
+the loss, the gradient norm, and the weights that the record has.
+
+The run is only read, so it may go on meanwhile. What the learning writes lands in a folder that is deleted in the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import (
+    CheckpointError,
+    GroupwiseError,
+    ResumeMismatchError,
+    RunNotFoundError,
+    UsageError,
+)
+from groupwise.core.interruption import Interruption, run_to_end
+from groupwise.core.terminal.progress import Progress
+from groupwise.core.types import Group, Learner, Policy
+from groupwise.engine.models.identity import identity
+from groupwise.engine.models.machine import choose_device, describe_processor, torch_version
+from groupwise.runs import checkpoints, find
+from groupwise.runs.checkpoints import Checkpoint
+from groupwise.runs.folder import CHECKPOINTS, RECORD, START, RunFolder, read_config
+from groupwise.runs.records import ResumeRecord, StepRecord
+from groupwise.runs.store import Store
+from groupwise.tasks.rollouts.rows import Weights
+from groupwise.training import build
+from groupwise.training.config import LoadedConfig, RunConfig, load_config, resolved
+from groupwise.training.loops.learning import learn
+from groupwise.training.loops.prepare import starting_from
+from groupwise.training.loops.run import Learning
+from groupwise.training.placement import Layout
+
+RELATIVE = {"float32": 1e-3, "bfloat16": 5e-2}
+"""By how much gradient norm and loss may differ where other shapes round otherwise, as a share of the gradient norm."""
+LEAST = 1e-2
+"""Smaller gradient norms count as this: rounding errors do not vanish with the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What came of a step."""
+
+    loss: float | None
+    """None where nothing taught."""
+    grad_norm: float | None
+    version: int
+    """Of the policy after it."""
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A step, as recorded and as computed again."""
+
+    step: int
+    recorded: Learnt
+    replayed: Learnt
+    advantages: int
+    """Rollouts whose recorded advantage is another than the one that their rewards give."""
+    tolerance: float | None
+    """Allowed for loss and gradient norm, as in `RELATIVE`; None: every bit must be equal."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether every bit is equal."""
+        return not self.advantages and not self._unequal(0.0) and self._same_fingerprint
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """What differs by more than it may."""
+        found = self._unequal(self.tolerance or 0.0)
+        if self.tolerance is None and not self._same_fingerprint:
+            found.append("fingerprint")
+        return (*found, *(["advantages"] if self.advantages else []))
+
+    @property
+    def _same_fingerprint(self) -> bool:
+        return self.recorded.fingerprint == self.replayed.fingerprint
+
+    def _unequal(self, tolerance: float) -> list[str]:
+        before, now = self.recorded, self.replayed
+        slack = tolerance * max(before.grad_norm or 0.0, LEAST)
+        pairs = {
+            "loss": _close(before.loss, now.loss, slack),
+            "grad_norm": _close(before.grad_norm, now.grad_norm, slack),
+            "version": before.version == now.version,
+        }
+        return [name for name, equal in pairs.items() if not equal]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A replay and what it found."""
+
+    run: str
+    step: int
+    """The one that was asked for."""
+    start: str
+    """Where it began: `run@steps`, or the starting weights."""
+    start_differs: str | None
+    """What is wrong with the weights that it began with."""
+    rounding: tuple[str, ...]
+    """Why bits may differ; empty: they must not."""
+    steps: tuple[ReplayedStep, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every step gave what the record says."""
+        return self.start_differs is None and not any(step.differences for step in self.steps)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it did so to the last bit."""
+        return self.start_differs is None and all(step.exact for step in self.steps)
+
+    @property
+    def exit_code(self) -> int:
+        """For the command line."""
+        return 0 if self.agrees else 1
+
+    def summary(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        return {
+            **asdict(self),
+            "agrees": self.agrees,
+            "exact": self.exact,
+            "steps": [
+                {**asdict(step), "exact": step.exact, "differences": step.differences}
+                for step in self.steps
+            ],
+        }
+
+
+def replay(reference: str, *, step: int | None = None, runs_dir: Path = Path("runs")) -> Replay:
+    """Compute step `step` (an index from 0; None: the last one) of a run again, and compare it with its record.
+
+    Raises `UsageError` for a run or step that cannot be replayed, with the reason.
+    """
+    path = find.resolve(reference, runs_dir).path
+    with Store.open(path / RECORD, readonly=True) as store:
+        return run_to_end(_replay(_recording(path, store, step)))
+
+
+# --- what was recorded ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """What is known of a step and of those before it."""
+
+    path: Path
+    store: Store
+    step: int
+    steps: Mapping[int, StepRecord]
+    checkpoint: Checkpoint | None
+    config: RunConfig
+    """As it was when the step was taken."""
+    layout: Layout
+    """Likewise, on this machine."""
+    rounding: tuple[str, ...]
+
+    @property
+    def first(self) -> int:
+        """The first step that is computed again."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def _recording(path: Path, store: Store, asked: int | None) -> _Recording:
+    facts, resumes = store.get_meta(), store.resumes()
+    _refuse_other_kinds(path, facts)
+    steps = {record.step: record for record in store.steps()}
+    step = _checked_step(path.name, steps, asked)
+    checkpoint = _checkpoint_before(path, step)
+    first = checkpoint.step if checkpoint else 0
+    recorded = {k: as_it_was(facts["layout"], resumes, k, "layout") for k in range(first, step + 1)}
+    layout, rounding = _layout_here(recorded[step])
+    if any(earlier != recorded[step] for earlier in recorded.values()):
+        rounding = (*rounding, "a resume since the checkpoint changed the layout")
+    loaded = load_config(as_it_was(read_config(path), resumes, step))
+    config = _from_its_start(path, loaded).config
+    _refuse_another_base(path, facts, config)
+    return _Recording(path, store, step, steps, checkpoint, config, layout, rounding)
+
+
+def _refuse_other_kinds(path: Path, facts: Mapping[str, Any]) -> None:
+    if facts.get("kind", "rl") != "rl":
+        raise UsageError(
+            f"{path} is a run of `groupwise {facts['kind']}`: it has no rollouts that could be replayed."
+        )
+
+
+def _checked_step(name: str, steps: Mapping[int, StepRecord], asked: int | None) -> int:
+    if not steps:
+        raise RunNotFoundError(f"The run {name!r} has recorded no step yet.")
+    step = max(steps) if asked is None else asked
+    if step not in steps:
+        raise RunNotFoundError(
+            f"The run {name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
+        )
+    return step
+
+
+def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
+    """The newest one that is undamaged; None: the weights that the run started from."""
+    for checkpoint in reversed(checkpoints.complete(path / CHECKPOINTS)):
+        if checkpoint.step <= step:
+            try:
+                checkpoint.verify()
+            except CheckpointError:
+                continue
+            return checkpoint
+    return None
+
+
+def as_it_was(
+    now: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, above: str = ""
+) -> dict[str, Any]:
+    """A config, or what is recorded under a key `above`, at the time when a step was taken that still stands.
+
+    Since then the run may have been resumed with changes, after this step; they are taken back.
+    """
+    redone = [number for number, resume in enumerate(resumes, 1) if resume.step <= step]
+    found: dict[str, Any] = copy.deepcopy(dict(now))
+    for resume in reversed(resumes[max(redone, default=0) :]):
+        for key, (before, _) in resume.changes.items():
+            if key.startswith("layout.") == (above == "layout"):
+                _put(found, key.removeprefix(f"{above}.").split("."), before)
+    return found
+
+
+def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    *sections, leaf = keys
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[leaf] = value
+
+
+def _from_its_start(path: Path, loaded: LoadedConfig) -> LoadedConfig:
+    """With the weights of another run that it began with; they stand in its folder, wherever that is now."""
+    start = path / START
+    return starting_from(loaded, start) if start.is_dir() else loaded
+
+
+def _refuse_another_base(path: Path, facts: Mapping[str, Any], config: RunConfig) -> None:
+    before, now = facts.get("base"), identity(config.model)
+    if before is not None and before != now:
+        raise ResumeMismatchError(
+            f"{path} was trained on another model: {config.model.name!r} had the fingerprint {before} then, and has {now} now. "
+            "Put the weights back that it had, and replay again."
+        )
+
+
+def _layout_here(recorded: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
+    """The recorded layout as far as this machine can have it, and why results may differ in their last bits."""
+    before = Layout(**recorded)
+    device = before.device if before.device in ("cpu", choose_device()) else choose_device()
+    here = replace(
+        before, device=device, processor=describe_processor(device), torch=torch_version()
+    )
+    reasons = [
+        f"{key} was {old or 'not recorded'}, is {new}"
+        for key, old in asdict(before).items()
+        if old != (new := asdict(here)[key])
+    ]
+    if device != "cpu":
+        reasons.append(f"on {device} some sums are added up in any order")
+    return here, tuple(reasons)
+
+
+# --- the learning, once more ---------------------------------------------------------------------
+
+
+async def _replay(recording: _Recording) -> Replay:
+    name = recording.path.name
+    progress = Progress(f"{name}, replayed", recording.step + 1, start_step=recording.first)
+    with _scratch(recording) as (folder, publications), progress:
+        progress.phase("loading")
+        with closing(
+            build.training_parts(recording.config, recording.layout, folder.name, publications)
+        ) as parts:
+            run = _assembled(recording, folder, parts.learner, progress)
+            wrong = await _begin(run, recording)
+            steps: list[ReplayedStep] = []
+            for step in range(recording.first, recording.step + 1):
+                steps.append(await _step(run, recording, step))
+                progress.step(step, _shown(steps[-1].replayed))
+    start = f"{name}@{recording.first}" if recording.checkpoint else "the starting weights"
+    return Replay(name, recording.step, start, wrong, recording.rounding, tuple(steps))
+
+
+@contextmanager
+def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
+    """A run folder of its own, and where the weights are published; both are deleted."""
+    config = recording.config
+    size = build.publication_bytes(config)
+    with tempfile.TemporaryDirectory(prefix="groupwise-replay-") as place:
+        publications = build.publication_folder(Path(place), size)
+        try:
+            with RunFolder.create(Path(place), recording.path.name, resolved(config)) as folder:
+                yield folder, publications
+        finally:
+            build.remove_publications(publications)
+
+
+def _assembled(
+    recording: _Recording, folder: RunFolder, learner: Learner, progress: Progress
+) -> Learning:
+    config = recording.config
+    return Learning(
+        config=config,
+        max_steps=recording.step + 1,
+        algorithm=build.build_algorithm(config),
+        learner=learner,
+        tokenizer=None,
+        folder=folder,
+        progress=progress,
+        interruption=Interruption(),
+        policy=Policy(folder.name, 0, "", "adapter", ""),
+    )
+
+
+async def _begin(run: Learning, recording: _Recording) -> str | None:
+    """Take the weights from which the steps are computed; says what is wrong with them."""
+    checkpoint = recording.checkpoint
+    if checkpoint is None:
+        recorded = _first_fingerprint(recording.store.groups(0))
+    else:
+        _load(run, checkpoint)
+        recorded = run.policy.fingerprint
+    run.policy = await run.learner.publish(run.policy.version)
+    if recorded in (None, run.policy.fingerprint):
+        return None
+    return (
+        f"the weights have the fingerprint {run.policy.fingerprint}, {recorded} was recorded: this machine makes "
+        "or reads other ones than the run had"
+    )
+
+
+def _load(run: Learning, checkpoint: Checkpoint) -> None:
+    try:
+        run.learner.load(str(checkpoint.path))
+    except (OSError, GroupwiseError) as error:
+        if checkpoint.path.is_dir():
+            raise
+        raise CheckpointError(
+            f"{checkpoint.path} was deleted by the run while it was read, because newer ones are there "
+            "(run.save_total_limit). Give the command again."
+        ) from error
+    run.take_position(checkpoint.extra["position"])
+
+
+def _first_fingerprint(groups: Sequence[Group]) -> str | None:
+    """That of the weights which the run started from: they drew the first groups."""
+    found = (
+        segment.fingerprint
+        for group in groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+        if segment.policy_version == 0
+    )
+    return next(found, None)
+
+
+async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
+    """What `groupwise.training.loops.rl.take_step` does, without serving and recording."""
+    record, metrics = recording.steps[step], recording.store.step_metrics(step)
+    groups = _trained(recording, record)
+    weights = run.algorithm.weights(groups)
+    learned = await learn(run, groups, weights, record.learning_rate)
+    if learned.changed:
+        run.policy = await run.learner.publish(run.policy.version + 1)
+    run.adapt({**learned.metrics, "rollouts/scored": metrics["rollouts/scored"]})
+    run.step += 1
+    return ReplayedStep(
+        step,
+        recorded=_learnt(metrics, record.version_out, record.fingerprint_out),
+        replayed=_learnt(learned.metrics, run.policy.version, run.policy.fingerprint),
+        advantages=sum(map(_other_advantages, groups, weights)),
+        tolerance=RELATIVE[recording.layout.dtype] if recording.rounding else None,
+    )
+
+
+def _trained(recording: _Recording, record: StepRecord) -> list[Group]:
+    """The groups that the step trained, in their order. UsageError where their tokens were not kept."""
+    by_draw = {group.draw: group for group in recording.store.groups(record.step)}
+    groups = [by_draw[draw] for draw in record.draws]
+    forgotten = any(
+        segment.source == "policy" and segment.sampling_logprobs is None
+        for group in groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+    )
+    if forgotten:
+        raise UsageError(
+            f"Step {record.step} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
+            "they are what is trained: it cannot be replayed, nor can steps after it up to the next checkpoint."
+        )
+    return groups
+
+
+def _other_advantages(group: Group, weights: Weights) -> int:
+    given = [weight.advantage if weight else None for weight in weights]
+    recorded = [rollout.advantage for rollout in group.rollouts]
+    return sum(before != now for before, now in zip(recorded, given, strict=True))
+
+
+def _learnt(metrics: Mapping[str, float], version: int, fingerprint: str) -> Learnt:
+    return Learnt(metrics.get("loss"), metrics.get("grad_norm"), version, fingerprint)
+
+
+def _shown(learnt: Learnt) -> dict[str, float]:
+    values = {"loss": learnt.loss, "grad_norm": learnt.grad_norm}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _close(before: float | None, now: float | None, slack: float) -> bool:
+    if before is None or now is None:
+        return before is now
+    both_broken = math.isnan(before) and math.isnan(now)
+    return both_broken or before == now or abs(before - now) <= slack

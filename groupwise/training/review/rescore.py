@@ -1,0 +1,546 @@
+"""Recorded rollouts judged anew: what would other rewards have said about the same completions?
+
+The completions stand in the record of a run; here they go through the reward functions of a task file, or through functions named
+one by one, in the same killable workers as in training. What comes back is set beside what was recorded: totals step by step, how
+far the two agree, and the rollouts whose place in their group changed, because groups are what is learnt from. The record is
+only read. The result is a pair of files in `results/`: the numbers as JSON, and the rollouts as JSON lines, written step by step,
+because those of a long run do not fit into memory.
+
+Rewards see what was recorded: texts and columns as JSON keeps them, token ids if the run kept them (`run.keep_tokens`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from heapq import nlargest
+from itertools import chain, combinations, groupby
+from math import fsum, inf, sqrt
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any, BinaryIO
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunNotFoundError, TaskError, UsageError
+from groupwise.core.interruption import gather_all, run_to_end
+from groupwise.core.reward_call.request import Scorer
+from groupwise.core.types import Group, Outcome, Rollout
+from groupwise.runs.find import resolve
+from groupwise.runs.folder import RECORD, add_result, read_config, result_file
+from groupwise.runs.store import Store
+from groupwise.tasks.rewards.inprocess import InProcessScorer, RubricScorer
+from groupwise.tasks.rewards.registry import get_reward_funcs
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.rewards.workers import RewardWorkers
+from groupwise.tasks.rollouts.score import score_group
+from groupwise.training import rollout_builder
+from groupwise.training.config import LoadedConfig, RunConfig, load_config, with_task_schema
+
+FORMAT = 2
+KIND = "rescoring"
+ROWS = ".jsonl"
+"""Ending of the file with the rollouts, beside that with the numbers."""
+SHOWN_REASONS = 3
+"""Reasons for failures that are told, the most frequent ones."""
+KEPT_REASONS = 20
+"""Of a step: a reason may quote a completion, and those of a long run do not fit into memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescored:
+    """One rollout with the old verdict and the new one."""
+
+    step: int
+    draw: int
+    member: int
+    attempt: int
+    example: int
+    completion: str
+    old: float | None
+    """The recorded total; None unless it was scored."""
+    new: float | None
+    old_parts: dict[str, float | None]
+    new_parts: dict[str, float | None]
+    old_outcome: Outcome
+    new_outcome: Outcome
+    reason: str | None
+    """Why it could not be scored now."""
+    old_rank: float | None = None
+    """Place in its group among those that both scored, 1 for the best; the mean place where several are equal."""
+    new_rank: float | None = None
+    failed_rewards: dict[str, str] = field(default_factory=dict[str, str])
+    """Why a new reward function has no value, by its name. A call that was cut off has the `reason` only, and no `new_parts`."""
+
+    @property
+    def moved(self) -> float:
+        """By how many places."""
+        if self.old_rank is None or self.new_rank is None:
+            return 0.0
+        return abs(self.new_rank - self.old_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Old and new rewards of some rollouts."""
+
+    rollouts: int
+    scored: int
+    """Those that both could score; all that follows is about them."""
+    old: float | None
+    new: float | None
+    """Mean totals."""
+    correlation: float | None
+    """Pearson's, over the rollouts; None where either has no spread."""
+    agreement: float | None
+    """Of the pairs within a group that either tells apart, the share that both put in the same order."""
+    moved: int
+    """Rollouts whose place in their group changed."""
+    failed: int
+    """Rollouts that could not be scored now."""
+    reasons: dict[str, int]
+    """What went wrong most often, with the number of rollouts; of a reward that has no weight, too."""
+    unanswered: dict[str, int]
+    """Rollouts on which a new reward function failed, by its name; all of a call that was cut off count for each function."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rescoring:
+    """What came of it."""
+
+    run: str
+    rewards: dict[str, float]
+    """The new reward functions with their weights."""
+    steps: dict[int, Agreement]
+    overall: Agreement
+    path: Path
+    """Where all of it was written: this file, and one of the same name with the rollouts."""
+
+    @property
+    def rows_path(self) -> Path:
+        """JSON lines, one for each rollout."""
+        return self.path.with_suffix(ROWS)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The new reward functions that failed on every rollout."""
+        counts = self.overall.unanswered
+        return tuple(name for name in self.rewards if counts.get(name) == self.overall.rollouts)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a reward function failed on every rollout, or all of them together scored none."""
+        nothing = 0 < self.overall.rollouts == self.overall.failed
+        return 1 if self.broken or nothing else 0
+
+    def rows(self) -> Iterator[Rescored]:
+        """The rollouts, in order, as they were written."""
+        with self.rows_path.open("rb") as file:
+            yield from (Rescored(**json.loads(line)) for line in file)
+
+    def summary(self, rows: int = 0) -> dict[str, Any]:
+        """Plain data, for `--json`, with so many of the rollouts that moved, the farthest first."""
+        return {
+            "run": self.run,
+            "rewards": self.rewards,
+            "broken": list(self.broken),
+            "overall": asdict(self.overall),
+            "steps": {str(step): asdict(each) for step, each in self.steps.items()},
+            "moved": [asdict(row) for row in self.farthest(rows)],
+            "results": str(self.path),
+            "results_rows": str(self.rows_path),
+        }
+
+    def farthest(self, count: int) -> list[Rescored]:
+        """The rollouts whose place in the group changed most."""
+        moved = (row for row in self.rows() if row.moved) if count else ()
+        return nlargest(count, moved, key=lambda row: row.moved)
+
+
+def rescore(
+    run: str,
+    *,
+    task: object | None = None,
+    rewards: Sequence[str] = (),
+    runs_dir: Path = Path("runs"),
+    overrides: Sequence[str] = (),
+    step: int | None = None,
+    limit: int | None = None,
+) -> Rescoring:
+    """Score recorded rollouts with the rewards of a task, or with rewards by name: `groupwise runs rescore`.
+
+    `overrides` change the run's config for the task; `limit` takes the last so many groups. Raises `UsageError`.
+    """
+    if (task is None) == (not rewards):
+        raise UsageError("Give either --task-module or --rewards: whose rewards are to judge?")
+    path = resolve(run, runs_dir).path
+    with Store.open(path / RECORD, readonly=True) as store:
+        _refuse_other_kinds(path, store.get_meta().get("kind", "rl"))
+        chosen = _chosen(store, path.name, step, limit)
+        loaded = load_config(read_config(path), overrides)
+        judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
+        place = result_file(path, judge.name)
+        atomic_files.check_can_write(place)
+        with atomic_files.explained(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+        steps = store.get_meta().get("max_steps") or len(chosen)
+        written = atomic_files.building_path(place.with_suffix(ROWS))
+        try:
+            with atomic_files.explained(written), written.open("wb") as file:
+                found = run_to_end(_rescored(store, chosen, judge, steps, file))
+            agreements = {number: _agreement([one]) for number, one in found.items()}
+            overall = _agreement(list(found.values()))
+            content = {
+                "format": FORMAT,
+                "kind": KIND,
+                "run": path.name,
+                "rewards": judge.weights,
+                "overall": asdict(overall),
+                "steps": {str(number): asdict(each) for number, each in agreements.items()},
+            }
+            result = add_result(path, judge.name, content, written)
+        finally:
+            written.unlink(missing_ok=True)
+    return Rescoring(path.name, judge.weights, agreements, overall, result)
+
+
+def _refuse_other_kinds(path: Path, kind: str) -> None:
+    if kind != "rl":
+        raise UsageError(f"{path} is a run of `groupwise {kind}`: it has no rollouts to score.")
+
+
+# --- who judges ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    name: str
+    """Of the result file."""
+    where: str
+    """Who gave the functions, in messages."""
+    rubric: Rubric
+    scorer: Scorer
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return dict(zip(self.rubric.names, self.rubric.weights, strict=True))
+
+
+def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
+    found = rollout_builder.task_of(loaded.config, task)
+    if not found.has("get_reward_funcs") and found.has("get_environment"):
+        raise TaskError(
+            f"{found.described} has no get_reward_funcs: its environment gave the rewards, turn by turn, which cannot be "
+            "computed again from the record. Give --rewards MODULE:FUNCTION, functions that judge what was recorded."
+        )
+    if not found.has("get_reward_funcs"):
+        raise TaskError(found.missing("get_reward_funcs", "rl"))
+    found.check_signature("get_reward_funcs")
+    schema = found.config_schema()
+    config = (with_task_schema(loaded, schema) if schema else loaded).config
+    tokenizer = rollout_builder.LazyTokenizer(config)
+    rubric = rollout_builder.task_rubric(config, found, tokenizer)
+    assert rubric is not None
+    scorer = rollout_builder.build_scorer(config, found, tokenizer, rubric)
+    where = f"{found.described}: get_reward_funcs"
+    return _Judge(f"rescored-{found.name}", where, rubric, scorer)
+
+
+def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
+    answer_column = loaded.config.rewards.answer_column
+    rubric = _named_rubric(rewards, answer_column)
+    given = {"rewards": list(rewards), "answer_column": answer_column}
+    scorer = _scorer_of(loaded.config, rubric, given)
+    return _Judge(f"rescored-{'-'.join(rubric.names)}"[:100], "--rewards", rubric, scorer)
+
+
+def _named_rubric(rewards: Sequence[str], answer_column: str | None) -> Rubric:
+    section = {"rewards": {"answer_column": answer_column}}
+    return Rubric(get_reward_funcs(rewards, section), where="--rewards")
+
+
+def _scorer_of(config: RunConfig, rubric: Rubric, given: dict[str, Any]) -> Scorer:
+    limit = config.rewards.time_limit
+    if rubric.stateful or config.rewards.in_process:
+        return InProcessScorer(rubric, _no_metrics, time_limit=limit)
+    return RewardWorkers(
+        "groupwise.training.review.rescore:named_scorer",
+        given,
+        workers=config.rewards.workers,
+        time_limit=limit,
+        start_limit=config.rewards.start_limit,
+    )
+
+
+def named_scorer(rewards: Sequence[str], answer_column: str | None) -> RubricScorer:
+    """The factory that reward workers call: functions by their names."""
+    return RubricScorer(_named_rubric(rewards, answer_column), _no_metrics)
+
+
+def _no_metrics(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
+    """Raise TaskError if a function asks for what the record does not have."""
+    for group in groups:
+        judge.rubric.check_rows({group.example.index: group.example.columns})
+    forgotten = any(
+        rollout.completion and not rollout.completion_ids
+        for group in groups
+        for rollout in group.rollouts
+    )
+    for name, function in zip(judge.rubric.names, judge.rubric.functions, strict=True):
+        if forgotten and "completion_ids" in inspect.signature(function).parameters:
+            raise TaskError(
+                f"{judge.where}: `{name}` asks for completion_ids, but the run did not keep tokens (run.keep_tokens). "
+                "Rewards that read the text can be used."
+            )
+
+
+# --- scoring -------------------------------------------------------------------------------------
+
+
+def _chosen(
+    store: Store, name: str, step: int | None, limit: int | None
+) -> dict[int, frozenset[int]]:
+    """The draws to be scored, by step: of one step or of all, and of these the last ones."""
+    steps = {record.step: record.all_draws for record in store.steps()}
+    if not steps:
+        raise RunNotFoundError(f"The run {name!r} has recorded no step yet.")
+    if step is not None and step not in steps:
+        raise RunNotFoundError(
+            f"The run {name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
+        )
+    draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
+    kept = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
+    return {k: frozenset(draw for _, draw in some) for k, some in kept}
+
+
+async def _rescored(
+    store: Store,
+    chosen: dict[int, frozenset[int]],
+    judge: _Judge,
+    max_steps: int,
+    file: BinaryIO,
+) -> dict[int, _Tally]:
+    """Write the rollouts down, step by step; returns what is to be said of each step."""
+    tallies: dict[int, _Tally] = {}
+    try:
+        for step, draws in chosen.items():
+            groups = await _rescored_step(store, step, draws, judge, max_steps)
+            tallies[step] = _tally(groups, judge.rubric.names)
+            for row in chain.from_iterable(groups):
+                text = json.dumps(atomic_files.without_nan(asdict(row)), ensure_ascii=False)
+                file.write(text.encode("utf-8", "backslashreplace") + b"\n")
+    finally:
+        await judge.scorer.close()
+    return tallies
+
+
+async def _rescored_step(
+    store: Store, step: int, draws: frozenset[int], judge: _Judge, max_steps: int
+) -> list[list[Rescored]]:
+    """The rollouts of each group of a step."""
+    groups = [_forgotten(group) for group in store.groups(step) if group.draw in draws]
+    _check_needs(judge, [group for _, group in groups])
+    scored = await gather_all(
+        score_group(judge.scorer, group, step, max_steps) for _, group in groups if group.rollouts
+    )
+    by_draw = {group.draw: group for group in scored}
+    return [_ranked(_beside(step, old, by_draw.get(old.draw))) for old, _ in groups]
+
+
+def _forgotten(group: Group) -> tuple[Group, Group]:
+    """The rollouts of a group that can be judged, as recorded and as if they had never been judged.
+
+    Those that failed in an environment are left out: they never came to an end.
+    """
+    kept = [rollout for rollout in group.rollouts if _ended(rollout)]
+    blank = [
+        replace(rollout, outcome="pending", reason=None, reward=None, parts=(), notes={})
+        for rollout in kept
+    ]
+    return replace(group, rollouts=tuple(kept)), replace(group, rollouts=tuple(blank))
+
+
+def _ended(rollout: Rollout) -> bool:
+    answered = any(segment.source == "environment" for segment in rollout.segments)
+    return rollout.outcome == "scored" or (rollout.outcome != "pending" and not answered)
+
+
+def _beside(step: int, old: Group, new: Group | None) -> list[Rescored]:
+    if new is None:
+        return []
+    return [
+        Rescored(
+            step=step,
+            draw=old.draw,
+            member=before.member,
+            attempt=before.attempt,
+            example=old.example.index,
+            completion=before.completion,
+            old=before.reward,
+            new=after.reward,
+            old_parts=before.part_values,
+            new_parts=after.part_values,
+            old_outcome=before.outcome,
+            new_outcome=after.outcome,
+            reason=after.reason,
+            failed_rewards=after.notes.get("failed_rewards", {}),
+        )
+        for before, after in zip(old.rollouts, new.rollouts, strict=True)
+    ]
+
+
+# --- old beside new ------------------------------------------------------------------------------
+
+
+def _both(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
+    return [(row.old, row.new) for row in rows if row.old is not None and row.new is not None]
+
+
+def _ranked(group: Sequence[Rescored]) -> list[Rescored]:
+    """The rollouts of a group with their places."""
+    pairs = _both(group)
+    old, new = [x for x, _ in pairs], [y for _, y in pairs]
+    return [
+        row
+        if row.old is None or row.new is None
+        else replace(row, old_rank=_rank(row.old, old), new_rank=_rank(row.new, new))
+        for row in group
+    ]
+
+
+def _rank(value: float, values: Sequence[float]) -> float:
+    better = sum(other > value for other in values)
+    return better + (1 + sum(other == value for other in values)) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """What a step adds to what is said of all steps: sums and squares instead of its rollouts."""
+
+    rollouts: int
+    moved: int
+    failed: int
+    scored: int
+    sums: tuple[float, float]
+    """Of the old and the new totals of those that both could score."""
+    squares: tuple[float, float, float]
+    """Of old, of new, and their products, about the means."""
+    lowest: tuple[float, float]
+    highest: tuple[float, float]
+    pairs: int
+    """That either tells apart."""
+    alike: int
+    """Of these, those that both put in the same order."""
+    reasons: dict[str, int]
+    unanswered: dict[str, int]
+
+    @property
+    def means(self) -> tuple[float, float]:
+        return self.sums[0] / self.scored, self.sums[1] / self.scored
+
+
+def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally:
+    rows = [row for group in groups for row in group]
+    both = _both(rows)
+    old, new = [x for x, _ in both], [y for _, y in both]
+    mean_old, mean_new = (fmean(old), fmean(new)) if both else (0.0, 0.0)
+    alike = [each for group in groups for each in _ordered_alike(group)]
+    reasons = Counter(reason for row in rows for reason in _reasons(row))
+    return _Tally(
+        rollouts=len(rows),
+        moved=sum(row.moved > 0 for row in rows),
+        failed=sum(row.new is None for row in rows),
+        scored=len(both),
+        sums=(fsum(old), fsum(new)),
+        squares=(
+            fsum((x - mean_old) * (x - mean_old) for x in old),
+            fsum((y - mean_new) * (y - mean_new) for y in new),
+            fsum((x - mean_old) * (y - mean_new) for x, y in both),
+        ),
+        lowest=(min(old, default=inf), min(new, default=inf)),
+        highest=(max(old, default=-inf), max(new, default=-inf)),
+        pairs=len(alike),
+        alike=sum(alike),
+        reasons=dict(reasons.most_common(KEPT_REASONS)),
+        unanswered=Counter(name for row in rows for name in names if _unanswered(row, name)),
+    )
+
+
+def _reasons(row: Rescored) -> Iterable[str]:
+    """Why a rollout was not scored; where it was, why a reward without weight failed."""
+    return row.failed_rewards.values() if row.reason is None else (row.reason,)
+
+
+def _unanswered(row: Rescored, name: str) -> bool:
+    return name in row.failed_rewards or name not in row.new_parts
+
+
+def _agreement(tallies: Sequence[_Tally]) -> Agreement:
+    """What is said of some steps together."""
+    some = [each for each in tallies if each.scored]
+    scored = sum(each.scored for each in some)
+    pairs = sum(each.pairs for each in some)
+    means = _means(some, scored) if scored else (None, None)
+    return Agreement(
+        rollouts=sum(each.rollouts for each in tallies),
+        scored=scored,
+        old=means[0],
+        new=means[1],
+        correlation=_correlation(some, scored),
+        agreement=sum(each.alike for each in some) / pairs if pairs else None,
+        moved=sum(each.moved for each in tallies),
+        failed=sum(each.failed for each in tallies),
+        reasons=dict(_total(each.reasons for each in tallies).most_common(SHOWN_REASONS)),
+        unanswered=dict(_total(each.unanswered for each in tallies)),
+    )
+
+
+def _total(counts: Iterable[dict[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
+
+
+def _means(tallies: Sequence[_Tally], scored: int) -> tuple[float, float]:
+    return (
+        fsum(each.sums[0] for each in tallies) / scored,
+        fsum(each.sums[1] for each in tallies) / scored,
+    )
+
+
+def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
+    """None where there are too few, or all are the same. Squares about the step's mean, and those of the step's mean about all."""
+    spread = [
+        max(each.highest[side] for each in tallies) > min(each.lowest[side] for each in tallies)
+        for side in ((0, 1) if scored else ())
+    ]
+    if not spread or not all(spread):
+        return None
+    mean = _means(tallies, scored)
+    apart = [
+        (each, each.means[0] - mean[0], each.means[1] - mean[1], each.scored) for each in tallies
+    ]
+    old = fsum(each.squares[0] + n * x * x for each, x, _, n in apart)
+    new = fsum(each.squares[1] + n * y * y for each, _, y, n in apart)
+    both = fsum(each.squares[2] + n * x * y for each, x, y, n in apart)
+    return max(-1.0, min(1.0, both / sqrt(old * new))) if old and new else None
+
+
+def _ordered_alike(group: Sequence[Rescored]) -> Iterator[bool]:
+    """For each pair of a group that one of the two tells apart: whether both order it alike."""
+    for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
+        before, after = _sign(x_old - y_old), _sign(x_new - y_new)
+        if before or after:
+            yield before == after
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)

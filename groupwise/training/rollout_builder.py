@@ -1,0 +1,286 @@
+"""From a task to what makes its rollouts and scores them, as the config says: in this process, or in workers of their own.
+
+`build_rollouts` makes the rollouts, `build_scorer` scores them; `scorer_for_worker` and `environments_for_worker` make the same afresh in a
+worker, by name. Nothing here needs a model; its tokenizer comes from whoever has it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from groupwise.core.errors import TaskError
+from groupwise.core.reward_call.request import Scorer, unpicklable
+from groupwise.core.types import Example, SamplingParams
+from groupwise.engine.models.tokens import completion_text
+from groupwise.tasks.configured import ConfiguredTask, find_task
+from groupwise.tasks.contract import Task
+from groupwise.tasks.rewards.config import DEFAULT_TASK_VARIABLE
+from groupwise.tasks.rewards.inprocess import InProcessScorer, RubricScorer
+from groupwise.tasks.rewards.registry import configured_rubric
+from groupwise.tasks.rewards.router import Router
+from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.rewards.workers import RewardWorkers
+from groupwise.tasks.rollouts.asking import Ask, RolloutKind
+from groupwise.tasks.rollouts.dialogue import first_ids
+from groupwise.tasks.rollouts.environment import EnvironmentRollouts, Limits
+from groupwise.tasks.rollouts.hosts import EnvironmentHost, LocalHost, WorkerHost
+from groupwise.tasks.rollouts.seeds import member_seed
+from groupwise.tasks.rollouts.sessions import Sessions
+from groupwise.tasks.rollouts.single import Single
+from groupwise.tasks.rollouts.two_stage import TwoStage
+from groupwise.tasks.tools import Schema
+from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
+
+
+def task_of(config: RunConfig, source: object | None) -> Task:
+    """The task that a command was given, or without one that of its config, with the rewards that the config names."""
+    return rewarded(config, find_task(source, view(config)))
+
+
+def rewarded(config: RunConfig, task: Task) -> Task:
+    """The task with the rewards that the config names, where it does, instead of its own.
+
+    Beside a router without `default_task` its own stay those of the rows that have no label.
+    """
+    if not config.rewards.names_rewards or isinstance(task, ConfiguredTask):
+        return task
+
+    def get_reward_funcs(config: Any, tokenizer: Any) -> Rubric | None:
+        section = config["rewards"]
+        routed = section.get("router") is not None and section.get("default_task") is None
+        keeps_own = routed and task.has("get_reward_funcs")
+        own = (task.name, task.rubric(config, tokenizer)) if keeps_own else None
+        return configured_rubric(section, own)
+
+    return task.with_hook("get_reward_funcs", get_reward_funcs)
+
+
+def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
+    """The task's rewards, or None where it has none; made once in a process, because it may load a reward model."""
+    rubric = None
+    if task.has("get_reward_funcs"):
+        rubric = task.rubric(view(config), tokenizer, config.rewards.reward_weights)
+    default = config.rewards.default_task or _label_of_environment(rubric)
+    if default is None:
+        return rubric
+    if not isinstance(rubric, Router):
+        raise TaskError(
+            f"rewards.default_task is {default}, but {task.described} has the same rewards for every row, whatever its label. Leave "
+            "the key out, or give rewards by label in rewards.router."
+        )
+    return rubric.with_default(default)
+
+
+def _label_of_environment(rubric: Rubric | None) -> str | None:
+    """What stands in for `rewards.default_task` where rewards go by label and none is the default."""
+    asks = isinstance(rubric, Router) and rubric.default is None
+    return os.environ.get(DEFAULT_TASK_VARIABLE) or None if asks else None
+
+
+def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedConfig:
+    """The config with the default label that its rubric has, so that a resume has the same, whatever the environment says then."""
+    rewards = loaded.config.rewards
+    if not isinstance(rubric, Router) or rubric.default is None or rewards.default_task:
+        return loaded
+    if rubric.default != os.environ.get(DEFAULT_TASK_VARIABLE):
+        return loaded
+    kept = rewards.model_copy(update={"default_task": rubric.default})
+    return replace(loaded, config=loaded.config.model_copy(update={"rewards": kept}))
+
+
+def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:
+    """Whether rewards run in processes of their own: not where they cannot be imported elsewhere or keep state."""
+    stateful = rubric is not None and rubric.stateful
+    return task.spec is not None and not config.rewards.in_process and not stateful
+
+
+def build_scorer(
+    config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric | None = None
+) -> Scorer:
+    """Reward workers, or one thread here that calls `rubric`; see `scores_in_workers`.
+
+    `rubric` is the task's, where the caller has made it already. A task without rewards can be asked for its metrics only.
+    """
+    rubric = rubric or task_rubric(config, task, tokenizer)
+    if not scores_in_workers(config, task, rubric):
+        return InProcessScorer(
+            rubric, _metrics_of(config, task, tokenizer), time_limit=config.rewards.time_limit
+        )
+    return RewardWorkers(
+        "groupwise.training.rollout_builder:scorer_for_worker",
+        {"config": config.model_dump(mode="json"), "task": task.spec},
+        workers=config.rewards.workers,
+        time_limit=config.rewards.time_limit,
+        start_limit=config.rewards.start_limit,
+    )
+
+
+def scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
+    """The factory that reward workers call: the task's rewards and metrics, made afresh in the worker."""
+    loaded = load_config(config).config
+    found = task_of(loaded, task)
+    tokenizer = LazyTokenizer(loaded)
+    return RubricScorer(
+        task_rubric(loaded, found, tokenizer), _metrics_of(loaded, found, tokenizer)
+    )
+
+
+def _metrics_of(config: RunConfig, task: Task, tokenizer: Any) -> Any:
+    def compute(prompts: Any, completions: Any, rows: Any) -> dict[str, Any]:
+        return task.compute_metrics(prompts, completions, rows, view(config), tokenizer)
+
+    return compute
+
+
+def check_rollouts(
+    config: RunConfig, task: Task, examples: Sequence[Example]
+) -> tuple[Schema, ...]:
+    """Raise TaskError where task and `rollout.type` do not go together, or an example lacks what its environment asks for.
+
+    Returns the tools that the prompts of chats describe.
+    """
+    if config.rollout.type != "environment":
+        if task.has("get_environment"):
+            raise TaskError(
+                f"{task.described} has get_environment, but rollout.type is {config.rollout.type}, so that it would never "
+                "be asked. Set rollout.type to environment, or remove the hook."
+            )
+        return ()
+    if not task.has("get_environment"):
+        raise TaskError(
+            f"{task.described} has no get_environment, but rollout.type is environment.\n"
+            "  expected: def get_environment(config)\n"
+            "Add the hook, or leave rollout.type out."
+        )
+    factory = task.check_environment(view(config), examples)
+    stuck = unpicklable(examples[0].columns) if examples and _hosts_in_workers(config, task) else []
+    if stuck:
+        raise TaskError(
+            f"{task.described}: the dataset's column {' and '.join(f'`{name}`' for name in stuck)} holds values that "
+            "cannot be sent to the environment workers (pickle refuses them). Keep plain values in the dataset and make "
+            "the objects in the environment, or set rollout.in_process."
+        )
+    return tuple(getattr(factory, "schemas", ()))
+
+
+def build_rollouts(
+    config: RunConfig, task: Task, tokenizer: Any, room: int | None = None
+) -> RolloutKind:
+    """What makes the rollouts. `room` is the sampler's key length, which an environment's own prompts must not exceed."""
+    if config.rollout.type == "single":
+        return Single(lambda ids: completion_text(tokenizer, ids))
+    if config.rollout.type == "two_stage":
+        return TwoStage(config.rollout, tokenizer)
+    limits = Limits(
+        max_turns=config.rollout.max_turns,
+        max_tokens=longest_completion(config),
+        time_limit=config.rollout.time_limit,
+        max_seconds=config.rollout.max_seconds,
+        room=room,
+    )
+    tools = check_rollouts(config, task, ())
+    return EnvironmentRollouts(_environment_host(config, task), tokenizer, limits, tools)
+
+
+def longest_completion(config: RunConfig) -> int:
+    """Most tokens that may follow a prompt in training or evaluation: of a rollout, whatever it consists of."""
+    one = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    return config.rollout.longest(one)
+
+
+def longest_written(config: RunConfig) -> int:
+    """Most tokens that the policy may write in one rollout of training: what algorithms take as the longest completion."""
+    return config.rollout.longest_written(config.sampler.max_completion_length)
+
+
+async def first_prompts(
+    config: RunConfig,
+    task: Task,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    room: int | None = None,
+) -> list[tuple[int, ...]]:
+    """What the policy is asked first for these examples, as tokens: with tools, and as their environments begin.
+
+    `room` is as in `build_rollouts`. Raises TaskError where an environment gives no first prompt.
+    """
+    tools = check_rollouts(config, task, ())
+    asked = [first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples]
+    if config.rollout.type != "environment":
+        return asked
+    rollouts = build_rollouts(config, task, tokenizer, room)
+    assert isinstance(rollouts, EnvironmentRollouts)
+    params = SamplingParams(max_tokens=1)
+    asks = [
+        Ask(draw, example, ids, 1, partial(member_seed, config.training.seed, draw), params)
+        for draw, (example, ids) in enumerate(zip(examples, asked, strict=True))
+    ]
+    try:
+        await rollouts.start()
+        return [await rollouts.opening(ask) for ask in asks]
+    finally:
+        await rollouts.close()
+
+
+def environments_for_worker(config: Mapping[str, Any], task: str) -> Sessions:
+    """The factory that environment workers call: the task's environments, made afresh in the worker."""
+    loaded = load_config(config).config
+    return Sessions(task_of(loaded, task).environment(view(loaded)))
+
+
+def _environment_host(config: RunConfig, task: Task) -> EnvironmentHost:
+    if not _hosts_in_workers(config, task):
+        return LocalHost(Sessions(task.environment(view(config))))
+    return WorkerHost(
+        "groupwise.training.rollout_builder:environments_for_worker",
+        {"config": config.model_dump(mode="json"), "task": task.spec},
+        workers=config.rollout.workers,
+        start_limit=config.rollout.start_limit,
+    )
+
+
+def _hosts_in_workers(config: RunConfig, task: Task) -> bool:
+    return task.spec is not None and not config.rollout.in_process
+
+
+class LazyTokenizer:
+    """The model's tokenizer, loaded when a task first uses it: most rewards never ask.
+
+    Until then a worker has neither transformers nor torch. The first use imports both (seconds, some 250 MB), because
+    transformers decides once for a process whether there is torch: hidden from it to save that, torch would be
+    missing for a reward that loads a model later.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        vars(self).update(_config=config, _tokenizer=None)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The tokenizer's own, for `isinstance`."""
+        return self._loaded().__class__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loaded(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loaded(), name, value)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._loaded()(*arguments, **keywords)
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def _loaded(self) -> Any:
+        own = vars(self)
+        if own["_tokenizer"] is None:
+            from groupwise.engine.models.tokenizer import load_tokenizer
+
+            own["_tokenizer"] = load_tokenizer(own["_config"].model)
+        return own["_tokenizer"]

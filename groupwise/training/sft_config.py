@@ -1,0 +1,341 @@
+"""The config of a supervised run (`groupwise sft`): the sections that it shares with other runs, and its own.
+
+One strict schema for each command: a key that could not take effect is refused, so a config of `groupwise rl` is no config of
+`groupwise sft`. The sections `model`, `lora`, `run` and `task` mean the same in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import ge, gt, le, lt
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import field_validator, model_validator
+
+from groupwise.core.settings.credentials import secrets_in
+from groupwise.core.settings.documentation import document
+from groupwise.core.settings.overrides import override
+from groupwise.core.settings.schema import Conflict, Strict, setting
+from groupwise.core.settings.tree import Tree
+from groupwise.core.settings.validation import validate
+from groupwise.engine.backends.tunix.config import sft_conflicts
+from groupwise.engine.backends.unsloth import config as unsloth
+from groupwise.engine.distributed.config import ScaleConfig, scale_conflicts
+from groupwise.engine.learner.config import OptimisationConfig
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.runs.config import RunSection
+from groupwise.tasks.data.config import DatasetConfig
+from groupwise.training.config import (
+    CALLBACKS,
+    CallbackEntries,
+    LoadedConfig,
+    given_tree,
+    json_schema,
+    load_config,
+    stem_of,
+    unknown_callbacks,
+)
+from groupwise.training.foreign_keys import FOREIGN_TO_SFT, FOREIGN_VALUES
+
+_BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*")
+_SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
+
+DRAWN_BY = ("sampler", "rollout", "rewards", "data", "task")
+"""Sections of an RL config that say how completions are drawn and scored; of `eval` what counts as success does, too."""
+
+
+def bounds_of(condition: str) -> list[tuple[str, str, float]]:
+    """Parse a condition such as `eval_loss < 0.5 and reward >= 0.6` into (metric, comparison, value) triples.
+
+    Raises ValueError for a text that is no condition.
+    """
+    found = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
+    if not all(found):
+        raise ValueError(
+            f"{condition!r} is no condition. Expected a metric, one of >=, <=, > and <, and a number, as in "
+            "'groups/with_signal >= 0.6'; several are joined by ' and '."
+        )
+    return [(each[1], each[2], float(each[3])) for each in found if each]
+
+
+def holds(condition: str, metrics: Mapping[str, float]) -> bool:
+    """Whether the condition is true of these metrics; false if one that it names is missing."""
+    return all(
+        name in metrics and _SIGNS[sign](metrics[name], value)
+        for name, sign, value in bounds_of(condition)
+    )
+
+
+class SftTrainingConfig(OptimisationConfig):
+    """The steps of a supervised run. Each makes one update with `examples_per_step` examples."""
+
+    max_steps: int | None = setting(
+        None,
+        "Steps to train, instead of num_train_epochs.",
+        on_resume="free",
+        ge=1,
+    )
+    num_train_epochs: float | None = setting(
+        1.0,
+        "Passes over the dataset; fractions are possible. null where max_steps says how long.",
+        on_resume="free",
+        gt=0,
+    )
+    examples_per_step: int = setting(
+        16, "Examples of each step, the batch size; each teaches by one row or more.", ge=1
+    )
+    learning_rate: float = setting(
+        1e-4,
+        "Peak step size of AdamW; this default suits a LoRA adapter, all weights want a tenth.",
+        gt=0,
+    )
+    stop_when: list[str] = setting(
+        [],
+        "Conditions on the metrics of an evaluation; the run ends at the first evaluation where one of them holds: "
+        "`groups/with_signal >= 0.6`, `reward >= 0.3 and groups/distinct < 0.5`. eval.completions adds metrics of what the policy writes.",
+        on_resume="free",
+    )
+
+    @field_validator("stop_when")
+    @classmethod
+    def _are_conditions(cls, given: list[str]) -> list[str]:
+        for condition in given:
+            bounds_of(condition)
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_replace_the_default_epochs(cls, given: Any) -> Any:
+        """Whoever gives steps need not write `num_train_epochs: null` beside them."""
+        if not isinstance(given, dict):
+            return given
+        keys = cast("dict[str, Any]", given)
+        if keys.get("max_steps") is None or "num_train_epochs" in keys:
+            return keys
+        return {**keys, "num_train_epochs": None}
+
+
+class SftDataConfig(DatasetConfig):
+    """How the rows of the task's `get_sft_dataset` are read, or those that `dataset_name` names, and what of them is trained."""
+
+    dataset_text_field: str = setting(
+        "text", "Column of rows that are one text, trained whole.", min_length=1
+    )
+    completion_only_loss: bool | None = setting(
+        None,
+        "true: only completions and the assistant's turns are trained. false: every token. null: completions where the row "
+        "says what is one (messages, prompt and completion), and texts whole.",
+    )
+    assistant_turns: Literal["all", "last"] = setting(
+        "all", "Which of the assistant's turns in `messages` are trained."
+    )
+    max_length: int | None = setting(
+        None, "Longest row in tokens; null: only the model's own limit.", ge=2
+    )
+    truncation_mode: Literal["keep_start", "keep_end", "drop"] = setting(
+        "keep_start",
+        "What becomes of longer rows: cut at the end, cut at the beginning, or left out. A row of which nothing trained is "
+        "left is left out as well; all are counted.",
+    )
+    shuffle: bool = setting(
+        True, "Take the examples of each epoch in an order of its own, from the seed."
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A choice of turns where every token is trained, and what does not go together in the data that are named."""
+        yield from super().conflicts()
+        if self.completion_only_loss is False and self.assistant_turns == "last":
+            yield Conflict(
+                "assistant_turns is last, but completion_only_loss is false, which trains every token. Set one of the two.",
+                ("assistant_turns", "completion_only_loss"),
+            )
+
+
+class CompletionsConfig(Strict):
+    """Completions that the policy writes by itself at each evaluation, for the task's `get_eval_dataset`, scored by its rewards."""
+
+    rl: str | dict[str, Any] | None = setting(
+        None,
+        "The config of groupwise rl that they are drawn for, which says how (sampler, rollout, rewards): its file, seen from this file's "
+        "folder, or its sections; null: the defaults. A warm_up has that of its RL config.",
+        on_resume="free",
+    )
+    max_prompts: int = setting(32, "Prompts used, the first ones.", on_resume="free", ge=1)
+    num_generations: int = setting(
+        4,
+        "Completions of each prompt; their differences are what RL learns from.",
+        on_resume="free",
+        ge=2,
+    )
+
+
+class SftEvalConfig(Strict):
+    """The loss on the rows of the task's `get_sft_eval_dataset`."""
+
+    eval_steps: int | None = setting(
+        None, "Steps between evaluations; null: once an epoch.", on_resume="free", ge=1
+    )
+    eval_on_start: bool = setting(
+        True,
+        "Evaluate before the first step as well, to have something to compare with.",
+        on_resume="free",
+    )
+    max_examples: int | None = setting(
+        None, "Examples evaluated, the first ones; null uses all.", on_resume="free", ge=1
+    )
+    early_stopping_patience: int | None = setting(
+        None,
+        "Evaluations in a row without a better loss, after which the run ends; null: never.",
+        on_resume="free",
+        ge=1,
+    )
+    early_stopping_threshold: float = setting(
+        0.0,
+        "A loss (nats per token) is better if it is lower by more than this than the best so far.",
+        on_resume="free",
+        ge=0,
+    )
+    load_best_model_at_end: bool = setting(
+        False,
+        "final/ holds the weights of the best evaluation instead of the last ones.",
+        on_resume="free",
+    )
+    completions: CompletionsConfig | None = setting(
+        None,
+        "Completions of the policy's own, which each evaluation draws and scores beside the loss; null: none.",
+        on_resume="free",
+    )
+
+
+class SftConfig(Strict):
+    """One supervised run."""
+
+    foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_SFT
+    foreign_values: ClassVar[Mapping[tuple[str, str], str]] = FOREIGN_VALUES
+
+    model: ModelConfig
+    lora: LoraConfig | None = setting(
+        LoraConfig(), "The adapter that is trained; null trains all weights of the model."
+    )
+    training: SftTrainingConfig = SftTrainingConfig()
+    data: SftDataConfig = SftDataConfig()
+    eval: SftEvalConfig = SftEvalConfig()
+    callbacks: CallbackEntries = CALLBACKS
+    run: RunSection = RunSection()
+    scale: ScaleConfig = ScaleConfig()
+    task: dict[str, Any] = setting(
+        {}, "What the task itself reads; free, unless the task brings a schema for it."
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys about rollouts that sinks show, and a backend that is not for this."""
+        if self.model.backend == "tunix":
+            yield from sft_conflicts(self)
+        if self.model.backend == "unsloth":
+            yield from unsloth.conflicts(self)
+        step = self.training.examples_per_step
+        yield from scale_conflicts(self, step, ("training.examples_per_step",))
+        for key in ("num_completions_to_print", "log_unique_prompts"):
+            if (value := getattr(self.run, key)) != RunSection.model_fields[key].default:
+                yield Conflict(
+                    f"run.{key} is {value}, which has no effect here: nothing is sampled, so there are no rollouts to show. Leave it out.",
+                    (f"run.{key}",),
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSftConfig(LoadedConfig):
+    """A validated config of a supervised run and where it came from."""
+
+    config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def load_sft_config(
+    source: Path | str | Mapping[str, Any] | SftConfig | Tree,
+    overrides: Sequence[str] = (),
+    *,
+    to_train: bool = False,
+) -> LoadedSftConfig:
+    """Read, override and validate; see `groupwise.training.config.load_config`. Of a config of `groupwise rl` its warm-up is meant."""
+    path = Path(source) if isinstance(source, str | Path) else None
+    tree = override(given_tree(source), overrides)
+    of_rl = tree.values.get("warm_up") is not None
+    if of_rl and not isinstance(source, SftConfig | Tree):
+        return config_of_warm_up(load_config(source, overrides))
+
+    def check(given: Tree) -> list[str]:
+        return [*_secrets(given), *(unknown_callbacks(given) if to_train else ())]
+
+    config = validate(SftConfig, tree, check=check)
+    return LoadedSftConfig(config, stem_of(path), path, tree)
+
+
+def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
+    """The config of `groupwise sft` that `warm_up` names. Raises ConfigError for what that command refuses."""
+    config = loaded.config
+    asked = config.warm_up
+    assert asked is not None
+    if isinstance(asked, str):
+        beside = loaded.path.parent if loaded.path else Path()
+        tree = given_tree(beside / asked)
+    else:
+        tree = given_tree(asked)
+    above = config.model_dump(mode="json", exclude_unset=True)
+    shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
+    inherited = {"task": above["task"]} if "task" in above else {}
+    if scale := {k: v for k, v in above.get("scale", {}).items() if k in ScaleConfig.model_fields}:
+        inherited["scale"] = scale
+    values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
+    run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
+    run |= {"dir": config.run.dir, "server": config.run.server}
+    drawn = _section(values, "eval").get("completions")
+    if isinstance(drawn, dict):
+        cast("dict[str, Any]", drawn)["rl"] = _drawing(above)
+    tree.values.clear()
+    tree.values.update({**inherited, **values, **shared, "run": run})
+    return load_sft_config(tree)
+
+
+def _drawing(above: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an RL config that decides how completions are drawn and scored.
+
+    With the rest, a run with another learning rate would need another warm-up.
+    """
+    success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
+    found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
+    return {**found, **({"eval": success} if success else {})}
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What is given in a section; nothing where that is no section, which the validation tells."""
+    found = values.get(name)
+    return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
+
+
+def _secrets(tree: Tree) -> list[str]:
+    return secrets_in(tree, "task", "callbacks")
+
+
+def sft_schema() -> str:
+    """`docs/schemas/sft.json`."""
+    return json_schema(SftConfig)
+
+
+def documentation() -> str:
+    """`docs/configuration-sft.md`."""
+    return _PAGE.format(table=document(SftConfig))
+
+
+_PAGE = """\
+# Configuration of a supervised run
+
+What a config of `groupwise sft` may hold. How configs are written, and what **on resume** means, stands in
+[configuration](configuration.md); how the parts work together in [warm up with examples](how-to/sft.md).
+
+{table}
+This page is made from the code:
+`python -c "from groupwise.training.sft_config import documentation as d; print(d(), end='')" > docs/configuration-sft.md`
+"""

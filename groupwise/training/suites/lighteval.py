@@ -1,0 +1,239 @@
+"""lighteval, a program of its own in an environment of its own: how it is found, told what to ask, and what it leaves.
+
+Its traps, and what is done about them:
+
+    an answer that does not come     it counts as a wrong one, and the program ends well: its log is searched, and the suite fails
+    answers kept from earlier        litellm keeps them in the folder it stands in, lighteval at home, by the model's name: each suite gets
+                                     a folder of its own for both, so that no checkpoint is given another one's marks
+    `o1` anywhere in a model's name  temperature and limits would be left out: such a name is refused
+    how many questions there were    it does not say: the file with every answer does
+    its release                      likewise: see `inside_lighteval`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from groupwise.core import atomic_files
+from groupwise.core.errors import RunError, UsageError
+from groupwise.training.suites import inside_lighteval
+from groupwise.training.suites.table import Suite
+
+PROGRAM = "lighteval"
+PROGRAM_VARIABLE = "GROUPWISE_LIGHTEVAL"
+"""The environment variable that says by which words it is run."""
+PACKAGES = ("lighteval[litellm]==0.13.0", "huggingface_hub<2", "xxhash<4")
+"""What to install: newer releases of the last two, which its own pins allow, break it."""
+MODEL, OUTPUT, RELEASES = "model.yaml", "out", "releases.json"
+UNANSWERED = b"eturning empty response"
+"""What its log says of each request that it gives up."""
+UNASKABLE = "o1"
+CLOSE = 1e-6
+"""By so much may the mean of the single marks be away from the whole one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Whom to ask, and how."""
+
+    base_url: str
+    model: str
+    samples: int = 1
+    """Answers to each question."""
+    temperature: float = 0.0
+    top_p: float | None = None
+    max_new_tokens: int = 32768
+    """Longest answer: the limit that lighteval's own tasks have."""
+    concurrency: int = 16
+    timeout: float = 900.0
+    """Seconds for one request."""
+    max_questions: int | None = None
+    """So many of each suite alone, for a try; None: all."""
+
+    def __post_init__(self) -> None:
+        numbers = (self.samples, self.max_new_tokens, self.concurrency, self.max_questions or 1)
+        if min(numbers) < 1 or self.timeout <= 0 or self.temperature < 0:
+            raise UsageError(
+                "Samples, tokens, requests at once and questions are at least 1 (or not given), a time above 0, a temperature at least 0."
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p is {self.top_p:g}; expected more than 0 and at most 1.")
+        if UNASKABLE in self.model:
+            raise UsageError(
+                f"lighteval takes every model with {UNASKABLE} in its name for one of OpenAI's that has no temperature, and would leave "
+                f"out temperature and limits for {self.model!r}. Serve it under another name (of vLLM: --served-model-name policy)."
+            )
+        if self.samples > 1 and self.temperature == 0:
+            raise UsageError(
+                f"{self.samples} answers to each question would all be the same one: they need a temperature above 0."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What lighteval found."""
+
+    value: float
+    stderr: float | None
+    """lighteval's own; None for a single question."""
+    scores: dict[str, float]
+    """Of each question, by its number in the dataset."""
+    version: int | None
+    """Of the task."""
+    dataset: str
+    releases: dict[str, str]
+
+
+def find_program(given: Sequence[str] = ()) -> tuple[str, ...]:
+    """The words that run it: those given, or those of the environment, or its name. Raises UsageError that says how to get it."""
+    words = tuple(given) or tuple(shlex.split(os.environ.get(PROGRAM_VARIABLE, ""))) or (PROGRAM,)
+    found = shutil.which(words[0])
+    if found is None:
+        first, *others = (f"'{package}'" for package in PACKAGES)
+        raise UsageError(
+            f"There is no program {words[0]!r}. Suites are run by lighteval, which needs an environment of its own:\n"
+            f"  uv tool install {first} {' '.join(f'--with {other}' for other in others)}\n"
+            f"or\n  pipx install {first} && pipx inject lighteval {' '.join(others)}\n"
+            f"Where it is not on the PATH, --program or the environment variable {PROGRAM_VARIABLE} says how it is run."
+        )
+    if find_spec("pyarrow") is None:
+        raise UsageError(
+            "What lighteval leaves is read with the package pyarrow: pip install 'groupwise[train]'."
+        )
+    return (os.path.abspath(found), *words[1:])
+
+
+def command(program: Sequence[str], suite: Suite, asking: Asking, folder: Path) -> list[str]:
+    """The words that run a suite in `folder`."""
+    times = f"@k=1@n={asking.samples}" if suite.repeatable else ""
+    limit = () if asking.max_questions is None else ("--max-samples", str(asking.max_questions))
+    return [
+        *(*program, "endpoint", "litellm", str(folder / MODEL), f"{suite.task}{times}|0"),
+        *("--output-dir", str(folder / OUTPUT), "--save-details"),
+        *("--custom-tasks", inside_lighteval.__file__, *limit),
+    ]
+
+
+def model_file(asking: Asking, folder: Path) -> dict[str, Any]:
+    """What it is told of the model, as its YAML file has it."""
+    generation = {
+        "temperature": asking.temperature,
+        "top_p": asking.top_p,
+        "max_new_tokens": asking.max_new_tokens,
+    }
+    return {
+        "model_parameters": {
+            "model_name": f"openai/{asking.model}",
+            "provider": "openai",
+            "base_url": asking.base_url,
+            "concurrent_requests": asking.concurrency,
+            "timeout": asking.timeout,
+            "max_model_length": asking.max_new_tokens,  # without it OpenRouter would be asked
+            "cache_dir": str(folder / "cache"),
+            "generation_parameters": {k: v for k, v in generation.items() if v is not None},
+        }
+    }
+
+
+def environment(key: str | None, folder: Path) -> dict[str, str]:
+    """What it needs beside this process's environment. A service that needs no key is given a word, as the client insists on one."""
+    return {
+        "OPENAI_API_KEY": key or "none",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "NO_COLOR": "1",
+        inside_lighteval.VARIABLE: str(folder / RELEASES),
+    }
+
+
+def prepare(asking: Asking, folder: Path) -> None:
+    """Write what it reads into its folder."""
+    atomic_files.write_json(folder / MODEL, model_file(asking, folder))
+
+
+def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
+    """What it left. Raises RunError for whatever is no whole result."""
+    content = _result(folder)
+    try:
+        task, metrics = _of_task(content["results"], suite)
+        name = next(
+            n for n in metrics if n.split(":")[0] == suite.metric and not n.endswith("_stderr")
+        )
+        value, stderr = metrics[name], metrics.get(f"{name}_stderr")
+        config = content["config_tasks"][task]
+        scores = _scores(folder, name)
+        version, dataset = config["version"], str(config["hf_repo"])
+    except (KeyError, TypeError, StopIteration, AttributeError, ValueError) as error:
+        raise RunError(
+            f"its result is not what lighteval 0.13 writes ({type(error).__name__}: {error})"
+        ) from error
+    if not _is_share(value) or not scores or abs(fmean(scores.values()) - value) > CLOSE:
+        raise RunError(f"its result says {value!r}, which is not the mean of its single marks")
+    if missing := log.read_bytes().count(UNANSWERED):
+        raise RunError(
+            f"{missing} of {len(scores)} questions got no answer, which lighteval counts as wrong answers. The log says why; longer "
+            "limits than the service has are a frequent reason, and too many requests at once"
+        )
+    return Marks(
+        float(value),
+        float(stderr) if isinstance(stderr, float) and math.isfinite(stderr) else None,
+        scores,
+        version,
+        dataset,
+        _releases(folder),
+    )
+
+
+def tidy(folder: Path) -> None:
+    """Delete the answers that it keeps for itself; those in its result stay."""
+    for name in ("cache", ".litellm_cache"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def details(folder: Path) -> Path:
+    """Its file with every answer. Raises ValueError where there is not exactly one."""
+    (file,) = (folder / OUTPUT / "details").rglob("details_*.parquet")
+    return file
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    files = list((folder / OUTPUT / "results").rglob("results_*.json"))
+    if len(files) != 1:
+        raise RunError(f"it left {len(files) or 'no'} results in {folder / OUTPUT / 'results'}")
+    try:
+        content = json.loads(files[0].read_bytes())
+    except ValueError as error:
+        raise RunError(f"its result, {files[0]}, is no JSON ({error})") from error
+    return cast("dict[str, Any]", content)
+
+
+def _of_task(results: Mapping[str, Any], suite: Suite) -> tuple[str, Mapping[str, Any]]:
+    """The task's name with the number of its examples, and its metrics."""
+    return next((name, found) for name, found in results.items() if name == f"{suite.task}|0")
+
+
+def _scores(folder: Path, metric: str) -> dict[str, float]:
+    from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
+
+    table = cast("Any", parquet).read_table(details(folder), columns=["doc", "metric"])
+    return {str(row["doc"]["id"]): float(row["metric"][metric]) for row in table.to_pylist()}
+
+
+def _releases(folder: Path) -> dict[str, str]:
+    try:
+        return json.loads((folder / RELEASES).read_bytes())
+    except (OSError, ValueError):  # another release may not load the file
+        return {}
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1

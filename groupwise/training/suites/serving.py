@@ -1,0 +1,203 @@
+"""A server of weights for as long as suites ask it: begun by a command of the user's, waited for, ended with all that it started.
+
+    [vllm, serve, "{merged}", --host, 127.0.0.1, --port, "{port}", --tensor-parallel-size, "{gpus}"]
+
+Words in braces are filled in: `{policy}` the folder with the weights (an adapter, where one was trained), `{merged}` a folder with the
+whole model, `{base}` the name of the model that was trained, `{port}` a free port of this machine, `{gpus}` how many GPUs the model
+wants. What costs something (`{merged}`, `{gpus}`) is only made where it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.api.openai_client.client import Client, Endpoint
+from groupwise.api.openai_client.ports import free_port
+from groupwise.core.errors import EndpointError, RunError, UsageError
+from groupwise.core.interruption import run_to_end
+from groupwise.core.processes.program import Family
+from groupwise.engine.models.artefact import TOKENIZER, is_adapter
+from groupwise.engine.models.config import ModelConfig, recorded_base
+from groupwise.runs.folder import CONFIG, RECORD, read_config
+
+logger = logging.getLogger(__name__)
+
+PORT = "{port}"
+WEIGHTS = ("{policy}", "{merged}")
+PLACES = (*WEIGHTS, "{base}", PORT, "{gpus}")
+A_GPU = 30_000_000_000
+"""Parameters that one GPU of 80 GB takes: 60 GB in bfloat16, and room for keys and values."""
+ENOUGH = 0.95
+"""Share of an adapter's change that must survive the rounding of a merged model, lest a warning is due."""
+LOOK = 0.2
+"""Seconds between two questions whether the server is there."""
+ANSWER_LIMIT = 10.0
+"""Seconds in which it must say what it serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What is to be served."""
+
+    folder: Path
+    run: Path | None
+    """The run that they are of; None where that is not known."""
+
+    @staticmethod
+    def of(folder: Path, run: Path | None = None) -> Weights:
+        """Weights that lie inside of a run's folder are of that run."""
+        above = (each for each in folder.resolve().parents if (each / RECORD).is_file())
+        return Weights(folder, run or next(above, None))
+
+    def base(self) -> ModelConfig:
+        """The model that was trained."""
+        if self.run is None or not (self.run / CONFIG).is_file():
+            raise UsageError(
+                f"{self.folder} belongs to no run, so it is not known which model it was trained on: {{base}}, and of an adapter "
+                "{merged} and {gpus}, cannot be filled in. Write them out, or give a run."
+            )
+        return recorded_base(read_config(self.run)["model"])
+
+    def whole(self) -> ModelConfig:
+        """The model as it is without a trained adapter: that of the run, or the weights themselves."""
+        return self.base() if is_adapter(self.folder) else ModelConfig(name=str(self.folder))
+
+
+def gpus_for(parameters: int) -> int:
+    """GPUs that a model wants to be spread over: one for each begun 30 billion parameters, as a power of two.
+
+    A model of less than that fits one of 80 GB; a power of two divides the attention heads of nearly every model, which tensor
+    parallelism asks for.
+    """
+    wanted = parameters // A_GPU + 1
+    return 1 << (wanted - 1).bit_length()
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raise UsageError for a command that could serve no policy here."""
+    if not any(PORT in word for word in words):
+        raise UsageError(f"the command that serves does not say {PORT}, where it is to answer.")
+    if not any(place in word for word in words for place in WEIGHTS):
+        raise UsageError(
+            f"the command that serves says neither {' nor '.join(WEIGHTS)}, so it would serve something else."
+        )
+    if shutil.which(words[0]) is None:
+        raise UsageError(f"there is no program {words[0]!r} that could serve.")
+
+
+@contextmanager
+def served(
+    words: Sequence[str],
+    weights: Weights,
+    folder: Path,
+    *,
+    model: str | None,
+    api_key_env: str,
+    time_limit: float,
+) -> Generator[tuple[Family, str, str]]:
+    """The server's processes, its URL, and the model to ask for; `folder` gets its log, and a merged model while it is needed.
+
+    Raises RunError where the server ends, or does not answer within `time_limit` seconds.
+    """
+    port = free_port()
+    try:
+        filled = [_filled(word, weights, folder, port) for word in words]
+        with Family(filled, folder=Path.cwd(), log=folder / "server.txt", environment={}) as family:
+            url = f"http://127.0.0.1:{port}/v1"
+            names = _await_models(family, Endpoint(url, "", api_key_env, ANSWER_LIMIT), time_limit)
+            yield family, url, _the_model(names, model)
+    finally:
+        shutil.rmtree(folder / "merged", ignore_errors=True)
+
+
+def _filled(word: str, weights: Weights, folder: Path, port: int) -> str:
+    made = {
+        "{policy}": lambda: str(weights.folder.resolve()),
+        "{merged}": lambda: str(_merged(weights, folder / "merged")),
+        "{base}": lambda: weights.base().name,
+        PORT: lambda: str(port),
+        "{gpus}": lambda: str(_gpus(weights)),
+    }
+    for place in PLACES:
+        if place in word:
+            word = word.replace(place, made[place]())
+    return word
+
+
+def _merged(weights: Weights, into: Path) -> Path:
+    """The whole model in a folder: the adapter added to its base, or the weights as they are."""
+    if not is_adapter(weights.folder):
+        return weights.folder.resolve()
+    if into.is_dir():  # a second word asks for it
+        return into.resolve()
+    from groupwise.engine.models.export import stored_tokenizer, write_merged
+    from groupwise.engine.models.tokenizer import load_tokenizer
+
+    base = weights.base()
+    into.mkdir(parents=True)
+    written = write_merged(base, weights.folder, into)
+    if written.kept < ENOUGH:
+        logger.warning(
+            "in %s, %.0f %% of the adapter's change is lost in rounding, so the suites are asked of less than was learnt; serve {policy} "
+            "beside its base, where the server can",
+            written.dtype,
+            100 * (1 - written.kept),
+        )
+    has_own = any(next(weights.folder.glob(pattern), None) for pattern in TOKENIZER)
+    tokenizer: Any = stored_tokenizer(weights.folder) if has_own else load_tokenizer(base)
+    tokenizer.save_pretrained(into)
+    return into.resolve()
+
+
+def _gpus(weights: Weights) -> int:
+    from groupwise.engine.models.plan import all_parameters
+
+    return gpus_for(all_parameters(weights.whole()))
+
+
+def _await_models(family: Family, endpoint: Endpoint, seconds: float) -> tuple[str, ...]:
+    """What is served, as soon as it is; a server that is still loading refuses connections, or answers with a failure."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if family.ended:
+            code = family.end()
+            raise RunError(
+                f"The server ended before it answered (exit code {code}). Its log is {family.log}, and ends:\n{family.last_words()}"
+            )
+        try:
+            return run_to_end(_models(endpoint))
+        except EndpointError as error:
+            if error.status in (401, 403):
+                raise
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"The server did not answer within {seconds:g} seconds ({error}). Its log is {family.log}, and ends:\n"
+                    f"{family.last_words()}"
+                ) from error
+        time.sleep(LOOK)
+
+
+async def _models(endpoint: Endpoint) -> tuple[str, ...]:
+    async with Client(endpoint) as client:
+        return await client.models(retries=0)
+
+
+def _the_model(names: Sequence[str], wanted: str | None) -> str:
+    """The model that is asked for, if the server has it; else the only one that it has."""
+    if wanted is not None:
+        if names and wanted not in names:
+            raise RunError(f"The server has no model {wanted!r}. It has: {', '.join(names)}.")
+        return wanted
+    if len(names) != 1:
+        raise RunError(
+            f"The server has {len(names)} models ({', '.join(names)}). Say which one is the policy: --endpoint-model, or `model` of the "
+            "callback."
+        )
+    return names[0]

@@ -1,0 +1,22 @@
+"""Lines of a server's log do nothing to the terminal that shows them, whoever has written what stands in them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from groupwise.api.http.logs import ForPeople
+
+
+def test_what_others_have_written_is_harmless_in_messages_and_in_what_went_wrong() -> None:
+    try:
+        raise ValueError("bad\x1b]0;owned\x07 \u202ename")
+    except ValueError:
+        failed = sys.exc_info()
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 1, "\n%s", ("\x1b[2J",), failed)
+    told = ForPeople().format(record)
+    assert "ValueError: bad␛]0;owned␇" in told
+    assert "⏎␛[2J" in told
+    for sign in "\x1b\x07\u202e":
+        assert sign not in told
+    assert told.count("\n") > 2, "lines stay lines"

@@ -1,0 +1,30 @@
+"""A list of a body is refused at its first mistake, wherever it stands and however many there are."""
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from groupwise.api.schemas.fleet import JobsBody
+from groupwise.api.schemas.openai import ChatRequest
+from groupwise.api.schemas.parts import CallRequest
+from groupwise.api.schemas.training import StepRequest
+from groupwise.jobs.fleet.queue.request import JobRequest
+from groupwise.server.tinker.requests import CreateSession
+
+WRONG = [None] * 10_000
+GENERATE = {"verb": "generate", "request": {"prompt_ids": WRONG, "seeds": WRONG}}
+
+
+@pytest.mark.parametrize(("model", "body"), [
+    (StepRequest, {"group_ids": WRONG}), (ChatRequest, {"messages": WRONG, "stop": WRONG}), (CreateSession, {"tags": WRONG}),
+    (CallRequest, {"do": GENERATE}), (JobsBody, {"job_ids": WRONG}),
+    (JobRequest, {"arguments": WRONG, "labels": dict.fromkeys(map(str, range(9_999)), 1)}),
+])  # fmt: skip
+def test_it_is_told_once(model: type[BaseModel], body: dict[str, Any]) -> None:
+    optional: Any = model | None
+    within = TypeAdapter[Any](optional)
+    for read in (model.model_validate, TypeAdapter(model).validate_python, within.validate_python):
+        with pytest.raises(ValidationError) as refused:
+            read(body)
+        assert refused.value.error_count() < 20

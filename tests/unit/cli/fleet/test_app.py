@@ -1,0 +1,295 @@
+"""`groupwise fleet` as commands: what they print, and what they say to every mistake. The fleet is a folder; nothing runs in it.
+
+Those that only look, or are refused, share one fleet (`still`), and look that it stays as it was.
+"""
+
+import json
+import os
+import signal
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from groupwise.api.schemas.fleet import MOST_LINES
+from groupwise.cli.fleet import follow
+from groupwise.jobs.fleet.processes import alone
+from groupwise.jobs.fleet.store import schema, triggers
+from groupwise.jobs.fleet.store.database import connect
+from groupwise.jobs.hosts.files import hash_of
+from tests.unit.cli.conftest import Command
+
+
+def submitted(fleet: Command, *words: str) -> str:
+    code, out, err = fleet("submit", "--gpus", "0", *words)
+    assert code == 0, err
+    return out.strip()
+
+
+# --- which fleet
+
+
+def test_looking_makes_no_fleet(fleet: Command, folder: Path) -> None:
+    code, _, err = fleet("jobs")
+    assert code == 2
+    assert f"there is no fleet in {folder}. `groupwise fleet up` makes one" in err
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("words", ["jobs", "migrate"])
+def test_no_command_changes_the_tables_of_a_fleet_that_runs(
+    seen: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    with monkeypatch.context() as other_version, alone(folder, "dispatcher"):
+        other_version.setattr(triggers, "rules", lambda: ())
+        code, _, err = seen(words)
+    assert code == 2
+    assert "its dispatcher (process" in err
+    assert "Restart that" in err
+    with closing(connect(f"sqlite:///{folder / 'fleet.db'}")) as database:
+        assert database.at_rest(schema.is_current)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from groupwise.cli.main import main; main(['fleet', 'submit', '--help']);"
+        "print([n for n in ('torch', 'sqlalchemy', 'asyncssh', 'alembic', 'fastapi') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- submitting
+
+
+def test_the_id_stands_alone_on_standard_output(seen: Command) -> None:
+    """With and without dashes the options of the command are its own."""
+    for dashes in ((), ("--",)):
+        code, out, err = seen("submit", *dashes, "python", "x.py", "--priority", "9")
+        assert code == 0
+        assert out.startswith("job-")
+        assert len(out.split()) == 1
+        assert "--gpus was not given" in err
+        found = json.loads(seen("show", out.strip(), "--json")[1])
+        assert found["arguments"] == ["python", "x.py", "--priority", "9"]
+        assert found["priority"] == 0
+        assert found["submitted_by"].startswith("user:")
+
+
+def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("{}\n")
+    first = submitted(seen, "--hold", "--", "true")
+    job_id = submitted(
+        seen,
+        *("--time-limit", "2h", "--priority", "3", "--name", "n", "--label", "team=x"),
+        *("--retries", "1", "--after", f"{first}:ok", "--env", "A=b=c", "--secret", "HF_TOKEN"),
+        *("--file", f"{file}:in/data.jsonl", "--artefact", "out", "--ram", "2GB"),
+        *("--checkpoint", "out/ckpt", "--allow-smaller-batch"),
+        *("--artefact-limit", "40GB", "--artefact-files", "7", "--grace", "2m"),
+        *("--webhook", "https://example.org/x", "--", "true"),
+    )
+    found = json.loads(seen("show", job_id, "--json")[1])
+    asked = found["request"]
+    assert (found["priority"], found["name"]) == (3, "n")
+    assert asked["checkpoints"] == ["out/ckpt"]
+    assert asked["allow_smaller_batch"] is True
+    assert asked["limits"] == {
+        "time_seconds": 7200.0, "grace_seconds": 120.0, "artefact_mb": 40_000, "artefact_files": 7
+    }  # fmt: skip
+    assert asked["environment"] == {"A": "b=c"}
+    assert asked["secrets"] == {"HF_TOKEN": "env:HF_TOKEN"}
+    assert asked["after"] == [f"{first}:ok"]
+    assert asked["retry"] == {"charged": 1}
+    assert list(asked["files"]) == ["in/data.jsonl"]
+    assert found["resources"]["ram_mb"] == 2000
+
+
+def test_a_command_on_one_machine_that_is_interrupted_is_cancelled(
+    seen: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(number: int, name: str, code: int) -> None:
+        def follow_log(access: object, job_id: str) -> None:
+            os.kill(os.getpid(), number)
+            raise AssertionError("the signal was not heeded")
+
+        monkeypatch.setattr(follow, "follow_log", follow_log)
+        before = signal.getsignal(signal.SIGTERM)
+        ended, _, said = seen("exec", "vm-1", "sleep", "500")
+        assert signal.getsignal(signal.SIGTERM) is before
+        job, *_ = json.loads(seen("jobs", "--json")[1])
+        assert (job["status"], ended) == ("cancelled", code)
+        assert said == f"{job['job_id']} is cancelled\ngroupwise: stopped by {name}\n"
+        shown = json.loads(seen("show", job["job_id"], "--json")[1])
+        assert shown["request"]["retry"] == {"once": True}
+
+    interrupted(signal.SIGINT, "SIGINT", 130)
+    interrupted(signal.SIGTERM, "SIGTERM", 143)
+
+
+def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text('--seed 1\n\n{"name": "second", "environment": {"B": "2"}}\n')
+    options = ("--gpus", "0", "--env", "A=1", "--array", str(file))
+    code, out, _ = seen("submit", *options, "--", "python", "x.py")
+    assert code == 0
+    one, two = (json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split())
+    assert one["arguments"] == ["python", "x.py", "--seed", "1"]
+    assert two["name"] == "second"
+    assert two["request"]["environment"] == {"A": "1", "B": "2"}
+    file.write_text('echo one\n{"arguments": ["echo", "two"], "resources": {"gpus": 0}}\n')
+    _, out, _ = seen("submit", "--gpus", "0", "--array", str(file))
+    found = [json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split()]
+    assert [each["arguments"] for each in found] == [["echo", "one"], ["echo", "two"]]
+    for line, words in (
+        ('{"arguments": ["true"], "priority": "high"}', "priority"),
+        ('{"arguments": ["true"], "output_dir": "../elsewhere"}', "output_dir"),
+        ('{"name": "nothing"}', "there is nothing to run"),
+        ("it 'is open", "quotes"),
+    ):
+        file.write_text(f"echo 1\n\n{line}\necho 2\n")
+        code, out, err = seen("submit", "--gpus", "0", "--array", str(file))
+        assert (code, out) == (2, "")
+        assert f"--array {file}:3: " in err
+        assert words in err
+    assert len(json.loads(seen("jobs", "--json")[1])) == 4
+
+
+GRPO = ("--kind", "GRPO", "--gpus", "0", "--model", "tiny", "--reward_function", "correctness")
+TRAINING = (*GRPO[:2], *GRPO[4:], "--dataset", "org/d")
+
+
+def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
+    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sums.jsonl").write_text(json.dumps({"of": name}))
+    (tmp_path / "my.py").write_text("def score(): ...")
+    lines = (
+        {"dataset": "a/sums.jsonl"},
+        {"dataset": str(tmp_path / "b" / "sums.jsonl"), "reward_function": "my.py:score,length"},
+        {"name": "the options'"},
+        {"dataset": "org/name"},
+    )
+    (tmp_path / "lines").write_text("\n".join(json.dumps(line) for line in lines))
+    asked = ("submit", *GRPO, "--dataset", "c/sums.jsonl", "--array", "lines")
+    code, out, err = seen(*asked)
+    assert code == 0, err
+    made = [json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split()]
+    assert [each["dataset"] for each in made] == ["file:sums.jsonl"] * 3 + ["org/name"]
+    assert [each["reward_function"] for each in made][:2] == ["correctness", "my.py:score,length"]
+    sent = [each["request"].get("files", {}) for each in made]
+    assert [[*each] for each in sent] == [
+        ["sums.jsonl"], ["sums.jsonl", "my.py"], ["sums.jsonl"], []
+    ]  # fmt: skip
+    hashes = [each["sums.jsonl"][0] for each in sent[:3]]
+    assert hashes == [hash_of(tmp_path / name / "sums.jsonl") for name in "abc"]
+    assert seen(*asked, "--dry-run")[0] == 0
+
+
+def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_path: Path) -> None:
+    (tmp_path / "code" / ".hidden").mkdir(parents=True)
+    (tmp_path / "code" / "a.py").write_text("1")
+    (tmp_path / "code" / ".hidden" / "b").write_text("2")
+    (tmp_path / "link").symlink_to("code")
+
+    def sent(word: str) -> list[str]:
+        job_id = submitted(seen, "--file", word, "--", "true")
+        return sorted(json.loads(seen("show", job_id, "--json")[1])["request"]["files"])
+
+    assert sent(str(tmp_path / "code")) == ["code/.hidden/b", "code/a.py"]
+    assert sent(f"{tmp_path}/code:.") == [".hidden/b", "a.py"]
+    assert sent(f"{tmp_path}/code/:./") == [".hidden/b", "a.py"]
+    assert sent(f"{tmp_path}/code:src/x/") == ["src/x/.hidden/b", "src/x/a.py"]
+    assert sent(str(tmp_path / "link")) == ["link/.hidden/b", "link/a.py"]
+    assert sent(f"{tmp_path}/code/a.py:.") == ["a.py"]
+    (tmp_path / "code" / "there").symlink_to("a.py")
+    code, _, err = seen("submit", "--gpus", "0", "--file", str(tmp_path / "code"), "--", "true")
+    assert code == 2
+    assert "there is a link" in err
+
+
+def test_a_submission_that_cannot_be(still: Command) -> None:
+    length = ("--max_completion_length", "64")
+    refused: tuple[tuple[tuple[str, ...], str], ...] = (
+        ((), "there is nothing to run"), (("--model", "m"), "add --kind GRPO"),
+        (("--model", "m", "--", "true"), "Leave one of the two out"), (("--max-steps", "3"), "--max_steps"),
+        (("--gpu-memori", "3GB", "true"), "--gpu-memory"), (("--time-limit", "soon", "true"), "2h, 1h30m"),
+        (("--env", "A", "true"), "KEY=VALUE"), (("--label", "a=1", "--label", "a=2", "true"), "given twice"),
+        (("--secret", "T=hunter2", "true"), "a secret is named, never given"),
+        (("--file", "not-there.txt", "true"), "there is no file or folder"),
+        (("--file", "pyproject.toml:/etc/x", "true"), "without `..`"),
+        (("--hyperparams", "beta", "--kind", "GRPO"), "key=value, or a JSON object"),
+        (("--wait", "--hold", "true"), "contradict each other"),
+        (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
+        (("--retries", "many", "true"), "a whole number, 0 to 100"),
+        ((*length, "--kind", "EVAL"), "sampler.max_completion_length=64"), ((*length, "true"), "Leave one of the two out"),
+        (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0"),
+        ((*TRAINING, "--machines", "2", "--dry-run"), "each machine would do the same"),
+        ((*TRAINING, "--gpus", "vm-1:0,1"), "GRPO computes on one"),
+    )  # fmt: skip
+    for words, told in refused:
+        code, out, err = still("submit", *words)
+        assert (code, out, told in err) == (2, "", True), (words, err)
+        assert "hunter2" not in err
+    assert "no jobs" in still("jobs")[2]
+
+
+# --- jobs
+
+
+def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
+    ids = [submitted(seen, "--label", "sweep=a", "--name", str(n), "--", "true") for n in range(3)]
+    other = submitted(seen, "--", "true")
+    assert seen("cancel", ids[0])[0] == 0
+    of_sweep = ("--label", "sweep=a")
+    assert seen("hold", *of_sweep)[2].splitlines() == [
+        *(f"{ids[2]} is held", f"{ids[1]} is held", "hold: 2 jobs")
+    ]
+    assert seen("release", *of_sweep, "--name", "1")[2].endswith("release: 1 job\n")
+    assert seen("cancel", *of_sweep)[2].endswith("cancel: 2 jobs\n")
+    assert json.loads(seen("cancel", *of_sweep, "--json")[1]) == []
+    assert seen("cancel", *of_sweep)[::2] == (0, "cancel: no jobs like that\n")
+    assert json.loads(seen("show", other, "--json")[1])["status"] == "queued"
+    code, _, err = seen("cancel", *of_sweep, "--status", "cancelled,queued")
+    assert code == 0  # what is cancelled already stays so
+    again = json.loads(seen("retry", "--project", "default", "--json")[1])
+    assert {each["job_id"] for each in again} == set(ids)
+    code, _, err = seen("retry", *of_sweep, "--status", "queued")
+    assert code == 2
+    assert err.endswith("retry: 0 of 3 jobs, 3 refused\n")
+
+
+def test_mistakes_are_told(still: Command) -> None:
+    add = ("vm", "add", "x")
+    refused: tuple[tuple[tuple[str, ...], str], ...] = (
+        (("jobs", "--status", "runing"), "did you mean running?"),
+        (("jobs", "--label", "x"), "KEY=VALUE"),
+        (("jobs", "--limit", "1001"), "a whole number, 1 to 1000"),
+        (("cancel",), "name the jobs, or choose them"),
+        (("hold", "job-1", "--label", "a=1"), "ids and by --label"),
+        (("prune", "--older-than", "long"), "a time is wanted"),
+        (("prune", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
+        (("logs", "job-none", "--tail", "-1"), f"a whole number, 0 to {MOST_LINES}"),
+        (add, "--host ADDRESS"),
+        ((*add, "--host", "h"), "--user"),
+        ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
+        ((*add, "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
+        ((*add, "--slots", "2"), "say which, as --engine slurm"),
+        (("vm", "lost", "vm-1"), "say --yes"),
+        (("project", "set", "p", "--weight", "0"), "a number above 0"),
+        (("key", "new", "train"), "there are read, act, admin"),
+        (("up", "--host", "0.0.0.0"), "only with --port"),
+        (("up", "--port", "99999"), "a whole number, 0 to 65535"),
+        (("sumbit",), "submit"),
+    )
+    for words, told in refused:
+        code, out, err = still(*words)
+        assert (code, out, told in err) == (2, "", True), (words, err)
+    code, out, _ = still("show", "job-none", "--json")
+    assert (code, json.loads(out)["error"]["code"]) == (2, "unknown_job")

@@ -1,0 +1,231 @@
+"""A log is followed from where it is wanted, across attempts, to the end of the job, whichever way the fleet is reached."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from groupwise.api.schemas.fleet import LogPart
+from groupwise.api.schemas.problems import Refusal
+from groupwise.cli import log_text
+from groupwise.cli.fleet.follow import PORTION, follow_log, print_log, until_ended
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.retry import AwayError, Patience
+
+PIECE = 4
+NOTHING_SAID: dict[str, Any] = {"failure_reason": None, "exit_code": None}
+
+
+class Fleet:
+    """One job of a fleet. What happens next, happens while somebody waits for more, or looks."""
+
+    def __init__(self, **logs: bytes) -> None:
+        self.logs = {int(name.removeprefix("of_")): data for name, data in logs.items()}
+        self.epochs = sorted(self.logs)
+        self.of_rank_1: dict[int, bytes] = {}
+        self.status = "running"
+        self.waiting: list[str] = []
+        self.later: list[Callable[[], None]] = []
+        self.patience = Patience()
+
+    def progress(self, job_id: str) -> dict[str, Any]:
+        return {
+            "job_id": job_id, "status": self.status, "exit_code": None, "failure_reason": None, "epochs": self.epochs,
+        }  # fmt: skip
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        return {"waiting": self.waiting}
+
+    def log(
+        self,
+        job_id: str,
+        *,
+        epoch: int | None = None,
+        offset: int = 0,
+        rank: int = 0,
+        tail: int | None = None,
+        wait: float = 0.0,
+    ) -> LogPart:
+        if epoch is None:
+            epoch = max(self.logs, default=None)
+        if epoch is None:
+            return LogPart(b"", None, 0, False)
+        if tail is not None:
+            lines = self.logs[epoch].splitlines(keepends=True)
+            offset = len(self.logs[epoch]) - sum(map(len, lines[len(lines) - tail :]))
+        data = (self.logs if rank == 0 else self.of_rank_1).get(epoch, b"")[offset : offset + PIECE]
+        following = [each for each in sorted(self.logs) if each > epoch]
+        if data or not following:
+            if not data and wait and self.later:
+                self.later.pop(0)()
+            return LogPart(data, epoch, offset + len(data), False)
+        return self.log(job_id, epoch=following[0], wait=wait)
+
+    def passes(self, _: float) -> None:
+        self.later.pop(0)()
+
+
+Said = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Said:
+    def both() -> tuple[str, str]:
+        told = capfd.readouterr()
+        return told.out, told.err
+
+    return both
+
+
+def follow(fleet: Fleet, **more: Any) -> dict[str, Any]:
+    return follow_log(cast("Any", fleet), "job-1", sleep=fleet.passes, **more)
+
+
+def test_all_attempts_to_the_end(said: Said) -> None:
+    fleet = Fleet(of_3=b"first\n")
+
+    def again() -> None:
+        fleet.logs[7], fleet.epochs = b"second\n", [3, 7]
+
+    def ends() -> None:
+        fleet.logs[7] += b"and last\n"
+        fleet.status = "completed"
+
+    fleet.later = [again, ends]
+    assert follow(fleet)["status"] == "completed"
+    assert said() == ("first\nsecond\nand last\n", "— job-1 is tried again: epoch 7 —\n")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_text, "is_terminal", lambda _: True)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_letters_that_are_cut_by_a_piece_are_whole_in_a_terminal(said: Said) -> None:
+    text = "naïve €uro — 日本\n"
+    assert "\ufffd" in text.encode()[: 2 * PIECE].decode("utf-8", "replace")
+    fleet = Fleet(of_3=text.encode())
+    print_log(cast("Any", fleet), "job-1", epoch=None, tail=None)
+    fleet.status = "completed"
+    follow(fleet)
+    assert said()[0] == text * 2
+
+
+@pytest.mark.parametrize(("tail", "before"), [(0, ""), (1, "two\n"), (9, "one\ntwo\n")])
+def test_it_begins_near_the_end_and_repeats_nothing(said: Said, tail: int, before: str) -> None:
+    fleet = Fleet(of_3=b"one\ntwo\n")
+
+    def ends() -> None:
+        fleet.logs[3] += b"three\n"
+        fleet.status = "completed"
+
+    fleet.later = [ends]
+    follow(fleet, tail=tail)
+    assert said() == (f"{before}three\n", "")
+
+
+def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
+    fleet = Fleet(of_3=b"first log\n", of_7=b"second log\n", of_9=b"")
+    for more, out in (
+        ({"epoch": 3}, "first log\n"),
+        ({"epoch": 7, "tail": 1}, "second log\n"),
+    ):
+        print_log(cast("Any", fleet), "job-1", **{"epoch": None, "tail": None, **more})
+        assert said() == (out, "")
+    print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
+    assert said() == ("", "job-1 has written nothing yet\n")
+    del fleet.logs[9]  # it has begun, and nothing of it has come
+    print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
+    assert said() == ("second log\n", "")
+    assert follow(fleet, epoch=3)["status"] == "running"
+    assert said() == ("first log\n", "")
+    with pytest.raises(UsageError, match="epoch 4"):
+        follow(fleet, epoch=4)
+    fleet.of_rank_1[7], fleet.status = b"rank 1\n", "completed"
+    print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
+    follow(fleet, rank=1)
+    assert said()[0] == "rank 1\n" * 2
+
+
+def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(said: Said) -> None:
+    ids = [f"job-{n}" for n in range(PORTION + 1)]
+    portions: list[int] = []
+
+    class Many(Fleet):
+        removed = ""
+
+        def jobs(self, *, ids: list[str], limit: int) -> list[dict[str, Any]]:
+            assert limit >= len(ids)
+            portions.append(len(ids))
+            found = [{"job_id": each, "status": "completed"} for each in ids]
+            return [each | NOTHING_SAID for each in found if each["job_id"] != self.removed]
+
+        def progress(self, job_id: str) -> dict[str, Any]:
+            raise Refusal("unknown_job", f"there is no job {job_id!r}")
+
+    fleet = Many()
+    found = until_ended(cast("Any", fleet), [*ids, "job-0"], lambda _: None)
+    assert [each["job_id"] for each in found] == [*ids, "job-0"]
+    assert portions == [PORTION, 1]
+    fleet.removed = "job-7"
+    with pytest.raises(Refusal, match="no job 'job-7'"):
+        until_ended(cast("Any", fleet), ids, lambda _: None)
+
+
+class Restarted(Fleet):
+    """Of each kind of question, every second is not answered for five minutes."""
+
+    def __init__(self, **logs: bytes) -> None:
+        super().__init__(**logs)
+        self.now = 0.0
+        self.told: list[str] = []
+        self.patience = Patience(tell=self.told.append, sleep=self._sleep, clock=lambda: self.now)
+        self._away_until: dict[str, float] = {}
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _expect_here(self, question: str) -> None:
+        if question not in self._away_until:
+            self._away_until[question] = self.now + 300.0
+        if self.now < self._away_until[question]:
+            raise AwayError("no answer")
+        del self._away_until[question]
+
+    def progress(self, job_id: str) -> dict[str, Any]:
+        self._expect_here("progress")
+        return super().progress(job_id)
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        self._expect_here("show")
+        return super().show(job_id)
+
+    def jobs(self, *, ids: list[str], limit: int) -> list[dict[str, Any]]:
+        self._expect_here("jobs")
+        return [Fleet.progress(self, each) for each in ids]
+
+    def log(self, job_id: str, **wanted: Any) -> LogPart:
+        self._expect_here("log")
+        return super().log(job_id, **wanted)
+
+
+def test_a_log_is_followed_over_restarts_and_no_byte_is_lost_or_told_twice(said: Said) -> None:
+    fleet = Restarted()
+    fleet.status, fleet.waiting = "queued", ["no GPU"]
+
+    def begins() -> None:
+        fleet.status, fleet.logs[3], fleet.epochs = "running", b"first and ", [3]
+
+    def ends() -> None:
+        fleet.status = "completed"
+        fleet.logs[3] += b"last words\n"
+
+    fleet.later = [begins, ends]
+    assert follow(fleet)["status"] == "completed"
+    assert said()[0] == "first and last words\n"
+    assert len(fleet.told) >= 10
+    assert {words.partition(":")[0] for words in fleet.told} == {
+        "the fleet does not answer, and is asked on for 10 minutes",
+        "the fleet answers again",
+    }

@@ -1,0 +1,75 @@
+"""Words of `groupwise launch`: what is the launcher's, what is the job's; names; variables from files."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.cli.launch.words import Behind, environment_of, new_name, split
+from groupwise.cli.main import main
+from groupwise.core.errors import UsageError
+from groupwise.jobs.hosts.spec import JOB_ID
+
+ODD = ("--config", "a b", "it's", "", "two\nlines", "-v", "--script", "$(x)", "--")
+
+
+def test_what_stands_behind_the_dashes_is_untouched() -> None:
+    own, behind = split(["--gpus", "1", "--", "rl", *ODD])
+    assert own == ["--gpus", "1"]
+    assert behind == Behind(None, ("rl", *ODD))
+    assert behind.command == ("groupwise", "rl", *ODD)
+
+
+@pytest.mark.parametrize("given", [["--script", "s.py"], ["--script=s.py"]])
+@pytest.mark.parametrize("dashes", [[], ["--"]])
+def test_what_stands_behind_a_script_is_its_own(given: list[str], dashes: list[str]) -> None:
+    own, behind = split(["--gpus", "1", *given, *dashes, *ODD])
+    assert own == ["--gpus", "1"]
+    assert behind == Behind("s.py", ODD)
+    assert behind.command == ("python", "s.py", *ODD)
+
+
+RAY = ("ray", "--script", "job.py")
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["local"], "there is nothing to run"), (["local", "rl", "--config", "c"], "groupwise launch local -- rl --config c"),
+    (["local", "--", "doctor"], "rl, sft, eval, generate: `doctor` is none"), (["local", "--", "--config", "c"], "`--config` is none"),
+    (["local", "--bogus", "--", "rl"], "No such option: --bogus"), ([RAY[0], "--resource", "apart", *RAY[1:]], "NAME=N"),
+    ([RAY[0], "--memory", "much", *RAY[1:]], "a size"), ([RAY[0], "--address", "head:8265", *RAY[1:]], "the address of Ray's dashboard"),
+    ([RAY[0], "--user", "me", *RAY[1:]], "--host"),
+])  # fmt: skip
+def test_refusals_teach(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *words]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("script", ["train.py", "-x.py", "é ü.py", "a/b/c" * 40 + ".py", ".py"])
+def test_names_can_be_names_of_jobs(script: str) -> None:
+    assert JOB_ID.fullmatch(new_name(Behind(script, ()), now=1e9))
+
+
+def test_variables_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME_OF_MINE", "never looked up")
+    first, second = tmp_path / ".env", tmp_path / "more.env"
+    first.write_text("# a comment\nA=1\nexport B='two words'\nC=\"${HOME_OF_MINE}\"\nEMPTY=\n")
+    second.write_text("A=later\n")
+    assert environment_of([first, second]) == {
+        "A": "later", "B": "two words", "C": "${HOME_OF_MINE}", "EMPTY": "",
+    }  # fmt: skip
+    assert environment_of([]) == {}
+
+
+def test_a_name_without_a_value_is_refused_and_no_value_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.write_text("GOOD=canary-value\nLONELY\n")
+    with pytest.raises(UsageError, match="a line there has no `=`") as refused:
+        environment_of([path])
+    assert "canary" not in str(refused.value)
+    assert "LONELY" not in str(refused.value)

@@ -1,0 +1,149 @@
+"""What torchrun says in the environment, and configs that do not go with several learners, or with samplers apart from them."""
+
+import selectors
+import socket
+import threading
+
+import pytest
+
+from groupwise.core.errors import ConfigError, UsageError
+from groupwise.engine.distributed import peer, prefork, spawned_workers
+from groupwise.engine.distributed.learner_workers import Peers
+from groupwise.engine.distributed.messages import Setup
+from groupwise.engine.distributed.sampler_workers import Samplers
+from groupwise.engine.distributed.torchrun import Launched, gpu_of, launched, refuse_other_number
+from groupwise.engine.models.footprint import bytes_of
+from groupwise.training import placement
+from groupwise.training.config import load_config
+from groupwise.training.loops.rl_prepare import planned_sizes
+from groupwise.training.loops.sft_prepare import planned_sft_sizes
+from groupwise.training.sft_config import load_sft_config
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "first", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+def test_the_environment_says_what_a_process_is():
+    found = launched(TORCHRUN)
+    assert found == Launched(5, 8, 1, 4, "first")
+    assert found.machines == 2
+    assert [found.elsewhere(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
+    for word in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        assert launched({**TORCHRUN, word: ""}) is None
+    assert launched({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+    with pytest.raises(UsageError, match="RANK=five"):
+        launched({**TORCHRUN, "RANK": "five"})
+    refuse_other_number(None, 4)
+    refuse_other_number(found, 8)
+    with pytest.raises(UsageError, match=r"scale\.learners is 2"):
+        refuse_other_number(found, 2)
+
+
+def test_each_rank_sees_its_own_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert gpu_of(1) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert gpu_of(2) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_of(0) == {}
+
+
+TWO = {"model": {"name": "tiny"}, "scale": {"learners": 2}}
+APART = {"model": {"name": "tiny"}, "scale": {"learners": 1, "samplers": 2}}
+DIVIDED = {"learners": 2, "samplers": 1, "strategy": "fsdp2"}
+TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
+
+
+@pytest.mark.parametrize(("given", "more", "words"), [
+    (TWO, {"scale": {"learners": 65}}, r"65, but a step has only 64 rows"), (TWO, {"run": {"processes": 2}}, r"run\.processes is 2"),
+    (TWO, {"run": {"threads": 1}}, r"run\.threads is 1"), (TWO, {"run": {"server": "http://there"}}, r"run\.server"),
+    (TWO, TUNIX, "tunix"), (APART, {"run": {"processes": 2}}, r"samplers is 2 and run\.processes is 2"),
+    (APART, {"run": {"threads": 2}}, r"samplers is 2, but run\.threads is 2"),
+    (APART, {"run": {"server": "http://there"}}, r"samplers is 2(.|\n)*run\.server"),
+    (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but scale\.samplers"),
+    (TWO, {"scale": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
+    (TWO, {"scale": {**DIVIDED, "samplers": 0}}, r"scale\.samplers is 0"),
+])  # fmt: skip
+def test_what_does_not_go_together(given, more, words):
+    with pytest.raises(ConfigError, match=words):
+        load_config({**given, **more})
+
+
+def test_each_learner_needs_room_for_its_part_of_the_weights():
+    whole, divided = (
+        planned_sizes(config, placement.choose_layout(config, 12)).memory
+        for config in (
+            load_config(
+                {"model": {"name": "tiny"}, "scale": {**DIVIDED, **more}, "lora": None}
+            ).config
+            for more in ({"strategy": "ddp"}, {})
+        )
+    )
+    assert divided.trained == whole.trained / 2
+    alone = {"learners": 2, "strategy": "fsdp2"}
+    config = load_sft_config({"model": {"name": "tiny"}, "scale": alone}).config
+    layout = placement.supervised_layout(config)
+    assert (layout.parts, layout.sharing) == (2, 1)
+    base = prefork.all_parameters(config.model) * bytes_of(layout.dtype) / 2**20
+    assert planned_sft_sizes(config, layout, 12).memory.weights == pytest.approx(base / 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "told"), [(TWO, 1, "needs 2 GPUs"), (APART, 2, "needs 3 GPUs")]
+)
+def test_each_learner_and_each_sampler_needs_a_gpu(monkeypatch, given, there, told):
+    monkeypatch.setattr("groupwise.engine.models.machine.choose_device", lambda: "cuda")
+    monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: there)
+    with pytest.raises(ConfigError, match=told):
+        placement.choose_layout(load_config(given).config, 12)
+
+
+def test_samplers_see_the_gpus_after_those_of_the_learners(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr(
+        spawned_workers, "Popen", lambda command, env, **more: env["CUDA_VISIBLE_DEVICES"]
+    )
+    samplers = Samplers(2, 1, tells=False, patience=9.0)
+    samplers._made = Setup("", {"layout": {"device": "cuda"}}, (), 0)
+    assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
+    for each in (samplers._wake, samplers._woken, samplers._selector):
+        each.close()
+
+
+@pytest.fixture
+def peers():
+    found = Peers(3, Launched(0, 3, 0, 3, "127.0.0.1"), learning=True)
+    found._door = socket.create_server(("127.0.0.1", 0))
+    found._meeting = found._door
+    found._made = Setup("", {}, (), 0)
+    found._selector.register(found._door, selectors.EVENT_READ)
+    yield found
+    for each in (found._wake, found._woken, found._selector, found._door):
+        each.close()
+
+
+@pytest.mark.parametrize("greeting", [b"x" * 72, b"GET / HTTP/1.1\r\n"])
+def test_whoever_does_not_know_the_secret_is_not_let_in(peers, greeting):
+    with socket.create_connection(peers._door.getsockname()) as stranger:
+        stranger.sendall(greeting)
+        stranger.shutdown(socket.SHUT_WR)
+        peers._called_in()
+        assert len(stranger.recv(100)) == 32
+        assert stranger.recv(1) == b""
+    assert peers._by_rank == {}
+
+
+def test_each_rank_is_let_in_once_and_nobody_after_the_last(peers):
+    peers._by_rank[0] = None
+    lines, calls = [], ["127.0.0.1", str(peers._door.getsockname()[1]), peers._word]
+    for rank, expected in ((1, {0, 1}), (1, {0, 1}), (3, {0, 1}), (2, {0, 1, 2})):
+        calling = threading.Thread(target=lambda rank=rank: lines.append(peer._called(calls, rank)))
+        calling.start()
+        peers._called_in()
+        calling.join()
+        assert {*peers._by_rank} == expected
+    assert peers._door.fileno() == -1
+    assert [lines[n].receive().rank for n in (0, 3)] == [1, 2]
+    for each in (*lines, peers._by_rank[1], peers._by_rank[2]):
+        each.close()

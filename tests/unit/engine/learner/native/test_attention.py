@@ -1,0 +1,169 @@
+"""Attention of flat texts, both that of a processor and that of a GPU, against plain attention with a mask and torch's graph.
+
+In float64, and in bfloat16 as near as two ways of rounding are. What a GPU computes by its own kernels is in `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from groupwise.engine.learner.native import packed_attention
+from groupwise.engine.learner.native import piece_attention as pieces
+from groupwise.engine.learner.native.attention import Attention
+from groupwise.engine.learner.native.fused_attention import fused_attention
+from groupwise.engine.learner.native.layout import Texts
+from groupwise.engine.learner.native.packed_attention import PackedAttention
+from groupwise.engine.learner.native.piece_attention import piece_attention
+from groupwise.engine.models.native.forward import text_attention
+from groupwise.engine.models.native.weights import Shape
+
+SHAPE = Shape(hidden=24, heads=4, kv_heads=2, head_size=6, vocabulary=10, epsilon=1e-5)
+LAYOUTS = {
+    "one text": [Texts(0, (7,))], "one token": [Texts(0, (1,))], "texts of several lengths": [Texts(0, (9, 7, 5))],
+    "a group": [Texts(0, (5,)), Texts(5, (6, 6, 6), (0, 5))], "uneven completions": [Texts(0, (5,)), Texts(5, (6, 4, 3), (0, 5))],
+    "two groups": [Texts(0, (19, 17)), Texts(36, (8, 8), (19, 17)), Texts(52, (9, 7), (0, 19)), Texts(68, (2, 1), (0, 19))],
+}  # fmt: skip
+
+
+def visible(texts: list[Texts], tokens: int) -> Tensor:
+    """[N, N]: which token sees which."""
+    found = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for each in texts:
+        start = each.start
+        for length in each.lengths:
+            here = slice(start, start + length)
+            found[here, here] = torch.ones(length, length, dtype=torch.bool).tril()
+            if each.prompt is not None:
+                found[here, each.prompt[0] : sum(each.prompt)] = True
+            start += length
+    return found
+
+
+def plain(texts: list[Texts], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Of queries that nothing was divided of yet."""
+    queries_per_key = queries.shape[1] // keys.shape[1]
+    repeated = [x.repeat_interleave(queries_per_key, dim=1) for x in (keys, values)]
+    scores = torch.einsum("nhd,mhd->hnm", queries, repeated[0]) / queries.shape[2] ** 0.5
+    scores = scores.masked_fill(~visible(texts, len(queries)), -torch.inf)
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), repeated[1]).flatten(1)
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values and the gradient of what they find."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(tokens, *size, generator=generator, dtype=torch.float64)
+
+    return drawn(4, 6), drawn(2, 6), drawn(2, 6), drawn(24)
+
+
+def found_by(
+    attention: Sequence[Attention], queries: Tensor, keys: Tensor, values: Tensor, d_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What all sets of texts find, and the gradients of queries, keys and values beside each other."""
+    heads, scale = queries.shape[1], attention[0].query_scale
+    found = torch.full_like(d_out, torch.nan, dtype=values.dtype)
+    gradient = queries.new_full(
+        (len(found), heads + 2 * keys.shape[1], queries.shape[2]), torch.nan
+    )
+    for each in attention:
+        each.forward(queries * scale, keys, values, found)
+    for each in attention:
+        each.backward(d_out.to(values.dtype), queries * scale, keys, values, gradient)
+    gradient[:, :heads] *= scale
+    return found, gradient
+
+
+def wanted_of(
+    texts: list[Texts], queries: Tensor, keys: Tensor, values: Tensor, d_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    leaves = [x.clone().requires_grad_() for x in (queries, keys, values)]
+    wanted = plain(texts, *leaves)
+    return wanted.detach(), torch.cat(torch.autograd.grad(wanted, leaves, d_out), dim=1)
+
+
+def varlen_attn(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    *_: int,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """What torch's function of this name computes on a GPU: the last query of each text sees its last key."""
+    assert window_size == (-1, 0)
+    assert enable_gqa
+    found: list[Tensor] = []
+    for number in range(len(ends) - 1):
+        here, there = (slice(*each[number : number + 2].tolist()) for each in (ends, key_ends))
+        given = (x[None].transpose(1, 2) for x in (queries[here], keys[there], values[there]))
+        mask = causal_lower_right(here.stop - here.start, there.stop - there.start)
+        each = F.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True)
+        found.append(each[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+WAYS = {
+    "pieces": (piece_attention, 1 << 20, 128),
+    "small pieces": (piece_attention, 600, 4),
+    "smallest pieces": (piece_attention, 1, 1),
+    "fused": (fused_attention, 0, 0),
+    "packed": (lambda *given: [PackedAttention(*given)], 0, 0),
+}
+"""What computes it, and how much at once."""
+
+
+@pytest.fixture(params=WAYS)
+def attention_of(request, monkeypatch):
+    """Something that makes attention of texts."""
+    made, scores, queries_at_once = WAYS[request.param]
+    monkeypatch.setattr(pieces, "SCORES", scores)
+    monkeypatch.setattr(pieces, "QUERIES", queries_at_once)
+    monkeypatch.setattr(packed_attention, "varlen_attn", varlen_attn)
+    return made
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_and_gradients(name, attention_of):
+    """However the work is cut into pieces."""
+    texts = LAYOUTS[name]
+    given = inputs(texts[-1].end)
+    found = found_by(attention_of(SHAPE, texts, torch.device("cpu")), *given)
+    torch.testing.assert_close(found, wanted_of(texts, *given))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_fused_kernels_find_what_the_sampler_does(size):
+    """To the bit: both round queries first and divide afterwards, which matters where the root of the size is no power of two."""
+    shape = Shape(hidden=32, heads=2, kv_heads=1, head_size=size, vocabulary=10, epsilon=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        2 * torch.randn(9, heads, size, generator=generator) for heads in (2, 1, 1)
+    )
+    values = values.bfloat16()
+    (each,) = fused_attention(shape, [Texts(0, (9,))], torch.device("cpu"))
+    found = torch.empty(9, 2 * size, dtype=torch.bfloat16)
+    each.forward(queries * each.query_scale, keys, values, found)
+    model: Any = SimpleNamespace(dtype=torch.bfloat16)
+    assert torch.equal(found, text_attention(model, queries, keys, values))
+
+
+def test_long_texts_are_computed_in_pieces_of_bounded_size():
+    shape = Shape(hidden=576, heads=9, kv_heads=3, head_size=64, vocabulary=10, epsilon=1e-5)
+    texts = Texts(800, (1024,) * 8, (0, 800))
+    (each,) = piece_attention(shape, [texts], torch.device("cpu"))
+    for piece in each._pieces():
+        members = piece.texts.stop - piece.texts.start
+        queries = piece.queries.stop - piece.queries.start
+        assert members * queries * shape.heads * (800 + piece.queries.stop) <= 3 * pieces.SCORES

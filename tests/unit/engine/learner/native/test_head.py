@@ -1,0 +1,92 @@
+"""The head natively, against `groupwise.engine.models.logprobs` with torch's graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.engine.learner.forward import Targets, Wanted
+from groupwise.engine.learner.native import head
+from groupwise.engine.learner.native.head import token_numbers
+from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.logprobs import token_logprobs
+from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.models.tiny import tiny_model
+
+COUNT = 21
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = tiny_model(hidden_size=32, seed=3)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(3.0)
+    return made
+
+
+def asked(*, entropy_gradient: bool = False, accuracy: bool = False, withheld: bool = False):
+    generator = torch.Generator().manual_seed(1)
+    pairs = [[0, 5], [0, 6], [7, 5], [20, 101], [20, 500]]
+    return Targets(
+        torch.randint(10, 100, (COUNT,), generator=generator),
+        torch.rand(COUNT, generator=generator) + 0.5,
+        torch.tensor(pairs) if withheld else None,
+        Wanted(entropy_gradient, accuracy),
+    )
+
+
+def residuals() -> torch.Tensor:
+    return torch.randn(COUNT, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+def by_graph(model, residual_NH, wanted: Targets):
+    return token_logprobs(
+        Decoder(model),
+        model.model.norm(residual_NH),
+        wanted.ids_N,
+        wanted.temperatures_N,
+        entropy_gradient=wanted.wanted.entropy_gradient,
+        accuracy=wanted.wanted.accuracy,
+        withheld_X2=wanted.withheld_X2,
+    )
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(5, 2), (256, 16)])
+@pytest.mark.parametrize("withheld", [False, True])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_values_and_gradients(monkeypatch, model, entropy_gradient, withheld, chunk, rows):
+    monkeypatch.setattr(head, "CHUNK", chunk)
+    monkeypatch.setattr(head, "ROWS_IN_CACHE", rows)
+    wanted = asked(entropy_gradient=entropy_gradient, withheld=withheld, accuracy=True)
+    native = NativeModel(model)
+    weights = torch.randn(2, COUNT, generator=torch.Generator().manual_seed(4))
+    results, slopes = [], []
+    for compute in (by_graph, token_numbers):
+        residual_NH = residuals()
+        found = compute(native if compute is token_numbers else model, residual_NH, wanted)
+        total = (found.logprobs_N * weights[0]).sum()
+        if entropy_gradient:
+            total = total + (found.entropies_N * weights[1]).sum()
+        else:
+            assert not found.entropies_N.requires_grad
+        total.backward()
+        results.append(found)
+        slopes.append(residual_NH.grad)
+    torch.testing.assert_close(results[1].logprobs_N, results[0].logprobs_N)
+    torch.testing.assert_close(results[1].entropies_N, results[0].entropies_N)
+    assert torch.equal(results[1].right_N, results[0].right_N)
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_that_is_all_but_impossible_has_a_finite_logprob(model):
+    """Its probability is 0 in float32."""
+    native, wanted = NativeModel(model), asked()
+    cold = replace(wanted, temperatures_N=torch.full((COUNT,), 1e-3))
+    with torch.no_grad():
+        found = token_numbers(native, residuals(), cold)
+        graph = by_graph(model, residuals(), cold)
+    assert float(found.logprobs_N.min()) < -200
+    torch.testing.assert_close(found.logprobs_N, graph.logprobs_N, rtol=1e-4, atol=1e-2)

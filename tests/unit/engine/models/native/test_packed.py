@@ -1,0 +1,105 @@
+"""Products of few rows, by each kind of code: exact sums, nothing rounded, rows that do not depend on others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.engine.models.native import products
+from groupwise.engine.models.native.packed import Packed
+
+HALVES, FLOATS = "float32 of bfloat16 numbers", "float32"
+KINDS = ["pairs", "widened", HALVES, FLOATS]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request, monkeypatch) -> str:
+    """Numbers in bfloat16 are multiplied in pairs, where the processor has an instruction for it, or widened."""
+    monkeypatch.setattr(products, "USE_PAIRS", request.param == "pairs")
+    return request.param
+
+
+def given(kind: str, *shape: int, seed: int = 0) -> Tensor:
+    """Numbers in the format of a kind."""
+    numbers = random(*shape, seed=seed)
+    if kind == FLOATS:
+        return numbers
+    return numbers.bfloat16().float() if kind == HALVES else numbers.bfloat16()
+
+
+def placed(kind: str, inputs: int, ranks: tuple[int, ...], columns: tuple[int, ...]):
+    """Parts of an adapter, beside each other from column `columns[0]` on, whose numbers are not those of another format."""
+    wide = torch.float32 if kind in (HALVES, FLOATS) else torch.bfloat16
+    return [
+        (start, end, random(rank, inputs, seed=rank).to(wide), random(end - start, rank).to(wide))
+        for rank, start, end in zip(ranks, columns, columns[1:], strict=False)
+    ]
+
+
+def exact(weight: Tensor, bias: Tensor | None, x: Tensor, parts) -> Tensor:
+    found = x.double() @ weight.double().t()
+    if bias is not None:
+        found += bias.double()
+    for start, end, down, up in parts:
+        found[:, start:end] += (x.double() @ down.double().t()) @ up.double().t()
+    return found
+
+
+def assert_exact(kind: str, product: Packed, weight: Tensor, bias: Tensor | None, x: Tensor, parts):
+    found = product.product(x, product.low_rank(parts) if parts else None)
+    assert found.dtype == torch.float32
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), exact(weight, bias, x, parts), rtol=1e-5, atol=3e-4)
+
+
+@pytest.mark.parametrize(("rows", "bias"), [(1, True), (7, False), (8, True), (40, True)])
+@pytest.mark.parametrize(
+    ("ranks", "columns"),
+    [((), ()), ((16,), (0, 64)), ((3, 16, 5), (0, 20, 40, 64)), ((40,), (16, 48))],
+)
+def test_a_product_is_the_exact_sum(kind, rows, bias, ranks, columns):
+    weight = given(kind, 64, 50) / 8
+    bias_O = given(kind, 64, seed=1) if bias else None
+    x = given(FLOATS, rows, 50, seed=2).to(weight.dtype)
+    parts = placed(kind, 50, ranks, columns)
+    assert_exact(kind, Packed(weight, bias_O), weight, bias_O, x, parts)
+
+
+def test_several_threads_make_the_same_bits(kind):
+    weight = given(kind, 16 * 50 + 3, 30)
+    x = given(FLOATS, 16, 30, seed=2).to(weight.dtype)
+    product = Packed(weight, None)
+    low = product.low_rank(placed(kind, 30, (5, 7), (0, 400, 803)))
+    wanted = product.product(x, low)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(product.product(x, low), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_row_is_the_same_among_any_others(kind):
+    weight = given(kind, 64, 50)
+    product = Packed(weight, None)
+    low = product.low_rank(placed(kind, 50, (8, 8), (0, 32, 64)))
+    x = given(FLOATS, 40, 50, seed=2).to(weight.dtype)
+    whole = product.product(x, low)
+    for rows in (8, 16, 24, 32):
+        assert torch.equal(product.product(x[-rows:].contiguous(), low), whole[-rows:])
+
+
+def test_what_is_no_number_is_not_hidden(kind):
+    weight = given(kind, 64, 50)
+    x = given(FLOATS, 8, 50).to(weight.dtype)
+    x[3, 7] = torch.nan
+    found = Packed(weight, None).product(x, None)
+    assert found[3].isnan().all()
+    assert found[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
+    weight[5, 1] = torch.inf
+    assert not Packed(weight, None).product(x, None)[:, 5].isfinite().any()

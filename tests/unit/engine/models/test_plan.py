@@ -1,0 +1,145 @@
+"""Sizes told without weights: room for prompts, parameters, and the memory of a run.
+
+1. Frozen weights are counted once for all processes, trained ones and all else for each.
+2. What is not there is not counted: of a run that samples nothing, of a model that has no native form.
+3. What is never held at the same time is not added up.
+4. A real step of a real model holds what was planned.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.engine.models import footprint
+from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.plan import (
+    MIB,
+    Decoding,
+    MemoryPlan,
+    ModelPlan,
+    plan_model,
+    prompt_room,
+)
+from groupwise.engine.models.tiny import tiny_model
+
+ROOT = Path(__file__).resolve().parents[4]
+DECODING = Decoding(slots=8, key_length=64, completion=33, prompts=2, prompt=32)
+
+
+@pytest.fixture
+def bare(tmp_path) -> ModelConfig:
+    """A config without weights."""
+    tiny_model().config.save_pretrained(tmp_path)
+    return ModelConfig(name=str(tmp_path))
+
+
+def planned(model: ModelConfig, lora: LoraConfig | None, **changes: Any) -> ModelPlan:
+    asked: dict[str, Any] = {
+        "dtype": "float32", "decoding": DECODING, "microbatch": 100, "needs_reference": False, "device": "cpu",
+    }  # fmt: skip
+    return plan_model(model, lora, **{**asked, **changes})
+
+
+def memory(model: ModelConfig, lora: LoraConfig | None, **changes: Any) -> MemoryPlan:
+    return planned(model, lora, **changes).memory
+
+
+def test_room_for_prompts_is_told_without_weights(bare):
+    assert prompt_room(bare, 48) == 2000
+    assert prompt_room(bare.model_copy(update={"max_seq_length": 100}), 48) == 52
+
+
+def test_all_weights_are_there_for_the_learner_for_the_sampler_and_as_reference(bare):
+    found = planned(bare, None, needs_reference=True)
+    assert found.parameters == found.trained_parameters
+    assert found.parameters == sum(p.numel() for p in tiny_model().parameters())
+    all_once = 4 * found.parameters / MIB
+    assert found.memory.trained == pytest.approx(4 * all_once)
+    assert found.memory.reference == pytest.approx(all_once)
+    assert found.memory.weights == pytest.approx(all_once + copies(4))
+    assert found.memory.process == 600 < found.memory.total
+    assert memory(bare, None).reference == 0
+    assert memory(bare, LoraConfig(r=4), needs_reference=True).reference == 0
+
+
+def copies(packed: int) -> float:
+    return footprint.native_copies(footprint.sizes_of(tiny_model().config), 4, packed) / MIB
+
+
+def test_without_a_sampler_nothing_is_kept_for_decoding(bare):
+    full, adapter = (memory(bare, lora, decoding=None) for lora in (None, LoraConfig(r=4)))
+    assert full.weights == full.keys_and_values == adapter.keys_and_values == 0
+    assert full.trained == memory(bare, None).trained
+    with_sampler = memory(bare, LoraConfig(r=4))
+    assert with_sampler.weights - adapter.weights == pytest.approx(copies(4) - copies(0))
+    assert adapter.trained < with_sampler.trained
+
+
+def test_processes_share_what_is_frozen(bare):
+    one, three = (memory(bare, LoraConfig(r=4), processes=n) for n in (1, 3))
+    assert three.weights == one.weights
+    assert three.keys_and_values == pytest.approx(3 * one.keys_and_values)
+    assert three.activations == pytest.approx(3 * one.activations)
+    assert three.trained > 3 * one.trained, "and a place to add up gradients"
+    assert (one.process, three.process) == (600, 600 + 150 + 2 * 150), "torch is imported once"
+
+
+STEP = """
+import asyncio, json, sys, tempfile
+from contextlib import closing
+from pathlib import Path
+from benchmarks import step
+from benchmarks.work import Work
+from groupwise.training import build, placement
+from groupwise.training.loops.rl_prepare import planned_sizes
+from groupwise.engine.distributed.prefork import MODULES
+from groupwise.engine.models.native import compiled, kernels, products
+
+for module in MODULES:
+    __import__(module)
+
+
+def held(kind):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(kind))
+
+
+async def one_step(parts):
+    await parts.sampler.load(await parts.learner.publish(0))
+    await step.one_step(parts, step.requests(WORK, 0), 0)
+
+
+WORK = Work((40, 60), 4, 33)
+config = step.config_of(WORK, sys.argv[1], threads=1, processes=1)
+layout = placement.choose_layout(config, WORK.longest)
+planned = planned_sizes(config, layout).memory
+before = held("VmRSS")
+with (
+    tempfile.TemporaryDirectory() as folder,
+    closing(build.training_parts(config, layout, "plan", Path(folder))) as parts,
+):
+    asyncio.run(one_step(parts))
+print(json.dumps({"before": before, "grown": held("VmHWM") - before, "planned": planned.total - planned.process}))
+"""
+"""In a process of its own, where nothing was freed before that could be used again."""
+
+
+@pytest.mark.soak(suite="engine")
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process holds")
+def test_a_step_of_the_bundled_model_holds_what_was_planned():
+    ran = subprocess.run(
+        [sys.executable, "-c", STEP, "auto"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=110,
+    )
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert 0.75 < found["planned"] / found["grown"] < 1.35, found

@@ -1,0 +1,122 @@
+"""What a recording may depend on, shown with recordings that are as strict as a GPU's (`tests/fake_cuda_graph.py`):
+
+1. A replay depends on memory that is changed in place alone: tokens, positions, keys and values, the adapter.
+2. An adapter's new numbers are taken in place, and recordings stay; other weights or another shape of adapter make new ones.
+3. What a caller was given is not overwritten by the next token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.sampler.native import graph_engine
+from groupwise.engine.sampler.native.graph_engine import GraphEngine
+from groupwise.engine.sampler.native.recording import plainly
+from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
+from tests.fake_cuda_graph import FakeCudaGraph
+from tests.unit.engine.models.native.families import adapted, family, randomised, text
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Torch alone computes, because a recording sees nothing else."""
+    monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
+    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+
+
+def engine_of(weights: ServedWeights, record: Any, slots: int = 8) -> GraphEngine:
+    model = weights.native()
+    assert model is not None
+    return GraphEngine(model, weights, slots, 600, record)
+
+
+def served_adapter(name: str = "qwen3", rank: int = 4) -> ServedAdapter:
+    weights = ServedAdapter(adapted(family(name), rank=rank))
+    randomised(weights.adapted, weights.name, seed=5)
+    return weights
+
+
+@torch.inference_mode()
+def decoded(engine: GraphEngine, steps: int = 3, length: int = 5) -> Tensor:
+    """Logits of a few tokens of two rows."""
+    engine.reset()
+    prompt = engine.prefill(text(length).tolist())
+    engine.begin(prompt)
+    engine.begin(prompt)
+    return torch.stack([engine.decode([3 + step % 90, 50]) for step in range(steps)])
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("llama-biases", torch.float32), ("qwen2-tied", torch.bfloat16), ("qwen3", torch.bfloat16), ("llama-mqa", torch.float32),
+])  # fmt: skip
+def test_replays_are_the_plain_computation_to_the_bit(monkeypatch, name, dtype):
+    monkeypatch.setattr(graph_engine, "KEYS", 32)
+    weights = ServedModel(family(name, dtype=dtype))
+    graph = FakeCudaGraph()
+    found = decoded(engine_of(weights, graph), steps=36)
+    assert torch.equal(found, decoded(engine_of(weights, plainly), steps=36))
+    assert found.isfinite().all()
+    assert (graph.recordings, graph.replays) == (2, 36), "up to 32 keys, and up to 64"
+
+
+def test_a_new_adapter_is_taken_in_place_and_recordings_stay():
+    weights = served_adapter()
+    graph = FakeCudaGraph()
+    engine = engine_of(weights, graph)
+    before = decoded(engine)
+    for seed in (11, 12):
+        randomised(weights.adapted, weights.name, seed=seed)
+        assert torch.equal(decoded(engine), before), "only a refresh takes what is new"
+        with torch.inference_mode():
+            engine.refresh()
+        after = decoded(engine)
+        assert torch.equal(after, decoded(engine_of(weights, plainly)))
+        assert not torch.equal(after, before)
+        before = after
+    assert graph.recordings == 1
+
+
+def test_an_adapter_of_another_shape_makes_new_recordings():
+    weights = served_adapter(rank=4)
+    graph = FakeCudaGraph()
+    engine = engine_of(weights, graph)
+    decoded(engine)
+    larger = served_adapter(rank=6)
+    weights.factors = larger.factors
+    engine.refresh()
+    assert torch.equal(decoded(engine), decoded(engine_of(larger, plainly)))
+    assert graph.recordings == 2
+
+
+def test_new_weights_of_a_whole_model_make_new_recordings():
+    weights = ServedModel(family("llama"))
+    graph = FakeCudaGraph()
+    engine = engine_of(weights, graph)
+    before = decoded(engine)
+    with torch.no_grad():
+        for each in weights.tensors().values():
+            each += 0.05
+    weights._changed = True
+    engine.refresh()
+    after = decoded(engine)
+    assert graph.recordings == 2
+    assert not torch.equal(after, before)
+    assert torch.equal(after, decoded(engine_of(weights, plainly)))
+
+
+def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
+    graph = FakeCudaGraph()
+    engine = engine_of(ServedModel(family("llama")), graph)
+    with torch.inference_mode():
+        engine.begin(engine.prefill(text(5).tolist()))
+        first = engine.decode([3])
+        kept = first.clone()
+        second = engine.decode([4])
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, second)
+    assert graph.recordings == 1

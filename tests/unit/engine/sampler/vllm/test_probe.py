@@ -1,0 +1,47 @@
+"""Of two explanations of a server's answers the nearer one is told, if the noise of rounding cannot be mistaken for it."""
+
+import random
+
+import pytest
+
+from groupwise.core.errors import PolicyMismatchError
+from groupwise.engine.sampler.vllm.probe import NOT_APPLIED, NOT_PROCESSED, judge
+
+TRUE = [-0.1 * k for k in range(1, 65)]
+
+
+def noisy(values, size, seed=0):
+    generator = random.Random(seed)
+    return [value + generator.gauss(0, size) for value in values]
+
+
+def asked(answered, others=None, tolerance=0.1):
+    judge("http://s/v1", "name", answered, TRUE, others or {}, tolerance)
+
+
+def test_rounding_is_no_reason():
+    others = {NOT_APPLIED: noisy(TRUE, 0.01, 5), NOT_PROCESSED: noisy(TRUE, 0.3, 6)}
+    for seed in range(200):
+        asked(noisy(TRUE, 0.02, seed + 10), others)
+    asked(TRUE, {NOT_APPLIED: TRUE, NOT_PROCESSED: TRUE})
+
+
+def test_other_weights_are_told_by_their_distance():
+    with pytest.raises(PolicyMismatchError, match=r" 0\.\d+ nats .*logprob_tolerance is 0\.1"):
+        asked(noisy(TRUE, 0.5))
+    asked(noisy(TRUE, 0.5), tolerance=1.0)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [(NOT_APPLIED, "without any adapter"), (NOT_PROCESSED, "processed_logprobs")],
+)
+def test_what_is_lacking_is_told_within_the_tolerance_too(lacking, told):
+    other = [value + 0.05 for value in TRUE]
+    with pytest.raises(PolicyMismatchError, match=told):
+        asked(noisy(other, 0.005), {lacking: other})
+
+
+def test_numbers_that_are_none_never_pass():
+    with pytest.raises(PolicyMismatchError):
+        judge("http://s/v1", "name", [float("nan")], [0.0], {}, 0.1)

@@ -1,0 +1,181 @@
+"""What is sent to vLLM, and what is taken from it.
+
+1. Every sampling parameter is sent, those without effect too; what vLLM does otherwise is refused.
+2. An answer is one completion of ids and finite log-probabilities of equal number, by the model that was asked, for the prompt that was
+   given, ended by what was asked for; anything else is an error that says what came.
+3. Stops are those of this project, whatever the server's own rules are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
+from groupwise.core.types import SamplingParams
+from groupwise.engine.sampler.vllm.wire import (
+    SEEDS,
+    Drawn,
+    read_completion,
+    refuse_what_differs,
+    request_body,
+)
+
+PROMPT = (5, 6)
+END = 1
+PARAMS = SamplingParams(4, stop_token_ids=(END,))
+
+
+def text_of(ids) -> str:
+    return "".join(chr(96 + id) for id in ids)
+
+
+def answer(ids=(3, 4, END), **changes: Any) -> dict[str, Any]:
+    """What a server says, with fields of its choice changed; `logprobs` of the choice as a list."""
+    logprobs = changes.pop("logprobs", [-0.5] * len(ids))
+    choice = {
+        "index": 0, "text": "", "finish_reason": "stop" if ids and ids[-1] == END else "length",
+        "stop_reason": None, "token_ids": list(ids), "prompt_token_ids": list(PROMPT),
+        "logprobs": {"tokens": [f"token_id:{id}" for id in ids], "token_logprobs": logprobs},
+    }  # fmt: skip
+    return {"model": "m", "choices": [choice | changes]}
+
+
+def read(value: Any, params: SamplingParams = PARAMS) -> Drawn:
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return read_completion(content, "m", PROMPT, params, 27, text_of)
+
+
+# --- what is sent
+
+
+def test_every_parameter_is_sent_so_that_no_default_of_the_server_acts():
+    assert request_body("m", PROMPT, 7, PARAMS) == {
+        "model": "m", "prompt": [5, 6], "n": 1, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0,
+        "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0, "seed": 7, "ignore_eos": True, "stop_token_ids": [END],
+        "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+
+
+def test_parameters_reach_the_fields_that_mean_them():
+    params = SamplingParams(9, 0.5, (END, 2), ("ab",), min_tokens=3, top_k=5, top_p=0.9)
+    sent = request_body("m", PROMPT, 7, params)
+    wanted = {
+        "max_tokens": 9, "temperature": 0.5, "stop_token_ids": [END, 2], "stop": ["ab"], "min_tokens": 3, "top_k": 5,
+        "top_p": 0.9, "skip_special_tokens": False,
+    }  # fmt: skip
+    assert {key: sent[key] for key in wanted} == wanted
+    assert request_body("m", PROMPT, 7, SamplingParams(9, min_p=0.2))["min_p"] == 0.2
+
+
+@pytest.mark.parametrize("seed", [0, 7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_seeds_of_64_bits_are_sent_as_numbers_that_are_seeds_to_vllm(seed):
+    sent = request_body("m", PROMPT, seed, PARAMS)["seed"]
+    assert 0 <= sent <= SEEDS
+    assert sent == seed % (1 << 63)
+
+
+def test_nothing_is_withheld_where_there_is_nothing_to_withhold():
+    """vLLM would withhold the end of the text by itself; a stop text is then looked for here."""
+    sent = request_body("m", PROMPT, 7, SamplingParams(4, min_tokens=2, stop=("a",)))
+    assert "min_tokens" not in sent
+    assert "stop" not in sent
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        (SamplingParams(4, temperature=0.005), "temperature is 0.005, but vLLM samples at 0.01"),
+        (SamplingParams(4, top_p=0.9, min_p=0.1), "vLLM applies min_p first"),
+        (SamplingParams(4, stop_token_ids=(2,), min_tokens=2), r"own end of text \(1\)"),
+    ],
+)
+def test_what_vllm_does_otherwise_is_refused(params, told):
+    with pytest.raises(RunError, match=told):
+        refuse_what_differs(params, END)
+    refuse_what_differs(SamplingParams(4, 0.01, (1, 2), top_k=3, min_p=0.1, min_tokens=2), END)
+
+
+# --- what is taken
+
+
+def test_ids_and_log_probabilities_are_taken_verbatim():
+    assert read(answer((3, 4, END), logprobs=[-1.5, -0.1, 0.0])) == Drawn(
+        (3, 4, END), (-1.5, -0.1, 0.0), "stop"
+    )
+    assert read(answer((3, 4, 5, 6))).finish_reason == "length"
+    last = answer((3, 4, 5, END), finish_reason="length")  # as some versions call it
+    assert read(last).finish_reason == "stop"
+    older = answer()
+    del older["choices"][0]["token_ids"]
+    assert read(older).token_ids == (3, 4, END), "they are in its tokens"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (b"oops", "oops"),
+        ({"model": "m", "choices": answer()["choices"] * 2}, "2 choices"),
+        (answer(prompt_token_ids=[0, 5, 6]), "of 3"),
+        (answer(logprobs=[-0.5, -0.5]), "2 log-prob"),
+        (answer(logprobs=[-0.5, None, -0.5]), "None"),
+        (answer(logprobs=[-0.5, math.nan, -0.5]), "nan"),
+        (answer(logprobs=[-0.5, -9999.0, -0.5]), "log-probability -9999.0"),
+        (answer(logprobs=None), "without log-probabilities"),
+        (answer((3, 27, END)), "27.*26"),
+        (answer((3, -1, END)), "drew the token -1"),
+        (answer(()), "0 tokens"),
+        (answer((3, 4, 5, 6, END)), "5 tokens"),
+        (answer((3, END, 4, END)), "token 1, the 2. of 4"),
+        (answer((3, 4)), "2 of at most 4"),
+        (answer((3, 4), finish_reason="stop"), "none of the stops"),
+        (answer((3, 4), finish_reason="abort"), "finish_reason 'abort'"),
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_says_what_came(given, told):
+    with pytest.raises(EndpointError, match=told):
+        read(given)
+
+
+def test_without_ids_nothing_is_made_of_the_text():
+    given = answer()
+    del given["choices"][0]["token_ids"]
+    given["choices"][0]["logprobs"]["tokens"] = ["c", "d", ""]
+    with pytest.raises(EndpointError, match="drew the token None"):
+        read(given)
+    del given["choices"][0]["logprobs"]
+    with pytest.raises(EndpointError, match="without token ids"):
+        read(given)
+
+
+def test_another_model_than_was_asked_is_no_policy():
+    with pytest.raises(PolicyMismatchError, match="'base'"):
+        read(answer() | {"model": "base"})
+
+
+# --- stops
+
+
+def test_what_comes_after_a_stop_text_is_left_out():
+    params = SamplingParams(9, stop=("bc",))
+    stopped = read(answer((1, 2, 3, 4, 5), finish_reason="stop", stop_reason="bc"), params)
+    assert stopped == Drawn((1, 2, 3), (-0.5,) * 3, "stop")
+
+
+def test_a_stop_text_may_end_with_the_last_token_of_the_least_length():
+    """Where vLLM goes on."""
+    params = SamplingParams(5, stop=("b",), min_tokens=2)
+    assert read(answer((1, 2, 3, 4, 5)), params).token_ids == (1, 2)
+    assert read(answer((2, 1, 3, 4, 2)), params).token_ids == (2, 1, 3, 4, 2)
+
+
+def test_a_stop_text_that_the_server_found_alone_is_believed_by_its_name():
+    params = SamplingParams(9, stop=("§",))
+    given = answer((3, 4), finish_reason="stop", stop_reason="§")
+    assert read(given, params).finish_reason == "stop"
+    with pytest.raises(EndpointError, match="stop_reason 'other'"):
+        read(answer((3, 4), finish_reason="stop", stop_reason="other"), params)

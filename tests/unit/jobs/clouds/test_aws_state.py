@@ -1,0 +1,75 @@
+"""What is left of a job when its machine is gone, on the machine that launched it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from groupwise.jobs.clouds.aws_state import Kept, newest_checkpoint
+from groupwise.jobs.clouds.backend import Ending, Order, Outcome
+from groupwise.jobs.hosts.failures import FailureClass
+from groupwise.jobs.hosts.files import BlobStore
+from groupwise.jobs.hosts.seal import seal
+from groupwise.jobs.hosts.spec import JobSpec
+
+
+def checkpoint(results: Path, name: str, step: int, data: str) -> Path:
+    folder = results / name
+    folder.mkdir(parents=True)
+    (folder / "w").write_text(data)
+    seal(folder, step)
+    return folder
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "store")
+
+
+def test_the_newest_whole_checkpoint_is_begun_with(tmp_path: Path, store: BlobStore) -> None:
+    results = tmp_path / "results"
+    assert newest_checkpoint(results, store) is None
+    checkpoint(results, "runs/a/checkpoints/step-9", 9, "nine")
+    torn = checkpoint(results, "runs/a/checkpoints/step-12", 12, "twelve")
+    (torn / "w").write_text("twel")
+    (checkpoint(results, "runs/a/checkpoints/step-11", 11, "eleven") / "w").unlink()
+    checkpoint(results, "earlier/attempt-1/runs/a/checkpoints/step-40", 40, "of before")
+    (tmp_path / "secret").write_text("s")
+    elsewhere = {"step": 30, "files": {"../../secret": {"size": 1, "sha256": "0" * 64}}}
+    lists = {"": "{}", "outputs": "no JSON", "bad": json.dumps(elsewhere)}
+    for name, text in lists.items():
+        (results / name).mkdir(exist_ok=True)
+        (results / name / "manifest.json").write_text(text)
+    found = newest_checkpoint(results, store)
+    assert found is not None
+    assert (found.step, found.path) == (9, "runs/a/checkpoints/step-9")
+    assert set(found.manifest) == {f"{found.path}/w", f"{found.path}/manifest.json"}
+    assert store.read(found.manifest[f"{found.path}/w"].sha256) == b"nine"
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path, store: BlobStore) -> None:
+    kept = Kept(tmp_path / "kept")
+    assert kept.find("job") is None
+    (tmp_path / "in").write_text("in")
+    files = store.put_files({"in": tmp_path / "in"})
+    spec = JobSpec(("x",), files=files, secrets=("TOKEN",))
+    order = Order("job", spec, secrets={"TOKEN": "canary-8"})
+    kept.begun(order, 2, store)
+    ending = Ending(Outcome.FAILED, "why", FailureClass.CRASHED, 3, 1.5)
+    kept.fetched("job", 2, tmp_path / "results", ending)
+    kept.fetched("job", 1, tmp_path / "results", None)
+    record = Kept(tmp_path / "kept").find("job")
+    assert record is not None
+    assert (record.attempt, record.results) == (2, str(tmp_path / "results"))
+    assert record.endings == {2: ending}
+    assert Order.from_document(record.order or {}).document() == order.document()
+    written = [each.read_bytes() for each in kept.folder.rglob("*") if each.is_file()]
+    assert written
+    assert not any(b"canary-8" in each for each in written)
+    empty = BlobStore(tmp_path / "empty")
+    kept.give_files(order, empty)
+    assert empty.read(files["in"].sha256) == b"in"
+    kept.log("job", 2).write_text("said")
+    kept.remove("job")
+    assert kept.find("job") is None
+    assert not kept.log("job", 2).exists()

@@ -1,0 +1,110 @@
+"""Whose turn it is: asked twice, late, by others, and after a desk or a container that was killed in between."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.jobs.clouds.modal.coordinator import ASKED, answer, attempt
+from groupwise.jobs.clouds.modal.port import Call
+from groupwise.jobs.clouds.modal.worker import Surroundings, work
+from groupwise.jobs.hosts import runner
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> str:
+    """With an attempt that waits."""
+    place = attempt(str(tmp_path), "job", 1)
+    os.makedirs(place.path)
+    runner.write_json(place.at("state.json"), {"phase": "queued"})
+    runner.write_file(place.at(runner.TOKEN), b"{}")
+    return str(tmp_path)
+
+
+def ask(home: str, what: str, *arguments: Any) -> Any:
+    return answer(home, what, ("job", 1, *arguments))
+
+
+def turn(home: str) -> dict[str, Any]:
+    return answer(home, "turns", ([["job", 1]],))["job.1"]
+
+
+def test_of_two_calls_the_first_has_it_and_keeps_it(home: str) -> None:
+    assert ask(home, "take", 1, "a")["handed_over"] is False
+    assert ask(home, "take", 1, "b") is None
+    assert ask(home, "take", 1, "a")["handed_over"] is False
+    assert turn(home)["call"] == "a"
+    assert ask(home, "take", 2, "b") is None
+
+
+def test_a_token_that_was_voided_or_is_taken_begins_nothing(home: str) -> None:
+    """Whoever voids it may have been killed halfway, and a desk between token and turn: that one is asked again."""
+    place = attempt(home, "job", 1)
+    for taken, begins in ((runner.TOKEN + ".voided", False), (ASKED, True)):
+        os.rename(place.at(runner.TOKEN), place.at(taken))
+        assert (ask(home, "take", 1, "a") is not None) is begins
+        if not begins:
+            os.rename(place.at(taken), place.at(runner.TOKEN))
+
+
+def test_what_was_voided_first_is_nobodys(home: str) -> None:
+    runner.withdraw(attempt(home, "job", 1), "")
+    assert ask(home, "take", 1, "a") is None
+
+
+def test_handed_over_it_is_the_next_calls(home: str) -> None:
+    ask(home, "take", 1, "a")
+    assert ask(home, "hand_over", 1, "b") is False
+    assert ask(home, "hand_over", 1, "a") is True
+    assert ask(home, "hand_over", 1, "a") is True
+    assert ask(home, "take", 1, "a")["handed_over"] is True
+    assert ask(home, "note", 2, "c")["given"] == ["c"]
+    assert ask(home, "take", 1, "a") is None
+    assert ask(home, "hand_over", 1, "a") is False
+    assert ask(home, "take", 2, "c")["handed_over"] is False
+    assert ask(home, "take", 2, "d") is None
+
+
+def test_a_container_lost_between_handing_over_and_spawning_spawns_in_the_next(home: str) -> None:
+    ask(home, "take", 1, "a")
+    ask(home, "hand_over", 1, "a")
+    spawned: list[Call] = []
+    spawn = lambda call: spawned.append(call) or "b"  # noqa: E731
+    desk = lambda what, *arguments: answer(home, what, arguments)  # noqa: E731
+
+    def around() -> Surroundings:
+        return Surroundings(home, home, _Nothing(), desk, spawn, {}, {})
+
+    call = Call("job", 1)
+    assert "another call goes on" in work(call, "a", {}, around())
+    assert "another call's turn" in work(call, "a", {}, around())
+    assert spawned == [replace(call, number=2)]
+    assert turn(home)["given"] == ["b"]
+
+
+class _Nothing:
+    def commit(self) -> None:
+        raise AssertionError("nothing was written")
+
+    def reload(self) -> None:
+        raise AssertionError("nothing is to be read")
+
+
+def test_ended_by_the_desk_it_is_over(home: str) -> None:
+    ask(home, "take", 1, "a")
+    ask(home, "end", "because")
+    assert ask(home, "take", 1, "a") is None
+    assert ask(home, "hand_over", 1, "a") is False
+    ended = runner.exit_of(attempt(home, "job", 1), "exit.json")
+    assert ended is not None
+    assert (ended["reason"], ended["message"]) == ("cancelled", "because")
+
+
+def test_of_what_is_not_there_nothing_is_kept(tmp_path: Path) -> None:
+    home = str(tmp_path)
+    assert ask(home, "take", 1, "a") is None
+    assert ask(home, "note", 1, "a") is None
+    ask(home, "end", "because")
+    assert list(tmp_path.rglob("*")) == []

@@ -1,0 +1,124 @@
+"""One long poll for each machine: who is told what, and whose deadman is kept quiet."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from groupwise.jobs.fleet.attempts.watching import Pauses, Watch
+from groupwise.jobs.hosts.answers import MemberState, RunnerState
+from groupwise.jobs.hosts.driver import Runner
+from groupwise.jobs.hosts.port import Request
+from groupwise.testing.fake_hosts import FakeHosts, Script
+
+QUICK = Pauses(poll=5.0, first=0.005, longest=0.01)
+
+
+class Ear:
+    """A listener that writes down what it is told."""
+
+    def __init__(self, job: str, epoch: int, hearing: bool = True) -> None:
+        self.name = (job, epoch)
+        self.last: MemberState | None = MemberState(job, epoch, RunnerState.RUNNING)
+        self.hearing = hearing
+        self.told: list[str] = []
+        self.news = asyncio.Event()
+
+    def heard(self, state: MemberState) -> None:
+        self.last = state
+        self._tell(str(state.state))
+
+    def lost_contact(self, why: str) -> None:
+        self._tell("silent")
+
+    def contact_again(self) -> None:
+        self._tell("again")
+
+    def _tell(self, word: str) -> None:
+        self.told.append(word)
+        self.news.set()
+
+    async def until(self, word: str) -> None:
+        async with asyncio.timeout(5.0):
+            while word not in self.told:
+                self.news.clear()
+                await self.news.wait()
+
+
+@pytest.fixture
+def rack() -> FakeHosts:
+    made = FakeHosts({"a": []})
+    for epoch in (1, 2):
+        made.scripts[f"job-{epoch}"] = [Script(ticks=epoch)]
+        launch = {
+            "job": f"job-{epoch}", "epoch": epoch, "rank": 0, "members": 1,
+            "spec": {"files": {}}, "gpus": [], "deadman": 100.0,
+        }  # fmt: skip
+        made["a"].perform(Request("launch", launch))
+    return made
+
+
+@pytest.fixture
+async def watch(rack: FakeHosts) -> AsyncIterator[Watch]:
+    made = Watch("a", Runner(rack["a"]), QUICK)
+    yield made
+    for listener in list(made.listeners.values()):
+        made.remove(listener)
+
+
+async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: Watch) -> None:
+    one, two = Ear("job-1", 1), Ear("job-2", 2, hearing=False)
+    watch.add(one)
+    watch.add(two)
+    running = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    rack["a"].cut()
+    await one.until("silent")
+    await two.until("silent")
+    rack["a"].heal()
+    await one.until("again")
+    await two.until("again")
+    watch.remove(one)
+    watch.remove(two)
+    await running
+
+
+@pytest.mark.parametrize("news", [False, True])
+async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
+    watch: Watch, news: bool
+) -> None:
+    asked = 0
+
+    async def at_once(*_: object, **__: object) -> tuple[MemberState, ...]:
+        nonlocal asked
+        asked += 1
+        return (MemberState("job-1", 1, RunnerState.RUNNING, log_size=asked * news),)
+
+    watch.runner.wait = at_once  # type: ignore[method-assign]
+    watch.pauses = Pauses(first=1000.0)
+    watch.add(Ear("job-1", 1))
+    running = asyncio.create_task(watch.run())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert asked == 1
+    running.cancel()
+
+
+async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet(
+    rack: FakeHosts, watch: Watch
+) -> None:
+    heard, unheard = Ear("job-1", 1), Ear("job-2", 2, hearing=False)
+    watch.add(heard)
+    watch.add(unheard)
+    rack.advance(90.0)
+    running = asyncio.create_task(watch.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    rack.advance(20.0)
+    folders = rack["a"].folders
+    assert folders["job-1.1"].exit is None
+    assert folders["job-2.2"].exit is not None
+    assert folders["job-2.2"].exit["reason"] == "deadman"
+    watch.remove(heard)
+    watch.remove(unheard)
+    await running

@@ -1,0 +1,200 @@
+"""What is done on the machine, with a program that plays Python and pip: no half of an environment is ever taken for whole."""
+
+import ast
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.jobs.fleet.machines import builder
+from groupwise.jobs.fleet.machines.builder import MARKER, SPARED, Order, Pip, users_of
+from tests.processes import wait_until
+from tests.unit.jobs.fleet.machines.builder_desk import NAME, Desk
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.close()
+
+
+def test_pip_gets_groupwise_first_and_never_by_name(desk: Desk) -> None:
+    said = desk.build(wheels=["own-1-py3-none-any.whl"], hashed=True, index_url="https://i/simple")
+    assert f"installing with https://i/simple in {desk.place}.tmp" in said["log"]
+    installs = [call for call in desk.calls() if "pip install" in call]
+    assert installs == [
+        "-m pip install --no-index --no-deps wheels/groupwise-1.0-py3-none-any.whl",
+        "-m pip install -r lock.txt --require-hashes",
+        "-m pip install --no-index --no-deps wheels/own-1-py3-none-any.whl",
+    ]
+
+
+def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(desk: Desk) -> None:
+    mark = desk.folder / "installing"
+    desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
+    process = desk.begin()
+    wait_until(mark.exists)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (desk.place / "left").touch()
+    assert not (desk.place / MARKER).exists()
+    desk.behaves("")
+    assert desk.build()["made"] is True
+    assert not (desk.place / "left").exists()
+
+
+def test_the_second_of_two_waits_and_finds_it_made(desk: Desk) -> None:
+    mark, go_on = desk.folder / "installing", desk.folder / "go-on"
+    wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"
+    desk.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
+    first = desk.begin()
+    wait_until(mark.exists)
+    second = desk.begin()
+    assert second.stdout is not None
+    assert "made by another" in second.stdout.readline()
+    wait_until(lambda: waits_for_a_lock(second.pid))
+    go_on.touch()
+    log, _ = second.communicate(timeout=60)
+    first.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "it is there already" in log
+    assert sum("-m venv" in call for call in desk.calls()) == 1
+
+
+def waits_for_a_lock(pid: int) -> bool:
+    """As the kernel tells: `2: -> FLOCK ADVISORY WRITE pid …`."""
+    waiting = [
+        line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" in line
+    ]
+    return str(pid) in [line[5] for line in waiting]
+
+
+def test_what_pip_leaves_running_keeps_others_from_building(desk: Desk) -> None:
+    """The builder is killed, a pip that it has started is not."""
+    mark = desk.folder / "installing"
+    desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; exec sleep 300;; esac')
+    process = desk.begin()
+    wait_until(mark.exists)
+    process.kill()
+    process.wait()
+    lock = os.open(desk.environments / f"{NAME}.lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.killpg(process.pid, signal.SIGKILL)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.close(lock)
+    process.communicate()
+
+
+def test_one_that_does_not_work_any_more_is_made_anew(desk: Desk) -> None:
+    desk.build()
+    (desk.place / "bin" / "python").unlink()
+    (desk.place / "left").touch()
+    assert desk.build()["made"] is True
+    assert not (desk.place / "left").exists()
+
+
+def test_but_not_under_a_process_that_uses_it(desk: Desk) -> None:
+    desk.build()
+    (desk.place / "bin" / "python").unlink()
+    with _user_of(desk.place) as pid:
+        said = desk.build()
+    assert f"(pid {pid})" in said["problem"]
+    assert (desk.place / MARKER).exists()
+
+
+def test_secrets_are_taken_out_of_what_pip_says(desk: Desk) -> None:
+    desk.behaves(
+        'case "$*" in *"-r lock.txt"*) echo "hush-hush and https://me:pass@x/simple";; esac'
+    )
+    said = desk.build(secrets=["SECRET_URL"])
+    assert "hush" not in said["log"]
+    assert "pass" not in said["log"]
+    assert "**** and https://****@x/simple" in said["log"]
+
+
+class _user_of:
+    """A process that was begun as jobs are: the folder of its interpreter stands first on its PATH."""
+
+    def __init__(self, place: Path) -> None:
+        environment = {"PATH": f"{place}/bin:/usr/bin:/bin"}
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", "read line"], stdin=subprocess.PIPE, env=environment
+        )
+
+    def __enter__(self) -> int:
+        return self._process.pid
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+
+def test_only_what_nobody_uses_or_keeps_is_removed(desk: Desk) -> None:
+    names = ["1" * 20, "2" * 20, "3" * 20, "4" * 20]
+    for name in names:
+        _old_environment(desk, name)
+    (desk.environments / "builds").mkdir()
+    lock = os.open(desk.environments / f"{names[3]}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with _user_of(desk.environments / names[1]):
+        said = desk.build(prune=True, keep=[names[0]])
+    os.close(lock)
+    assert (said["removed"], said["used"]) == ([names[2]], [names[1]])
+    there = {path.name for path in desk.environments.iterdir() if path.is_dir()}
+    assert there == {names[0], names[1], names[3], "builds"}
+
+
+def _old_environment(desk: Desk, name: str) -> None:
+    (desk.environments / name).mkdir(parents=True)
+    (desk.environments / name / MARKER).touch()
+    os.utime(desk.environments / name / MARKER, (0, 0))
+
+
+def test_one_that_was_just_made_or_found_is_not_removed_before_a_row_names_it(desk: Desk) -> None:
+    """Who has prepared a machine with it has yet to write that down."""
+    desk.build()
+    assert desk.build(prune=True)["removed"] == []
+    os.utime(desk.place / MARKER, (0, 0))
+    desk.build()  # it is found
+    said = desk.build(prune=True)
+    assert (said["removed"], said["used"], said["recent"]) == ([], [], [NAME])
+    later = time.time() + 2 * SPARED
+    assert desk.build(prune=True, asked_at=later)["removed"] == [NAME]
+
+
+def test_users_are_seen_by_what_they_have_mapped(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "cat"
+    program.write_bytes(Path("/bin/cat").read_bytes())
+    program.chmod(0o755)
+    process = subprocess.Popen(["cat"], executable=program, stdin=subprocess.PIPE)
+    try:
+        assert any(f"(pid {process.pid})" in user for user in users_of(str(tmp_path)))
+    finally:
+        process.communicate()
+    assert users_of(str(tmp_path)) == []
+
+
+def test_it_imports_nothing_but_what_python_has() -> None:
+    imported = {
+        name.name.partition(".")[0]
+        for node in ast.walk(ast.parse(Path(builder.__file__).read_text()))
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
+    assert imported <= set(sys.stdlib_module_names)
+
+
+def test_longer_secrets_are_hidden_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer secret that holds a shorter one is hidden whole."""
+    monkeypatch.setenv("A", "abc")
+    monkeypatch.setenv("B", "abcdef")
+    pip = Pip(Order({"folder": str(tmp_path), "secrets": ["A", "B"]}), str(tmp_path / "x"), 0)
+    assert pip.told("abcdef abc") == "**** ****"

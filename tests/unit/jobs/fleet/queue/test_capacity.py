@@ -1,0 +1,174 @@
+"""What is free, who is woken when that changes, and why a job waits.
+
+1. Whoever can begin is woken by whatever makes it possible: a release, a machine, a quota, the end of another job.
+2. Nobody else is woken: it is asked by shape, not by job.
+3. Capacity of which nobody told is found by the next claim.
+"""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+from sqlalchemy.orm import Session
+
+from groupwise.jobs.fleet.queue import capacity, pending_reasons, requeue_pending
+from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.tables import VM, Job
+from groupwise.jobs.fleet.verbs import machines
+from groupwise.jobs.fleet.verbs.actor import Actor
+from tests.unit.jobs.fleet.queue_helpers import (
+    add_machine,
+    claim_some,
+    claimed_ids,
+    end,
+    execute,
+    finish,
+    job_of,
+    kinds_of_events,
+    statuses,
+    submit,
+)
+
+
+def waiting(database: Database) -> list[str]:
+    return sorted(name for name, status in statuses(database).items() if status == "pending")
+
+
+def wake(database: Database) -> int:
+    return database.run(requeue_pending.wake)
+
+
+def explain(database: Database, job_id: str) -> list[str]:
+    return database.run(lambda s: pending_reasons.explain(s, job_of_session(s, job_id)))
+
+
+def job_of_session(session: Session, job_id: str) -> Job:
+    return session.get_one(Job, job_id)
+
+
+def full_fleet(database: Database, waiting: int = 5, gpus: int = 2) -> None:
+    """Every GPU taken by jobs r0, r1 …, and w0, w1 … pending."""
+    add_machine(database, "vm-1", gpus)
+    for n in range(gpus):
+        submit(database, f"r{n}", gpus=1)
+    for n in range(waiting):
+        submit(database, f"w{n}", gpus=1)
+    assert len(claim_some(database)) == gpus
+
+
+def test_as_many_are_woken_as_there_is_room_for_and_the_best_ranked(database: Database) -> None:
+    full_fleet(database)
+    assert wake(database) == 0
+    assert finish(database, "r0") == 1
+    assert waiting(database) == ["w1", "w2", "w3", "w4"]
+    woken = job_of(database, "w0")
+    assert woken.status == "queued"
+    assert woken.waiting_since is not None
+    assert kinds_of_events(database, "w0")[-1] == "job.queued"
+    assert claimed_ids(database) == ["w0"]
+
+
+def test_a_release_that_does_not_fit_wakes_nobody(database: Database) -> None:
+    full_fleet(database, waiting=0)
+    submit(database, "big", gpus=2)
+    submit(database, "other", gpus=1, gpu_model="H100")
+    assert claimed_ids(database) == []
+    assert finish(database, "r0") == 0
+    assert finish(database, "r1") == 1
+    assert waiting(database) == ["other"]
+
+
+def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", project="p", gpus=1)
+    for before, after in (
+        ("vms SET draining = true", "vms SET draining = false"),
+        ("vms SET contact = 'unreachable'", "vms SET contact = 'ok'"),
+        ("vms SET cordoned = 'x'", "vms SET cordoned = NULL"),
+        ("vms SET active = false", "vms SET active = true"),
+        ("projects SET max_gpus = 0", "projects SET max_gpus = 1"),
+    ):
+        execute(database, f"UPDATE {before}")
+        assert claimed_ids(database) == []
+        assert waiting(database) == ["one"]
+        execute(database, f"UPDATE {after}")
+        assert wake(database) == 1
+    assert claimed_ids(database) == ["one"]
+
+
+def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
+    database: Database,
+) -> None:
+    """Nobody knows when that machine comes back, and its GPU stays reserved as long; what still runs there counts."""
+    add_machine(database, "a", 1)
+    submit(database, "one", project="p", gpus=1)
+    execute(database, "UPDATE projects SET max_gpus = 1")
+    assert claimed_ids(database) == ["one"]
+    add_machine(database, "b", 1)
+    submit(database, "two", project="p", gpus=1)
+    execute(database, "UPDATE vms SET contact = 'unreachable' WHERE vm_id = 'a'")
+    assert claimed_ids(database) == []
+    over = "state = 'ended', outcome = 'failed', failure_class = 'host_lost', ended_at = 1"
+    execute(database, f"UPDATE attempts SET {over}")
+    execute(database, "UPDATE jobs SET status = 'failed' WHERE job_id = 'one'")
+    assert wake(database) == 1
+    assert claimed_ids(database) == ["two"]
+    submit(database, "three", project="p", gpus=1)
+    assert "uses 1 of its 1 GPUs" in str(explain(database, "three"))
+
+
+def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Database) -> None:
+    full_fleet(database)
+    database.run(lambda s: end(s, "r0"))
+    assert len(waiting(database)) == 5
+    assert claimed_ids(database) == []
+    assert waiting(database) == ["w1", "w2", "w3", "w4"]
+    assert claimed_ids(database) == ["w0"]
+
+
+# --- why a job waits ------------------------------------------------------------------------------
+
+
+def test_a_machine_is_kept_for_projects(database: Database) -> None:
+    """Also in the look of a claim, and for one that waits; what somebody wrote there that is no list opens it to nobody."""
+    keeps: tuple[Any, ...] = (None, ["ours", "a"], ["a"], [], "ours")
+    for n, kept_for in enumerate(keeps):
+        add_machine(database, f"vm-{n}", 1, projects=kept_for)
+        submit(database, f"job-{n}", project="ours", gpus=1, vm=f"vm-{n}")
+    assert claimed_ids(database) == ["job-0", "job-1"]
+    assert "vm-4: it is kept" in str(explain(database, "job-4"))
+    assert wake(database) == 0
+    database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-4", projects=["ours"]))
+    assert claimed_ids(database) == ["job-4"]
+
+
+def test_one_that_is_kept_for_others_meanwhile_is_seen_under_its_lock(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "job", gpus=1)
+    looked = capacity.view
+
+    def look(session: Session, projects: list[str]) -> capacity.View:
+        found = looked(session, projects)
+        session.execute(update(VM).values(projects=["others"]))
+        return found
+
+    monkeypatch.setattr(capacity, "view", look)
+    assert claimed_ids(database) == []
+
+
+def test_why_a_job_waits(database: Database) -> None:
+    full_fleet(database, waiting=1)
+    assert explain(database, "w0") == ["vm-1: 0 of 2 fitting GPUs free, 1 wanted"]
+    assert explain(database, "r0") == []
+    submit(database, "held", gpus=1, hold=True)
+    assert "fleet release held" in explain(database, "held")[0]
+    submit(database, "after", gpus=0, after=["w0:ok"])
+    assert "w0 has completed" in explain(database, "after")[0]
+    finish(database, "r0", "queued", "network")
+    later = database.run(seconds) + 100
+    execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
+    assert explain(database, "r0")[0].startswith("it is tried again in ")
+    finish(database, "r1")
+    assert explain(database, "w0") == ["there is room for it, and it is the next in the queue"]

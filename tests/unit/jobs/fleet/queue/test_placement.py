@@ -1,0 +1,405 @@
+"""Where a job can run.
+
+1. A GPU is never given twice: whole to one job, or shares of it whose sum is no more than its memory.
+2. A gang gets distinct machines, all or none.
+3. The answer does not depend on the order in which machines and GPUs are told.
+4. Without room there is always a reason; with room there is always a place, as a search over all choices says.
+5. Large holes are left for large jobs.
+6. A job that waited for long is served in the end, however many small ones come.
+"""
+
+import itertools
+import random
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.jobs.fleet.queue.elastic import elastic_of
+from groupwise.jobs.fleet.queue.placement import (
+    NOTHING_HELD,
+    Avoid,
+    Blocked,
+    Held,
+    Machine,
+    MachineGPU,
+    Placement,
+    apply,
+    has_room,
+    place,
+    withhold,
+)
+from groupwise.jobs.fleet.queue.resources import Resources
+
+
+def gpu(gpu_id: int, index: int = 0, **more: object) -> MachineGPU:
+    known: dict[str, object] = {"model": "NVIDIA A100-SXM4-80GB", "memory_mb": 80_000, **more}
+    return MachineGPU(gpu_id, index, f"GPU-{gpu_id}", **known)  # pyright: ignore[reportArgumentType]
+
+
+def machine(name: str, gpus: int = 0, first: int = 0, **more: object) -> Machine:
+    of_it = tuple(gpu(first + n, n) for n in range(gpus))
+    return Machine(name, of_it, **more)  # pyright: ignore[reportArgumentType]
+
+
+def placed(answer: Placement | Blocked) -> dict[str, list[int]]:
+    assert isinstance(answer, Placement), answer
+    return {seat.vm_id: [gpu.index for gpu in seat.gpus] for seat in answer.seats}
+
+
+def reasons(answer: Placement | Blocked) -> str:
+    assert isinstance(answer, Blocked), answer
+    assert answer.reasons
+    return "\n".join(answer.reasons)
+
+
+def with_gpu(of: Machine, index: int, **changed: object) -> Machine:
+    gpus = tuple(
+        replace(g, **changed) if g.index == index else g  # pyright: ignore[reportArgumentType]
+        for g in of.gpus
+    )
+    return replace(of, gpus=gpus)
+
+
+# --- one job, machines as they are ----------------------------------------------------------------
+
+
+def test_the_smallest_hole_that_fits() -> None:
+    large, small = machine("a", 8), machine("b", 2, first=10)
+    assert placed(place(Resources(gpus=1), [large, small])) == {"b": [0]}
+    assert placed(place(Resources(gpus=4), [large, small])) == {"a": [0, 1, 2, 3]}
+
+
+def test_named_gpus_and_machines() -> None:
+    fleet = [machine("a", 4), machine("b", 4, first=10)]
+    assert placed(place(Resources(gpus=2, named=(3, 1), vm="b"), fleet)) == {"b": [3, 1]}
+    assert placed(place(Resources(gpus=1, named=("GPU-12",)), fleet)) == {"b": [2]}
+    assert placed(place(Resources(gpus=1, vm="a"), fleet)) == {"a": [0]}
+    fleet[1] = with_gpu(fleet[1], 3, whole=True)
+    assert "GPU 3 in use" in reasons(place(Resources(gpus=1, named=(3,), vm="b"), fleet))
+    assert "no machine c" in reasons(place(Resources(gpus=1, vm="c"), fleet))
+    assert "no GPU 9" in reasons(place(Resources(gpus=1, named=(9,), vm="b"), fleet))
+
+
+def test_labels_cpus_ram_and_disk() -> None:
+    one = machine("a", 1, labels={"rack": "3"}, cpus=8, ram_mb=1000, disk_free_mb=50)
+    fits = Resources(gpus=1, labels={"rack": "3"}, cpus=8, ram_mb=1000, disk_mb=50)
+    assert placed(place(fits, [one])) == {"a": [0]}
+    for asked, why in (
+        ({"gpu_model": "H100"}, "not H100"),
+        ({"gpu_memory_mb": 81_000}, "80000 MB"),
+        ({"labels": {"rack": "4"}}, "label rack is '3', not '4'"),
+        ({"labels": {"zone": "x"}}, "label zone is not set"),
+        ({"cpus": 9}, "8 CPUs, 9 wanted"),
+        ({"ram_mb": 1001}, "1000 MB of RAM, 1001 wanted"),
+        ({"disk_mb": 51}, "50 MB free on its disk, 51 wanted"),
+    ):
+        assert why in reasons(place(Resources.model_validate({"gpus": 1, **asked}), [one]))
+    unknown = place(Resources(gpus=1, ram_mb=1), [machine("a", 1)])
+    assert "unknown MB of RAM" in reasons(unknown)
+
+
+def test_machines_to_avoid_are_the_last_resort() -> None:
+    fleet = [machine("a", 1), machine("b", 8, first=10)]
+    asked = Resources(gpus=1)
+    avoid = Avoid(frozenset({"a"}))
+    assert placed(place(asked, fleet, avoid=avoid)) == {"b": [0]}
+    assert placed(place(asked, fleet[:1], avoid=avoid)) == {"a": [0]}
+
+
+# --- any job, any fleet ---------------------------------------------------------------------------
+
+MODELS = ("A100", "V100")
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> list[Machine]:
+    machines: list[Machine] = []
+    numbers = itertools.count()
+    for name in "abcd"[: draw(st.integers(0, 4))]:
+        gpus = tuple(draw(_gpus(next(numbers), index)) for index in range(draw(st.integers(0, 3))))
+        slots = draw(st.integers(0, 2))
+        machines.append(
+            Machine(
+                name,
+                gpus,
+                trouble=draw(st.sampled_from([None, None, None, "draining"])),
+                slots=slots,
+                taken_slots=frozenset(draw(st.sets(st.integers(0, max(0, slots - 1))))),
+                labels=draw(st.sampled_from([{}, {"rack": "1"}])),
+                prepared=draw(st.booleans()),
+                ram_mb=draw(st.sampled_from([None, 100, 200])),
+                promised_ram_mb=draw(st.sampled_from([0, 50])),
+            )
+        )
+    return machines
+
+
+def _gpus(gpu_id: int, index: int) -> st.SearchStrategy[MachineGPU]:
+    return st.builds(
+        MachineGPU,
+        st.just(gpu_id),
+        st.just(index),
+        st.just(f"GPU-{gpu_id}"),
+        st.sampled_from(MODELS),
+        st.sampled_from([None, 10, 20]),
+        st.sampled_from([None, None, None, "is missing"]),
+        st.sampled_from([False, False, True]),
+    ).flatmap(
+        lambda made: st.sampled_from([0, 0, 5, 10]).map(
+            lambda shares: made if made.whole else replace(made, shares_mb=shares)
+        )
+    )
+
+
+@st.composite
+def needs(draw: st.DrawFn) -> Resources:
+    labels = draw(st.sampled_from([{}, {"rack": "1"}]))
+    ram = draw(st.sampled_from([None, 100]))
+    kind = draw(st.sampled_from(["whole", "share", "slot", "index", "uuid"]))
+    if kind == "slot":
+        return Resources(
+            gpus=0,
+            machines=draw(st.integers(1, 3)),
+            labels=labels,
+            ram_mb=ram,
+            prepared=draw(st.booleans()),
+        )
+    if kind == "index":
+        names = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True)))
+        return Resources(gpus=len(names), named=names, vm=draw(st.sampled_from("abcd")))
+    if kind == "uuid":
+        return Resources(gpus=1, named=(f"GPU-{draw(st.integers(0, 8))}",))
+    about: dict[str, object] = {
+        "gpu_model": draw(st.sampled_from([None, *MODELS])),
+        "gpu_memory_mb": draw(st.sampled_from([None, 10, 20])),
+        "labels": labels,
+        "ram_mb": ram,
+    }
+    if kind == "share":
+        share = draw(st.sampled_from([5, 10]))
+        return Resources(gpus=1, share_mb=share, **about)  # pyright: ignore[reportArgumentType]
+    return Resources(
+        gpus=draw(st.integers(1, 3)),
+        machines=draw(st.integers(1, 3)),
+        **about,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def gives(machine: Machine, asked: Resources, held: Held) -> bool:
+    """By a search over all choices of GPUs: whether the machine could seat the job."""
+    if machine.trouble or (asked.vm and asked.vm != machine.vm_id):
+        return False
+    if any(machine.labels.get(name) != value for name, value in asked.labels.items()):
+        return False
+    if asked.prepared and not machine.prepared:
+        return False
+    if asked.ram_mb and (machine.ram_mb or 0) - machine.promised_ram_mb < asked.ram_mb:
+        return False
+    if asked.gpus == 0:
+        return any(
+            n not in machine.taken_slots and (machine.vm_id, n) not in held.slots
+            for n in range(machine.slots)
+        )
+    return any(
+        all(suits(gpu, asked, held) for gpu in choice)
+        and all(any(name in (g.index, g.uuid) for g in choice) for name in asked.named)
+        for choice in itertools.combinations(machine.gpus, asked.gpu_count)
+    )
+
+
+def suits(gpu: MachineGPU, asked: Resources, held: Held) -> bool:
+    if gpu.trouble or gpu.whole or gpu.gpu_id in held.gpus:
+        return False
+    if asked.gpu_model and asked.gpu_model != gpu.model:
+        return False
+    if asked.gpu_memory_mb and (gpu.memory_mb or 0) < asked.gpu_memory_mb:
+        return False
+    if asked.share_mb:
+        return gpu.shares_mb + asked.share_mb <= (gpu.memory_mb or 0)
+    return gpu.shares_mb == 0
+
+
+@st.composite
+def withheld(draw: st.DrawFn) -> Held:
+    gpus = draw(st.sets(st.integers(0, 10), max_size=3))
+    slots = draw(st.sets(st.tuples(st.sampled_from("abcd"), st.integers(0, 1)), max_size=2))
+    return Held(dict.fromkeys(gpus, "other"), dict.fromkeys(slots, "other"))
+
+
+@settings(max_examples=60)
+@given(fleets(), needs(), withheld(), st.randoms())
+def test_a_place_is_found_whenever_there_is_one(
+    fleet: list[Machine], asked: Resources, held: Held, chance: random.Random
+) -> None:
+    answer = place(asked, fleet, held_for_others=held)
+    possible = sum(gives(machine, asked, held) for machine in fleet) >= asked.machines
+    assert isinstance(answer, Placement) == possible
+    shuffled = [replace(m, gpus=_mixed(m.gpus, chance)) for m in _mixed(fleet, chance)]
+    assert place(asked, shuffled, held_for_others=held) == answer
+    if isinstance(answer, Placement):
+        assert all(has_room(m) for m in fleet if any(m.vm_id == s.vm_id for s in answer.seats))
+    if isinstance(answer, Blocked):
+        assert answer.reasons
+        assert all(answer.reasons)
+        return
+    by_name = {machine.vm_id: machine for machine in fleet}
+    assert len({seat.vm_id for seat in answer.seats}) == len(answer.seats) == asked.machines
+    for seat in answer.seats:
+        assert len({gpu.gpu_id for gpu in seat.gpus}) == len(seat.gpus) == asked.gpu_count
+        assert all(gpu in by_name[seat.vm_id].gpus for gpu in seat.gpus)
+        assert all(suits(gpu, asked, held) for gpu in seat.gpus)
+        assert (seat.slot is not None) == (asked.gpus == 0)
+
+
+def _mixed(items: Iterable[Any], chance: Any) -> Any:
+    mixed = list(items)
+    chance.shuffle(mixed)
+    return tuple(mixed)
+
+
+@settings(max_examples=60)
+@given(fleets(), st.lists(needs(), max_size=12))
+def test_nothing_is_given_twice(fleet: list[Machine], jobs: list[Resources]) -> None:
+    machines = {machine.vm_id: machine for machine in fleet}
+    wholes = {g.gpu_id for m in fleet for g in m.gpus if g.whole}
+    shares = {g.gpu_id: g.shares_mb for m in fleet for g in m.gpus if g.shares_mb}
+    slots = {(m.vm_id, n) for m in fleet for n in m.taken_slots}
+    for asked in jobs:
+        answer = place(asked, machines.values())
+        if isinstance(answer, Blocked):
+            continue
+        apply(answer, asked, machines)
+        for seat in answer.seats:
+            if seat.slot is not None:
+                assert (seat.vm_id, seat.slot) not in slots
+                slots.add((seat.vm_id, seat.slot))
+            for gpu in seat.gpus:
+                assert gpu.gpu_id not in wholes
+                if asked.share_mb:
+                    shares[gpu.gpu_id] = shares.get(gpu.gpu_id, 0) + asked.share_mb
+                    assert shares[gpu.gpu_id] <= (gpu.memory_mb or 0)
+                else:
+                    assert gpu.gpu_id not in shares
+                    wholes.add(gpu.gpu_id)
+
+
+# --- waiting for long -----------------------------------------------------------------------------
+
+
+def test_what_is_kept_for_one_is_not_given_to_others() -> None:
+    fleet = [with_gpu(machine("a", 2), 1, whole=True)]
+    kept = withhold(Resources(gpus=2), fleet, job_id="big")
+    assert set(kept.gpus) == {0, 1}
+    said = reasons(place(Resources(gpus=1), fleet, held_for_others=kept))
+    assert "kept for big" in said
+    assert isinstance(place(Resources(gpus=1), fleet), Placement)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_gang_is_served_however_many_small_jobs_come(data: st.DataObject) -> None:
+    """Small jobs take whatever they may the moment it is free; one of those that run ends at a time, whichever it is."""
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    asked = Resources(gpus=data.draw(st.integers(1, 2)), machines=2)
+    fleet = {
+        name: replace(m, gpus=tuple(replace(g, whole=True) for g in m.gpus))
+        for number, (name, count) in enumerate(zip("abcd", sizes, strict=False))
+        for m in [machine(name, count, first=10 * number)]
+    }
+    if sum(size >= asked.gpu_count for size in sizes) < asked.machines:
+        return
+    total = sum(sizes)
+    running = [(name, g.gpu_id) for name, m in fleet.items() for g in m.gpus]
+    for _ in range(total):
+        if isinstance(place(asked, fleet.values()), Placement):
+            break
+        kept = withhold(asked, fleet.values(), job_id="gang")
+        worth = [entry for entry in running if entry[1] in kept.gpus] or running
+        ended = data.draw(st.sampled_from(worth))
+        running.remove(ended)
+        name, gpu_id = ended
+        fleet[name] = with_gpu(fleet[name], gpu_id % 10, whole=False)
+        while True:  # small ones that stand behind the gang
+            kept = withhold(asked, fleet.values(), job_id="gang")
+            small = place(Resources(gpus=1), fleet.values(), held_for_others=kept)
+            if isinstance(small, Blocked):
+                break
+            apply(small, Resources(gpus=1), fleet)
+            running.append((small.seats[0].vm_id, small.seats[0].gpus[0].gpu_id))
+    assert isinstance(place(asked, fleet.values()), Placement)
+
+
+# --- behind an engine ------------------------------------------------------------------------------
+
+
+def cluster(name: str = "slurm", slots: int = 2, **more: object) -> Machine:
+    engine = elastic_of({"name": "slurm", "slots": slots, "gpus": 4, **more})
+    return Machine(name, slots=slots, engine=engine)
+
+
+def seats(answer: Placement | Blocked) -> list[tuple[str, int | None]]:
+    assert isinstance(answer, Placement), answer
+    return [(seat.vm_id, seat.slot) for seat in answer.seats]
+
+
+def test_a_job_takes_one_of_its_places_however_many_gpus_it_wants() -> None:
+    machines = {"slurm": cluster()}
+    for slot, gpus in ((0, 0), (1, 4)):
+        wanted = Resources(gpus=gpus)
+        found = place(wanted, machines.values())
+        assert seats(found) == [("slurm", slot)]
+        assert isinstance(found, Placement)
+        apply(found, wanted, machines)
+    assert "all 2 places" in reasons(place(Resources(gpus=1), machines.values()))
+    assert not has_room(machines["slurm"])
+
+
+def test_what_is_free_at_once_comes_before_a_queue() -> None:
+    own, other = machine("zz", 1), machine("z-cpu", slots=1)
+    assert seats(place(Resources(gpus=1), [cluster("a"), own])) == [("zz", None)]
+    assert seats(place(Resources(gpus=0), [cluster("a"), other])) == [("z-cpu", 0)]
+    busy = with_gpu(own, 0, whole=True)
+    assert seats(place(Resources(gpus=1), [cluster("a"), busy])) == [("a", 0)]
+    elsewhere = Avoid(machines=frozenset({"zz"}))
+    assert seats(place(Resources(gpus=1), [cluster("a"), own], avoid=elsewhere)) == [("a", 0)]
+
+
+def test_the_smallest_gpu_that_does() -> None:
+    mixed = with_gpu(machine("a", 2), 0, memory_mb=80_000)
+    mixed = with_gpu(mixed, 1, memory_mb=24_000)
+    assert placed(place(Resources(gpus=1), [mixed])) == {"a": [1]}
+    assert placed(place(Resources(gpus=1, gpu_memory_mb=40_000), [mixed])) == {"a": [0]}
+
+
+def test_shares_of_a_gpu() -> None:
+    fleet = {"a": machine("a", 2)}
+    asked = Resources(gpus=1, share_mb=30_000)
+    given_to: list[list[int]] = []
+    for _ in range(4):
+        answer = place(asked, fleet.values())
+        given_to.append(placed(answer)["a"])
+        assert isinstance(answer, Placement)
+        apply(answer, asked, fleet)
+    assert given_to == [[0], [0], [1], [1]]  # a GPU that is shared already, while it has room
+    assert "20000 MB of a GPU free to share" in reasons(place(asked, fleet.values()))
+    assert "0 of 2 fitting GPUs free" in reasons(place(Resources(gpus=1), fleet.values()))
+
+
+def test_a_gang_gets_distinct_machines_or_nothing() -> None:
+    fleet = [machine("a", 4), machine("b", 2, first=10), machine("c", 2, first=20)]
+    assert placed(place(Resources(gpus=2, machines=2), fleet)) == {"b": [0, 1], "c": [0, 1]}
+    assert "2 of the 3 machines" in reasons(
+        place(Resources(gpus=2, machines=3), [*fleet[:2], with_gpu(fleet[2], 0, whole=True)])
+    )
+    never = place(Resources(gpus=2, machines=4), fleet)
+    assert isinstance(never, Blocked)
+    assert never.never
+
+
+def test_nothing_is_kept_for_what_can_never_run() -> None:
+    fleet = [machine("a", 2), machine("b", 2, trouble="draining")]
+    assert withhold(Resources(gpus=2, machines=2), fleet, job_id="big") == NOTHING_HELD
+    assert withhold(Resources(gpus=3), fleet, job_id="big") == NOTHING_HELD

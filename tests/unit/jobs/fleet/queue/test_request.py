@@ -1,0 +1,34 @@
+"""What a submitter may say, and what is said to one who says it wrongly."""
+
+import pytest
+
+from groupwise.jobs.fleet.queue.request import (
+    Beyond,
+    JobRequest,
+    from_document,
+    problems,
+)
+
+
+@pytest.mark.parametrize(("document", "said"), [
+    ({"secrets": {"A": "hunter2"}}, "`env:NAME` or `file:/path`"), ({"secrets": {"A": "file:relative"}}, "`env:NAME` or `file:/path`"),
+    ({"after": ["a:fine"]}, "after 'a:fine'"), ({"files": {"../a": ["0" * 64, 420, 1]}}, "without `..`"),
+    ({"files": {"a": ["0", 420, 1]}}, "permission bits"), ({"files": {"a": ["0" * 64, 0o4755, 1]}}, "permission bits"),
+    ({"limits": {"artefact_files": 1_000_001}}, "than the 1000000 that are fetched"), ({"webhook": "ftp://x"}, "webhook"),
+    ({"webhook": "http://a..b/"}, "no place on any network"), ({"webhook": "http://%00/"}, "no place on any network"),
+    ({"webhook": "http://example.org:0/"}, "no place on any network"), ({"webhook": "http://example.org:70000/"}, "webhook"),
+    ({"webhook": "https://user:pw@x/"}, "webhook"), ({"resources": {"gpus": 0, "share_mb": 1}}, "resources: "),
+    ({"retry": {"once": True, "charged": 1}}, "retry.charged has no effect"),
+    ({"retry": {"once": True, "per_class": {"reboot": 1}}}, "retry.per_class has no effect"),
+    ({"retry": {"once": True}, "allow_smaller_batch": True}, "allow_smaller_batch has no"),
+])  # fmt: skip
+def test_values_that_cannot_be_meant(document: dict[str, object], said: str) -> None:
+    found = problems(from_document(document))
+    assert any(said in problem for problem in found)
+    assert "hunter2" not in "".join(found)
+
+
+def test_what_was_admitted_under_a_higher_limit_comes_to_its_end() -> None:
+    """An end reads what was asked once more, whatever this version would say of it."""
+    stored = {"limits": {"artefact_files": 5_000_000}}
+    assert Beyond.model_validate(stored).retry_policy() == JobRequest().retry_policy()

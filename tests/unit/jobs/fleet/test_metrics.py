@@ -1,0 +1,48 @@
+"""Numbers for Prometheus: what an alert is about is there also when it is bad."""
+
+from typing import Any
+
+import pytest
+
+from groupwise.jobs.fleet.metrics import render
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import ControlProcess
+from groupwise.jobs.fleet.verbs import status
+from groupwise.jobs.fleet.verbs.actor import Actor
+
+
+def silence(database: Database) -> dict[str, float]:
+    return of_roles(database, "groupwise_fleet_role_silent_seconds")
+
+
+def of_roles(database: Database, name: str) -> dict[str, float]:
+    found = database.read(lambda s: status.overview(s, Actor("metrics")))
+    start = name + '{role="'
+    samples = [line.removeprefix(start) for line in render(found) if line.startswith(start)]
+    return {role: float(value) for role, _, value in (each.partition('"} ') for each in samples)}
+
+
+def heard(database: Database, role: str, owner: str, ago: float) -> None:
+    def write(session: Any) -> None:
+        at = status.seconds(session) - ago
+        row = {"host": "h", "pid": 1, "started_at": at, "seen_at": at}
+        session.add(ControlProcess(owner=owner, role=role, **row))
+
+    database.run(write)
+
+
+def test_a_role_that_has_died_is_silent_for_so_long(database: Database) -> None:
+    heard(database, "poller", "p", 300.0)
+    heard(database, "poller", "older", 900.0)
+    heard(database, "tracker", "t", 2 * status.FORGOTTEN_SECONDS)
+    found = silence(database)
+    assert found["poller"] == pytest.approx(300, abs=30)
+    assert found["tracker"] == float("inf")
+
+
+def test_one_that_lives_speaks_for_its_role(database: Database) -> None:
+    for owner, ago in (("d1", 400.0), ("d2", 1.0), ("api", 0.0)):
+        heard(database, "api" if owner == "api" else "dispatcher", owner, ago)
+    assert silence(database)["dispatcher"] < 30
+    living = of_roles(database, "groupwise_fleet_role_processes")
+    assert (living["dispatcher"], living["api"], living["poller"]) == (1, 1, 0)

@@ -1,0 +1,111 @@
+"""Who of those that have played a role is gone for certain: told of real processes.
+
+1. One that was killed is gone, whether its parent has asked for it or not; so is one whose pid another has now.
+2. One that hangs is not, nor one of another system, of other pids, or of which nothing is known.
+3. Whoever begins takes away the rows of those who are gone, and all of its role where nobody else can be playing it.
+4. Of an embedded fleet a lock says who plays a role, as long as it is played.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet.processes import alone, forget_gone, identity, is_gone, who_plays
+from groupwise.jobs.fleet.store.database import Database
+from groupwise.jobs.fleet.store.tables import ControlProcess
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def facts(pid: int, **changed: Any) -> dict[str, Any]:
+    known = identity(pid)
+    assert known is not None
+    return {"process": known | changed}
+
+
+def test_a_process_that_hangs_is_there(other: subprocess.Popen[bytes]) -> None:
+    known = facts(other.pid)
+    assert not is_gone(other.pid, known)
+    other.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+    assert not is_gone(other.pid, known)
+
+
+def test_one_that_was_killed_is_gone(other: subprocess.Popen[bytes]) -> None:
+    known = facts(other.pid)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert is_gone(other.pid, known), "its parent has not asked for it yet"
+    other.wait()
+    assert is_gone(other.pid, known)
+
+
+def test_a_pid_that_another_has_now() -> None:
+    assert is_gone(os.getpid(), facts(os.getpid(), ticks=1))
+
+
+@pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"pids": "pid:[1]"}])
+def test_nobody_knows_of_a_process_elsewhere(
+    other: subprocess.Popen[bytes], changed: dict[str, Any]
+) -> None:
+    known = facts(other.pid, **changed)
+    other.kill()
+    other.wait()
+    assert not is_gone(other.pid, known)
+    assert not is_gone(other.pid, {})
+    assert not is_gone(other.pid, {"process": None})
+
+
+@pytest.mark.parametrize(
+    ("alone", "left"), [(False, ["hangs", "unknown", "watches"]), (True, ["watches"])]
+)
+def test_whoever_begins_takes_away_what_is_left(
+    database: Database, alone: bool, left: list[str]
+) -> None:
+    here = facts(os.getpid())
+    rows = {
+        "gone": ("dispatcher", facts(os.getpid(), ticks=1)),
+        "hangs": ("dispatcher", here),
+        "unknown": ("dispatcher", {}),
+        "watches": ("poller", facts(os.getpid(), ticks=1)),
+    }
+
+    def write(session: Session) -> None:
+        for owner, (role, known) in rows.items():
+            about = {"host": "h", "pid": os.getpid(), "started_at": 0.0, "seen_at": 0.0}
+            session.add(ControlProcess(owner=owner, role=role, facts=known, **about))
+
+    database.run(write)
+    database.run(lambda s: forget_gone(s, "dispatcher", alone=alone))
+    found = database.read(lambda s: list(s.scalars(select(ControlProcess.owner))))
+    assert sorted(found) == left
+
+
+def test_a_lock_says_who_plays_a_role(tmp_path: Path) -> None:
+    assert who_plays(tmp_path) is None
+    with alone(tmp_path, "poller"):
+        assert who_plays(tmp_path) == f"its poller (process {os.getpid()})"
+        assert who_plays(tmp_path, but=["poller"]) is None
+        with (
+            pytest.raises(UsageError, match=f"has its poller already: process {os.getpid()}"),
+            alone(tmp_path, "poller"),
+        ):
+            pytest.fail("two play one role")
+        with alone(tmp_path, "tracker"):
+            assert "tracker" in str(who_plays(tmp_path, but=["poller"]))
+    assert who_plays(tmp_path) is None

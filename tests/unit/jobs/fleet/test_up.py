@@ -1,0 +1,137 @@
+"""Where this machine keeps everything once the fleet's folder was moved, and the end."""
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.fleet import processes, up
+from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
+from groupwise.jobs.fleet.store import schema, triggers
+from groupwise.jobs.fleet.store.database import Database, migrate
+from groupwise.jobs.fleet.store.tables import VM
+from groupwise.jobs.fleet.store.triggers import Rule
+
+
+def begin(database: Database, folder: Path, *roles: str, url: str | None = None) -> str | None:
+    """With all roles, if none are named."""
+    folder.mkdir(exist_ok=True)
+    place = FleetPlace(folder, FleetSettings(database=url))
+    return database.run(up._at_home(place, roles or up.ROLES))
+
+
+def workdir(database: Database) -> Path:
+    return Path(database.read(lambda s: s.get_one(VM, "local").workdir))
+
+
+def test_a_copy_beside_its_original_is_refused_until_the_original_is_away(
+    database: Database, tmp_path: Path
+) -> None:
+    begin(database, tmp_path / "a")
+    (tmp_path / "a" / "fleet.db").touch()
+    with pytest.raises(UsageError, match="a copy of") as refused:
+        begin(database, tmp_path / "b")
+    assert all(str(tmp_path / name) in refused.value.message for name in "ab")
+    assert workdir(database) == tmp_path / "a" / "work"
+    (tmp_path / "a").rename(tmp_path / "old")
+    begin(database, tmp_path / "b")
+    assert workdir(database) == tmp_path / "b" / "work"
+
+
+@pytest.mark.parametrize("role", up.ROLES)
+def test_a_role_alone_follows_the_folder_as_all_do(
+    database: Database, tmp_path: Path, role: str
+) -> None:
+    begin(database, tmp_path / "a")
+    (tmp_path / "a" / "fleet.db").touch()
+    with pytest.raises(UsageError, match="a copy of"):
+        begin(database, tmp_path / "b", role)
+    assert begin(database, tmp_path / "b", up.API) is None
+    assert workdir(database) == tmp_path / "a" / "work"
+    (tmp_path / "a").rename(tmp_path / "old")
+    told = begin(database, tmp_path / "b", role)
+    assert told is not None
+    assert workdir(database) == tmp_path / "b" / "work"
+
+
+# --- an end ---------------------------------------------------------------------------------------
+
+
+async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, ended = [100.0], list[int]()
+    monkeypatch.setattr(up, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    place = FleetPlace(tmp_path, FleetSettings())
+    control = up._ControlPlane(place, database, ("requeue",), lambda text: None)
+    for later, expected in ((0.0, []), (0.1, []), (up.ONE_WISH + 0.1, [143])):
+        now[0] = 100.0 + later
+        control._asked_to_stop(15)
+        assert control._stopping.is_set()
+        assert ended == expected
+
+
+# --- what it says of itself -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+    """Within it another version is at work, whose triggers are others."""
+
+    @contextmanager
+    def at_work() -> Generator[None, None, None]:
+        with monkeypatch.context() as other:
+            never = Rule("job_never", "jobs", "UPDATE", "1 = 1", "never")
+            other.setattr(triggers, "rules", lambda: (never,))
+            yield
+
+    return at_work
+
+
+def is_current(database: Database) -> bool:
+    return database.at_rest(schema.is_current)
+
+
+def test_roles_of_two_versions_do_not_work_side_by_side(
+    database: Database,
+    tmp_path: Path,
+    other_version: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with ExitStack() as locks:
+        up._take(locks, database, tmp_path, ["dispatcher"])
+        up._take(locks, database, tmp_path, ["poller"])
+        with (
+            other_version(),
+            pytest.raises(UsageError, match=r"dispatcher .* works with it"),
+        ):
+            up._take(locks, database, tmp_path, ["tracker"])
+        assert is_current(database)
+    with other_version(), ExitStack() as locks:
+        up._take(locks, database, tmp_path, ["tracker"])
+        assert is_current(database)
+    assert not is_current(database)
+
+
+def test_who_changed_the_tables_before_it_saw_the_lock_has_not_done_so_for_long(
+    database: Database,
+    tmp_path: Path,
+    other_version: Callable[[], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def alone_too_late(folder: Path, role: str) -> Generator[None, None, None]:
+        with other_version():
+            migrate(database, lambda: processes.who_plays(folder))
+        with alone(folder, role):
+            yield
+
+    alone = processes.alone
+    monkeypatch.setattr(processes, "alone", alone_too_late)
+    with ExitStack() as locks:
+        up._take(locks, database, tmp_path, ["dispatcher"])
+        assert is_current(database)

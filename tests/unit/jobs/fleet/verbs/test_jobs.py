@@ -1,0 +1,169 @@
+"""What people do with jobs.
+
+1. A change and its event are one; a change that is refused leaves neither.
+2. Whatever is asked twice is the same as once.
+3. A job of a project that one may not see does not exist.
+4. A refusal names the state of the job and what can be done.
+"""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+from sqlalchemy.orm import Session
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.jobs.fleet.states import JobStatus
+from groupwise.jobs.fleet.store.tables import Job
+from groupwise.jobs.fleet.verbs import jobs
+from groupwise.jobs.fleet.verbs.jobs import JobFilter
+
+WAITING = ["queued", "pending", "held"]
+FINAL = ["completed", "failed", "cancelled"]
+
+
+# --- looking
+
+
+def test_the_newest_come_first_and_a_page_leads_to_the_next(small: Any) -> None:
+    ids = [small.job() for _ in range(5)]  # most of them within one second
+    first = small.do(jobs.listing, JobFilter(limit=2))
+    second = small.do(jobs.listing, JobFilter(limit=2, older_than=first[-1]["job_id"]))
+    third = small.do(jobs.listing, JobFilter(limit=2, older_than=second[-1]["job_id"]))
+    assert [each["job_id"] for each in (*first, *second, *third)] == ids[::-1]
+
+
+def test_filters_are_laid_over_each_other(small: Any) -> None:
+    one = small.job("running", project="a", name="n", request={"labels": {"team": "x"}})
+    small.job("running", project="b", name="n", request={"labels": {"team": "x"}})
+    small.job("held", project="a", name="n", request={"labels": {"team": "x"}})
+    small.job("running", project="a", name="n", request={"labels": {"team": "y"}})
+    small.job("running", project="a", name="n")
+    wanted = JobFilter(
+        status=frozenset({JobStatus.RUNNING}), project="a", name="n", labels={"team": "x"}
+    )
+    assert [each["job_id"] for each in small.do(jobs.listing, wanted)] == [one]
+
+
+def test_jobs_are_listed_by_their_ids(small: Any) -> None:
+    one, _, three, theirs = (small.job(project=p) for p in ("a", "a", "a", "b"))
+    wanted = jobs.filter_of(ids=[three, one, "job-none", theirs])
+    assert [each["job_id"] for each in small.do(jobs.listing, wanted)] == [theirs, three, one]
+    assert [each["job_id"] for each in small.as_("a").do(jobs.listing, wanted)] == [three, one]
+    assert small.do(jobs.listing, jobs.filter_of(ids=[])) == []
+    with pytest.raises(Refusal, match="1000 ids"):
+        jobs.filter_of(ids=["j"] * 1001)
+
+
+def test_a_job_of_another_project_does_not_exist(small: Any) -> None:
+    job = small.job(project="theirs")
+    for verb in (jobs.show, jobs.cancel, jobs.hold, jobs.release, jobs.retry):
+        with pytest.raises(Refusal, check=lambda refused: refused.code == "unknown_job"):
+            small.as_("ours").do(verb, job)
+    assert small.row(job).status == "queued"
+
+
+# --- cancelling
+
+
+def test_a_job_that_waits_is_cancelled_at_once_and_one_that_has_ended_is_not(small: Any) -> None:
+    for status in WAITING:
+        job = small.job(status)
+        for _ in range(2):
+            assert small.do(jobs.cancel, job, "no need")["status"] == "cancelled"
+        assert small.row(job).end_time is not None
+    assert small.events() == [("user:ada", "job.cancelled")] * len(WAITING)
+    for status in ("completed", "failed"):
+        with pytest.raises(Refusal, match=f"has {status} already") as refused:
+            small.do(jobs.cancel, small.job(status))
+        assert refused.value.code == "job_state"
+    assert len(small.events()) == len(WAITING)
+
+
+# --- holding
+
+
+def test_hold_and_release(small: Any) -> None:
+    for status in ("queued", "pending"):
+        job, before = small.job(status), len(small.events())
+        for _ in range(2):
+            assert small.do(jobs.hold, job)["status"] == "held"
+        assert small.row(job).waiting_since is None
+        for _ in range(2):
+            assert small.do(jobs.release, job)["status"] == "queued"
+        assert small.row(job).waiting_since is not None
+        assert small.events()[before:] == [("user:ada", "job.held"), ("user:ada", "job.queued")]
+
+
+# --- many at once
+
+CHANGES = {
+    "cancel": (jobs.cancel, jobs.cancelling()),
+    "hold": (jobs.hold, jobs.holding),
+    "release": (jobs.release, jobs.releasing),
+    "retry": (jobs.retry, jobs.retrying()),
+}
+
+
+@pytest.mark.parametrize("verb", CHANGES)
+def test_many_become_what_each_becomes_alone(small: Any, verb: str) -> None:
+    alone, change = CHANGES[verb]
+    single, many = ([small.job(status) for status in (*WAITING, "running", *FINAL)] for _ in "12")
+    told: list[str | None] = []
+    for job in single:
+        try:
+            small.do(alone, job)
+            told.append(None)
+        except Refusal as refusal:
+            told.append(refusal.message)
+    events_of_single = small.events()
+    found = small.do(jobs.together, many, change)
+    many_events = small.events()[len(events_of_single) :]
+    assert [each["job_id"] for each in found] == many
+    assert [each.get("error", {}).get("message") for each in found] == [
+        said and said.replace(one, other)
+        for said, one, other in zip(told, single, many, strict=True)
+    ]
+    for one, other, document in zip(single, many, found, strict=True):
+        assert small.row(other).status == small.row(one).status
+        assert small.row(other).generation == small.row(one).generation
+        assert (small.row(other).end_time is None) == (small.row(one).end_time is None)
+        if "error" not in document:
+            assert document.items() <= small.do(jobs.show, other).items()
+    assert sorted(many_events) == sorted(events_of_single)
+
+
+def test_what_waits_for_many_that_are_cancelled_is_woken_in_the_same_transaction(
+    small: Any,
+) -> None:
+    first = [small.job() for _ in range(3)]
+    last = small.job("pending", request={"after": first})
+
+    def block(session: Session) -> None:
+        session.execute(update(Job).where(Job.job_id == last).values(blocked_on=first[0]))
+
+    small.database.run(block)
+    small.do(jobs.together, first, jobs.cancelling())
+    assert small.row(last).status == "queued"
+
+
+# --- again
+
+
+def test_retry_begins_a_new_generation(small: Any) -> None:
+    for status in ("failed", "cancelled"):
+        job = small.job(status, spent={"charged": 2}, retry_count=2, failure_reason="boom")
+        assert small.do(jobs.retry, job)["generation"] == 1
+        row = small.row(job)
+        found = (row.status, row.generation, row.spent, row.retry_count)
+        assert found == ("queued", 1, {}, 0)
+        assert row.failure_reason is row.end_time is row.cancel_requested_at is None
+    assert small.events() == [("user:ada", "job.retried")] * 2
+
+
+def test_nothing_else_is_retried(small: Any) -> None:
+    for status in ("completed", "held", "running", "queued", "pending"):
+        job = small.job(status)
+        with pytest.raises(Refusal, check=lambda refused: refused.code == "job_state"):
+            small.do(jobs.retry, job)
+        assert small.row(job).generation == 0

@@ -1,0 +1,202 @@
+"""What travels of a project: what git would take, whatever the names; and no credential, no run, nothing from outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from groupwise.core.errors import UsageError
+from groupwise.jobs.launch import bundle as room
+from groupwise.jobs.launch.bundle import bundle
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n-----END OPENSSH PRIVATE KEY-----\n"
+CANARY = "canary-value-of-a-secret"
+
+
+def git(folder: Path, *words: str) -> None:
+    settings = ("-c", "user.name=n", "-c", "user.email=e", "-c", "protocol.file.allow=always")
+    subprocess.run(["git", *settings, *words], cwd=folder, check=True, capture_output=True)
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.fixture(scope="session")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tracked files, an untracked one, and one that is ignored."""
+    root = tmp_path_factory.mktemp("committed")
+    git(root, "init", "-q")
+    write(root, {"task.py": "a", "pack/inner.py": "b", ".gitignore": "data/\n*.log\n"})
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "first")
+    write(root, {"new.yaml": "c", "data/large.bin": "d", "out.log": "e"})
+    return root
+
+
+@pytest.fixture
+def project(committed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(committed, tmp_path / "project"))
+
+
+USUAL = {"task.py", "pack/inner.py", ".gitignore", "new.yaml"}
+
+
+def test_names_are_taken_as_they_are(project: Path) -> None:
+    odd = ["a b.py", "-rf", 'it\'s "it".txt', "new\nline.txt", "ünï.txt", "*.py", "$(x)"]
+    names = {*odd, "é/[a].txt"}
+    write(project, dict.fromkeys(names, "x"))
+    assert set(bundle(project).files) == {*USUAL, *names}
+    git(project, "add", "--", ".")
+    (project / "task.py").unlink()
+    assert set(bundle(project).files) == {*USUAL, *names} - {"task.py"}, "it was deleted"
+    assert set(bundle(project / "pack").files) == {"inner.py"}, "a project of its own"
+
+
+def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_written_travels(
+    project: Path,
+) -> None:
+    names = {
+        *(".env", ".env.local", "prod.env", "sub/.netrc", "keys/id_ed25519", "server.PEM", "a.key"),
+        *(".aws/credentials", ".ssh/config", "kaggle.json", "service-account-prod.json"),
+        *(
+            ".AWS/x", "sub/.env/prod", ".config/gcloud/x.db", "KubeConfig", ".vault-token", "a.tfstate",
+        ),
+    }  # fmt: skip
+    shown = {".env.example", "deploy.key.template", "id_rsa.pub"}
+    keys = {"notes.txt": f"\n{KEY}"}
+    write(project, {**dict.fromkeys({*names, *shown}, "TOKEN=x"), **keys})
+    git(project, "add", "-f", *names)
+    found = bundle(project)
+    assert set(found.files) == {*USUAL, *shown}
+    assert found.left_out.pop("notes.txt") == "a private key"
+    assert found.left_out.keys() == names
+    assert all("credentials" in why for why in found.left_out.values())
+    assert {".env", "notes.txt"} <= bundle(project, take=[".env", "./notes.txt"]).files.keys()
+
+
+@pytest.mark.parametrize("line", [
+    f'KEY = """{KEY}"""', "-----BEGIN PGP PRIVATE KEY BLOCK-----", "token: ghp_" + "a1B2" * 9, "AKIA" + "ABCDEFGH" * 2,
+    "key = 'sk-proj-" + "a1" * 12 + "'", "xoxb-12345678-abcdef", "url: postgres://me:secret7@host/db",
+    '{"source": ["os.environ[\\"HF_TOKEN\\"] = \\"hf_' + "aB3" * 11 + '\\""]}',
+])  # fmt: skip
+def test_a_line_that_looks_like_a_credential_does_not_travel_by_itself(
+    project: Path, line: str
+) -> None:
+    write(project, {"pack/found.ipynb": "x" * 9000 + f"\n{line}\n", "large.js": "eyJ" * 9000})
+    with pytest.raises(UsageError, match=r"look like credentials[^:]*:\n  pack/found\.ipynb\nTake"):
+        bundle(project)
+    for take in ("pack/found.ipynb", "pack"):
+        assert "pack/found.ipynb" in bundle(project, take=[take]).files
+    said = line.replace("\n", "  # pragma: allowlist secret\n") + "  # pragma: allowlist secret\n"
+    write(project, {"pack/found.ipynb": f"x\n{said}"})
+    assert "pack/found.ipynb" in bundle(project).files
+
+
+def test_a_file_with_the_value_of_a_secret_is_refused_without_showing_it(project: Path) -> None:
+    write(project, {"config.yaml": f"key: {CANARY}\n"})
+    assert "config.yaml" in bundle(project, {"OTHER": "another value", "SHORT": "key"}).files
+    with pytest.raises(UsageError, match=r"config\.yaml: .* HF_TOKEN") as caught:
+        bundle(project, {"HF_TOKEN": CANARY})
+    assert CANARY not in str(caught.value)
+
+
+RUNS = {"runs/one/run.db": "x", "runs/one/config.json": "{}", "runs/one/log.txt": "x"}
+
+
+def test_runs_stay_here_with_all_that_is_in_them_and_no_link_takes_one_or_a_secret_along(
+    project: Path, tmp_path: Path
+) -> None:
+    write(tmp_path, {"outside.txt": "not ours"})
+    more = {"runs/one/checkpoints/step-1/a": "y", "runs/notes.md": "z"}
+    write(project, {**RUNS, **more, ".env": f"TOKEN={CANARY}\n", ".aws/config": "x"})
+    links = {
+        "again.py": ("task.py", ""),
+        "out.txt": (tmp_path / "outside.txt", "a link to what is outside of the project"),
+        "folder": ("pack", "a link to a folder"),
+        "gone": ("nowhere", "no file"),
+        "settings.txt": (".env", "a link to .env: credentials, by its name"),
+        "again.txt": ("settings.txt", "a link to .env: credentials, by its name"),
+        "cloud.txt": (".aws/config", "a link to .aws/config: in a folder of credentials"),
+        "log.txt": ("runs/one/log.txt", "a link into runs/one/: the folder of a run"),
+    }
+    for name, (to, _) in links.items():
+        (project / name).symlink_to(to)
+    found = bundle(project)
+    assert set(found.files) == {*USUAL, "runs/notes.md", "again.py"}
+    assert found.left_out["runs/one/"] == "the folder of a run"
+    told = {path: why for path, why in found.left_out.items() if (project / path).is_symlink()}
+    assert told == {name: why for name, (_, why) in links.items() if why}
+    named = bundle(project, take=["log.txt", "settings.txt"])
+    assert "log.txt" in named.files, "a run may be taken along by name, a secret may not"
+    assert "link to .env: credentials" in named.left_out["settings.txt"]
+
+
+def test_submodules_travel_with_their_own_rules(project: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    git(other, "init", "-q")
+    write(other, {"lib.py": "x", ".gitignore": "*.tmp\n", ".env": "TOKEN=x"})
+    git(other, "add", "-f", ".")
+    git(other, "commit", "-qm", "first")
+    git(project, "submodule", "add", "-q", str(other), "vendor/other")
+    write(project, {"vendor/other/scratch.tmp": "y"})
+    found = bundle(project)
+    assert {"vendor/other/lib.py", "vendor/other/.gitignore", ".gitmodules"} <= set(found.files)
+    assert "vendor/other/scratch.tmp" not in found.files
+    assert found.left_out == {"vendor/other/.env": "credentials, by its name"}
+
+
+def test_a_project_without_git_travels_but_for_what_tools_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of editors are no results of jobs; what is being fetched does not travel, and no pipe is waited for."""
+    here = ("task.py", "pack/z.py", "env/game.py", ".vscode/launch.json", "db/run.db", "db/code.py")
+    made = (
+        "my-env/pyvenv.cfg", "my-env/lib/x.py", "pack/__pycache__/y.pyc", "my.egg-info/PKG-INFO",
+    )  # fmt: skip
+    write(tmp_path, {**dict.fromkeys((*here, *made, ".env", "there/runs/x"), "a"), **RUNS})
+    write(tmp_path, {"there/.incoming/brought.json": "{}"})
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "round").symlink_to("round")
+    for path in (os.environ["PATH"], ""):  # also where there is no program git
+        monkeypatch.setenv("PATH", path)
+        found = bundle(tmp_path)
+        assert set(found.files) == {*here}
+        assert set(found.left_out) == {".env", "runs/one/", "my-env/", "pipe", "round", "there/"}
+
+
+def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = project / "program"
+    program.write_text(f"#!/bin/sh\ntouch {project}/ran\n")
+    program.chmod(0o755)
+    subprocess.run(["git", "-C", project, "config", "core.fsmonitor", program], check=True)
+    bundle(project)
+    assert not (project / "ran").exists(), "a program that the project names"
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(UsageError, match="dubious ownership"):
+        bundle(project)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UsageError, match="no git here"):
+        bundle(project)
+
+
+def test_too_much_is_refused_with_what_is_largest(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(project, {"weights.bin": "x" * 5000})
+    with pytest.raises(UsageError, match="is no folder"):
+        bundle(project / "none")
+    monkeypatch.setattr(room, "LARGEST", 4000)
+    with pytest.raises(UsageError, match=r"weights\.bin: 0 MB"):
+        bundle(project)
+    monkeypatch.setattr(room, "LARGEST", 1 << 30)
+    monkeypatch.setattr(room, "MOST_FILES", 2)
+    with pytest.raises(UsageError, match="5 files"):
+        bundle(project)

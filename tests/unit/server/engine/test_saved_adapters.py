@@ -1,0 +1,48 @@
+"""What models have saved, as folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.core.errors import UsageError
+from groupwise.server.engine.adapter_port import ModelSpec, Stored
+from groupwise.server.engine.saved_adapters import Saved, SavedFolders
+
+MODEL = "s-1:train:0"
+SPEC = ModelSpec("tiny", 4, 1)
+
+
+def saved(folders: SavedFolders, name: str, call: int = 1) -> Stored:
+    stored = Stored(MODEL, "weights", name)
+    folders.place(stored).mkdir(parents=True)
+    folders.describe(folders.place(stored), Saved(SPEC, "f00d", call))
+    return stored
+
+
+def test_of_the_states_that_are_kept_the_last_two_stay(tmp_path: Path) -> None:
+    folders = SavedFolders(tmp_path)
+    for call in (3, 6, 9, 12):
+        folders.automatic(MODEL, call).mkdir(parents=True)
+    folders.forget_automatic(MODEL, before=12)
+    assert sorted(path.name for path in folders.automatic(MODEL, 12).parent.iterdir()) == [
+        "000000009",
+        "000000012",
+    ]
+    folders.forget_automatic(MODEL)
+    assert not folders.automatic(MODEL, 12).exists()
+
+
+def test_what_was_saved_is_found_and_forgotten_and_its_name_is_taken(tmp_path: Path) -> None:
+    folders = SavedFolders(tmp_path)
+    stored = saved(folders, "one", call=5)
+    assert folders.read(stored) == Saved(SPEC, "f00d", 5)
+    folders.check_free(stored, 5)  # for the call that took it
+    with pytest.raises(UsageError, match="one"):
+        folders.check_free(stored, 6)
+    folders.forget(stored)
+    folders.forget(stored)
+    saved(folders, "two")
+    with pytest.raises(UsageError, match="two"):
+        folders.read(stored)

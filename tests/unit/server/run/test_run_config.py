@@ -1,0 +1,55 @@
+"""What is said of settings of a start that a config cannot have, by the names that its client knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.training import StartRequest
+from groupwise.core.settings.schema import leaves
+from groupwise.server.run.run_config import FLAT, Allowed, order_of
+from groupwise.training.config import RunConfig
+
+ALLOWED = Allowed(Path("models"), ())
+
+
+def test_what_has_a_flat_name_is_a_key_of_the_config_and_a_field_of_the_start() -> None:
+    keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
+    assert {name for name in FLAT if "." in name} <= keys
+    assert set(FLAT.values()) <= set(StartRequest.model_fields)
+
+
+INVALID, CONFLICT = "invalid_request", "settings_conflict"
+VLLM = {"engine": "vllm", "url": "http://169.254.169.254"}
+SEVERAL = {"sed": 1, "weight_decay": "x"}
+NUMBER = "num_completions_per_prompt"
+CASES: list[tuple[dict[str, Any], str, list[str], str]] = [
+    ({"algorithm": "dr_grp"}, INVALID, ["algorithm"], "did you mean dr_grpo?"),
+    ({"algorithm": {"type": "foo"}}, INVALID, ["algorithm.type"], "one of grpo, "),
+    ({"sampler": {"num_generations": 3}}, INVALID, ["sampler.num_generations"], f"mean {NUMBER}?"),
+    ({"sampler": {"max_tokens": 3}}, INVALID, ["sampler.max_tokens"], "max_completion_length"),
+    ({"lora": {"rank": 3}}, INVALID, ["lora.rank"], "lora.r."),
+    ({"training": {"seed": -1}}, INVALID, ["training.seed"], "at least 0"),
+    ({"training": SEVERAL}, INVALID, ["training.weight_decay", "training.sed"], "a number"),
+    ({NUMBER: 1}, CONFLICT, [NUMBER], f"{NUMBER} is 1, but dr_grpo"),
+    ({"training": {"minibatches": 7}}, CONFLICT, ["training"], "groups_per_step = 1"),
+    ({"sampler": {"temperature_schedule": {}}}, CONFLICT, ["sampler.temperature_schedule"], "with"),
+    ({"sampler": VLLM}, CONFLICT, ["sampler.url"], "this server samples itself"),
+    ({"sampler": {"engine": "vllm"}}, CONFLICT, ["sampler.engine"], "this server samples itself"),
+]
+
+
+@pytest.mark.parametrize(("settings", "code", "fields", "said"), CASES)
+def test_each_setting_is_named_as_its_client_knows_it(
+    settings: dict[str, Any], code: str, fields: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        order_of(StartRequest.model_validate(settings), ALLOWED, tmp_path)
+    assert (refused.value.code, [error.field for error in refused.value.errors]) == (code, fields)
+    assert said in refused.value.detail
+    assert "config" not in refused.value.detail
+    advised = refused.value.detail.partition("did you mean ")[2]
+    assert not any(name in advised for name in FLAT if "." in name)

@@ -1,0 +1,302 @@
+"""What clients can do, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.api.schemas.training import (
+    CompletionsRequest,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    StartRequest,
+    StepRequest,
+)
+from groupwise.testing.fake_engine import Fault
+from tests.unit.server.serving import ME, SETTINGS, Served, letters, refused, served
+
+
+async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await refused("not_started", server.ask())
+        assert await server.start(run_name="first") == "first"
+        for step in range(5):
+            answers = await server.round(step)
+            told = {(each.status, each.step, each.model_version) for each in answers}
+            assert told == {("trained", step, ("first", step + 1))}
+            assert all(answer.metrics and "reward" in answer.metrics for answer in answers)
+        status = await server.until(lambda seen: seen.phase == "finished")
+        assert (status.step, status.counters.trained, status.counters.served) == (5, 10, 10)
+        assert (status.completion_requests_served, status.reward_requests_served) == (10, 10)
+        await refused("finished", server.ask())
+        assert (tmp_path / "runs" / "first" / "final").is_dir()
+        kinds = [event.kind for event in await server.service.events(0, 100)]
+        saved = ["step", "step", "checkpoint"]
+        assert kinds == ["started", *saved, *saved, "step", "checkpoint", "finished"]
+        assert await server.start(run_name="first") == "first-2"
+
+
+async def test_the_same_rewards_are_accepted_once_and_others_are_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group = await server.ask()
+        assert len(group.completions) == len(group.completion_tokens) == 4
+        assert group.fingerprint == (await server.service.status()).fingerprint
+        first = await server.reward(group, wait=True, timeout=0.01)
+        assert (first.status, first.step) == ("accepted", None)
+        assert (await server.reward(group)).status == "accepted"
+        await refused("already_rewarded", server.reward(group, [9.0] * 4))
+        await refused("invalid_request", server.reward(await server.ask(), [1.0]))
+        status = await server.service.status()
+        assert (status.counters.rewarded, status.counters.open) == (1, 1)
+
+
+async def test_of_several_posts_all_or_none_are_accepted(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group, other = await server.ask(), await server.ask()
+        entries = [
+            {"group_id": group.group_id, "rewards": letters(group)},
+            {"group_id": "g-unknown", "rewards": letters(other)},
+        ]
+        request = RewardsOfSeveral.model_validate({"groups": entries})
+        await refused("unknown_group", server.service.rewards(request, ME))
+        assert (await server.service.status()).counters.open == 2
+
+
+async def test_rewards_find_their_group_by_its_echo_alone(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group = await server.ask()
+
+        async def post(prompt: Any = group.prompt, **more: Any) -> Any:
+            body = {"prompt": prompt, "completions": group.completions, "rewards": letters(group)}
+            request = RewardsOfOne.model_validate({**body, **more})
+            return await server.service.rewards(request, ME)
+
+        await refused("echo_mismatch", post("else", group_id=group.group_id))
+        (answer,) = await post()
+        assert answer.group_id == group.group_id
+        assert await post() == [answer]
+        await refused("unknown_group", post("never asked"))
+
+
+async def test_a_held_group_waits_until_it_is_released_or_named(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=5.0) as server:
+        await server.start(staleness=1)
+        held = await server.ask()
+        assert (await server.reward(held, include="hold")).status == "held"
+        one, two = await server.ask(), await server.ask()  # a held one takes no room
+        await asyncio.gather(*(server.reward(each, wait=True) for each in (one, two)))
+        assert (await server.service.status()).counters.held == 1
+        assert (await server.reward(held, include="next")).status == "accepted"
+        last = await server.ask()
+        answers = await asyncio.gather(*(server.reward(each, wait=True) for each in (held, last)))
+        assert {answer.step for answer in answers} == {1}
+
+
+async def test_a_held_group_becomes_too_old(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=5.0) as server:
+        await server.start()
+        held = await server.ask()
+        await server.reward(held, include="hold")
+        later = [await server.ask(), await server.ask()]
+        await asyncio.gather(*(server.reward(each, wait=True) for each in later))
+        await server.until(lambda seen: seen.counters.stale == 1)
+        await refused("group_stale", server.reward(held, wait=True))
+
+
+async def test_steps_by_hand_take_what_is_named_or_what_waits(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(steps="manual", staleness=1)
+        await refused("nothing_to_train", server.service.step(StepRequest(), ME))
+        groups = [await server.ask() for _ in range(5)]
+        await refused("manual_mode", server.reward(groups[0], wait=True))
+        for group in groups[:4]:
+            await server.reward(group)
+        await server.reward(groups[4], include="hold")
+        named = [groups[4].group_id, groups[0].group_id]
+        answer = await server.service.step(StepRequest(group_ids=named, learning_rate=0.25), ME)
+        assert (answer.status, answer.step, answer.group_ids) == ("trained", 0, named)
+        assert answer.model_version == (run, 1)
+        answer = await server.service.step(StepRequest(), ME)
+        assert answer.group_ids == [group.group_id for group in groups[1:3]]
+        await refused("group_in_use", server.service.step(StepRequest(group_ids=named), ME))
+        await server.start(replace=True)
+        await refused("auto_mode", server.service.step(StepRequest(), ME))
+        held = await server.ask()
+        await server.reward(held, include="hold")
+        answer = await server.service.step(StepRequest(group_ids=[held.group_id]), ME)
+        assert answer.status == "trained"
+
+
+async def test_what_is_given_up_frees_its_room_and_its_draw(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group = await server.ask(draw=0)
+        await server.ask(draw=1)
+        await refused("draw_taken", server.ask(draw=1, prompt="other"))
+        await refused("too_busy", server.ask())
+        await server.service.give_up(group.group_id)
+        await server.service.give_up(group.group_id)
+        await refused("group_given_up", server.reward(group))
+        again = await server.ask(draw=0)
+        assert again.completions == group.completions
+        await server.reward(again)
+        await refused("group_in_use", server.service.give_up(again.group_id))
+
+
+async def test_null_rewards_do_not_teach_and_stop_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        before = (await server.service.status()).fingerprint
+        for step in range(4):
+            groups = [await server.ask(draw=2 * step + n) for n in range(2)]
+            await asyncio.gather(*(server.reward(g, [None] * 4, wait=True) for g in groups))
+        status = await server.service.status()
+        assert (status.step, status.fingerprint, status.phase) == (4, before, "running")
+
+
+async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start()
+        await server.round(0)
+        await refused("run_active", server.start())
+        second = await server.start(replace=True)
+        assert second != run
+        stopped = await server.service.stop()
+        assert (stopped.run_id, stopped.step) == (second, 0)
+        assert await server.service.stop() == stopped
+        await refused("finished", server.ask())
+        await refused("unknown_checkpoint", server.start(resume_from="nobody"))
+        assert await server.start(resume_from=run) == run
+        assert (await server.service.status()).step == 1
+        answers = await server.round(1)
+        assert {answer.step for answer in answers} == {1}
+
+
+async def test_a_step_is_trained_in_the_order_of_its_draws(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        first, second = await server.ask(draw=0), await server.ask(draw=1)
+        answers = [server.reward(second, wait=True), server.reward(first, wait=True)]
+        await asyncio.gather(*map(asyncio.ensure_future, answers))
+        (step,) = [e for e in await server.service.events(0, 100) if e.kind == "step"]
+        assert step.data["group_ids"] == [first.group_id, second.group_id]
+
+
+async def test_a_rewarded_group_takes_room_until_it_is_trained(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        await server.reward(await server.ask())
+        second = await server.ask()
+        await refused("too_busy", server.ask())
+        await server.reward(second, wait=True)
+        assert (await server.ask()).draw == 2
+
+
+async def checkpoints_told(server: Served) -> list[tuple[int | None, str]]:
+    """The steps and the address of each, as the events have them."""
+    events = [e for e in await server.service.events(0, 100) if e.kind == "checkpoint"]
+    assert all(event.message and event.data["address"] in event.message for event in events)
+    return [(event.step, event.data["address"]) for event in events]
+
+
+async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(save_total_limit=1)
+        await server.round(0)
+        assert await checkpoints_told(server) == []
+        saved = await server.service.save_checkpoint("kept", ME)
+        assert (saved.run_id, saved.step, saved.address) == (run, 1, "kept")
+        assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept")]
+        await refused("checkpoint_exists", server.service.save_checkpoint("kept", ME))
+        await server.round(1)
+        assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept"), (2, f"{run}@2")]
+        listed = (await server.service.checkpoints()).checkpoints
+        assert {each.address for each in listed} >= {"kept", f"{run}@2"}
+        await refused("unknown_checkpoint", server.start(resume_from=f"{run}@7", replace=True))
+        again = await server.start(resume_from="kept", replace=True)
+        assert again != run
+
+
+@pytest.mark.parametrize(("source", "old", "new", "size"), [
+    ("run", {"training_batch_size": 2}, {"groups_per_step": 3}, 3),
+    ("kept", {"groups_per_step": 2}, {"gradient_accumulation_steps": 3}, 3),
+    ("automatic", {"training_batch_size": 2}, {"groups_per_step": None}, 2),
+    ("run", {"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
+])  # fmt: skip
+async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
+    source: str, old: dict[str, int], new: dict[str, int], size: int, tmp_path: Path
+) -> None:
+    plain = {key: value for key, value in SETTINGS.items() if key != "groups_per_step"}
+    async with served(tmp_path) as server:
+        first = await server.service.start(StartRequest.model_validate({**plain, **old}), ME)
+        await server.service.save_checkpoint("kept", ME)
+        await server.service.stop()
+        names = {"run": first.run_id, "automatic": f"{first.run_id}@0"}
+        request = StartRequest.model_validate({"resume_from": names.get(source, source), **new})
+        assert (await server.service.start(request, ME)).groups_per_step == size
+
+
+async def test_settings_that_cannot_be_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("model_not_allowed", {"model_id": "/etc"}),
+        ("model_not_allowed", {"model_id": "../secret"}),
+        ("invalid_request", {"algorithm": "no_such"}),
+        ("settings_conflict", {"num_completions_per_prompt": 1}),
+    ]
+    broken = Fault("open", "raise", message="there is no room for the model")
+    async with served(tmp_path, [broken]) as server:
+        for code, settings in wrong:
+            await refused(code, server.start(**settings))
+        await refused("not_started", server.service.tokenizer())
+        await refused("not_started", server.service.open_version(None))
+        assert (await server.service.stop()).run_id is None
+        assert not (tmp_path / "runs").exists()
+        refusal = await refused("engine_failed", server.start())
+        assert "no room for" in refusal.detail
+        assert (await server.service.status()).phase == "idle"
+
+
+async def test_what_cannot_be_completed_is_refused_with_its_field(tmp_path: Path) -> None:
+    too_long, given = "a" * 600, {"prompt": "a"}
+    wrong: list[tuple[dict[str, Any], str, str]] = [
+        ({"prompt": too_long}, "prompt_too_long", "prompt"),
+        ({"prompts": ["a", too_long]}, "prompt_too_long", "prompts.1"),
+        ({**given, "prompt_tokens": [1, 2]}, "tokenizer_mismatch", "prompt_tokens"),
+        ({**given, "tokenizer_hash": "another"}, "tokenizer_mismatch", "tokenizer_hash"),
+        ({**given, "max_completion_length": 7}, "invalid_request", "max_completion_length"),
+        ({**given, "min_completion_length": 7}, "invalid_request", "min_completion_length"),
+    ]
+    async with served(tmp_path) as server:
+        await server.start()
+        for body, code, field in wrong:
+            asked = server.service.completions(CompletionsRequest.model_validate(body), ME)
+            refusal = await refused(code, asked)
+            assert [error.field for error in refusal.errors] == [field]
+
+
+async def test_what_is_known_of_a_run_outlives_the_server_and_its_place(tmp_path: Path) -> None:
+    server = Served(tmp_path / "here")
+    await server.service.begin()
+    run = await server.start()
+    await server.round(0)
+    group, tokenizer = await server.ask(), await server.service.tokenizer()
+    await server.kill()
+    (tmp_path / "here").rename(tmp_path / "there")
+    async with served(tmp_path / "there") as server:  # its engine is about to be begun
+        assert (await server.reward(group)).model_version == (run, 1)
+        await server.until(lambda seen: seen.phase == "running")
+        stopped = await server.service.stop()
+    async with served(tmp_path / "there") as server:
+        assert await server.service.tokenizer() == tokenizer
+        assert await server.service.stop() == stopped
+        assert await server.start(resume_from=run) == run
+        assert (await server.service.status()).step == 1
+    assert not (tmp_path / "here").exists()

@@ -1,0 +1,176 @@
+"""Verbs over engines that are lost, and servers that end, at every call of a loop.
+
+The engine here is a list for each model of what was done to it, so that anything that is lost, done twice or out of order is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.ledger import calls
+from groupwise.server.tinker import requests
+from groupwise.server.tinker.futures import Answer, Failure, NotKept
+from groupwise.server.tinker.journal import LedgerJournal
+from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.translate import read
+from tests.unit.server.tinker.verb_service import Disk, created, gradient, serving, update
+
+TIMEOUT_S = 10.0
+CALLS = 15
+
+
+class Loop:
+    """A client: sends each call, again where the server has ended, and asks for the answers at the end."""
+
+    def __init__(self, session: str) -> None:
+        self.session, self.model = session, f"{session}:train:0"
+        self.ids: list[str] = []
+
+    def send(self, service: VerbService, number: int) -> str:
+        """The so-many-th call."""
+        model = self.model
+        path = f"tinker://{model}/weights/one"
+        if number == 0:
+            return service.training.create_model(created(self.session))[1]
+        if number == 4:
+            body = requests.SaveWeights(model_id=model, seq_id=number, path="one")
+            return service.training.save_weights(body)[1]
+        if number == 8:
+            body = requests.LoadWeights(model_id=model, seq_id=number, path=path, optimizer=True)
+            return service.training.load_weights(body)[1]
+        if number % 3 == 0:
+            rate = 9 if number == 9 else number  # one is left out
+            return service.training.optim_step(update(model, number, rate))[1]
+        return service.training.forward_backward(read(gradient(model, number, 10 * number)))[1]
+
+    async def go(self, service: VerbService, first: int = 0, last: int = CALLS) -> None:
+        for number in range(first, last):
+            id = self.send(service, number)
+            await service.kept(id)
+            self.ids[number:] = [id]
+
+    async def answers(self, service: VerbService) -> list[Answer | Failure | None]:
+        return [await service.answer(id, TIMEOUT_S) for id in self.ids]
+
+
+async def undisturbed(folder: Path) -> tuple[list[Any], list[str], int]:
+    """The answers, what the model came to, and how many calls that took."""
+    disk = Disk(SavedFolders(folder))
+    async with serving(folder, disk) as server:
+        loop = Loop(await server.service.opened.create_session(None))
+        await loop.go(server.service)
+        answers = plain(await loop.answers(server.service), loop.session)
+        assert server.engine is not None
+        return answers, server.engine.models[loop.model], disk.called
+
+
+def plain(answers: list[Any], session: str) -> list[Any]:
+    return [
+        each.body.replace(session.encode(), b"s") if isinstance(each, Answer) else each.message
+        for each in answers
+    ]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_engines_that_end_at_any_call(tmp_path: Path, when: str) -> None:
+    answers, state, count = await undisturbed(tmp_path / "undisturbed")
+    assert any(isinstance(each, str) and "left out" in each for each in answers)
+    for number in range(1, count + 1):
+        folder = tmp_path / str(number)
+        disk = Disk(SavedFolders(folder), ends={number: when, number + 5: when})
+        async with serving(folder, disk) as server:
+            loop = Loop(await server.service.opened.create_session(None))
+            await loop.go(server.service)
+            assert plain(await loop.answers(server.service), loop.session) == answers
+            assert server.engine is not None
+            assert server.engine.models.get(loop.model, state) == state
+            assert disk.engines > 1
+
+
+async def test_servers_that_end_at_any_call(tmp_path: Path) -> None:
+    answers, state, _ = await undisturbed(tmp_path / "undisturbed")
+    for number in range(16):
+        folder = tmp_path / str(number)
+        disk = Disk(SavedFolders(folder))
+        async with serving(folder, disk) as server:
+            loop = Loop(await server.service.opened.create_session("key"))
+            await loop.go(server.service, last=number)
+            if number % 2:  # all answers are known, or some calls wait
+                await loop.answers(server.service)
+        async with serving(folder, disk) as server:
+            assert await server.service.opened.create_session("key") == loop.session
+            await loop.go(server.service, first=max(0, number - 1))  # the last one comes again
+            assert plain(await loop.answers(server.service), loop.session) == answers
+            assert server.engine is None or server.engine.models.get(loop.model, state) == state
+            steps = await server.ledger.do(calls.steps_of, loop.model)
+            assert [step.grad_norm is None for step in steps] == [False, False, True, False]
+
+
+async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Path) -> None:
+    answers, _, _ = await undisturbed(tmp_path / "undisturbed")
+    folder = tmp_path / "ended"
+    disk = Disk(SavedFolders(folder))
+    async with serving(folder, disk) as server:
+        loop = Loop(await server.service.opened.create_session(None))
+        await loop.go(server.service, last=3)
+        known = await loop.answers(server.service)
+        disk.goes_on.clear()
+        await loop.go(server.service, first=3)
+        polled = asyncio.create_task(server.service.answer(loop.ids[3], TIMEOUT_S))
+        await asyncio.sleep(0)
+    assert await polled is None
+    assert await server.service.answer(loop.ids[4], TIMEOUT_S) is None
+    assert await loop.answers(server.service) == [*known, *[None] * 12]
+    with pytest.raises(NotKept, match="shutting down"):
+        server.service.training.optim_step(update(loop.model, 15))
+    disk.goes_on.set()
+    async with serving(folder, disk) as server:
+        assert plain(await loop.answers(server.service), loop.session) == answers
+
+
+async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_path: Path) -> None:
+    disk = Disk(SavedFolders(tmp_path), poison="save_state")
+    async with serving(tmp_path, disk) as server:
+        loop = Loop(await server.service.opened.create_session(None))
+        await loop.go(server.service, last=2)
+        await loop.answers(server.service)
+        disk.fails = 1
+        await loop.go(server.service, first=2, last=4)
+        failed = (await loop.answers(server.service))[2]
+        assert failed == Failure("no memory", "server")
+        assert server.engine is not None
+        assert server.engine.models[loop.model] == ["gradient of (10, 11)", "update by 3.0"]
+        await loop.go(server.service, first=4, last=7)
+        answers = await loop.answers(server.service)
+        assert [isinstance(each, Failure) for each in answers[3:]] == [False, True, False, False]
+
+
+async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
+        loop = Loop(await server.service.opened.create_session(None))
+        await loop.go(server.service, last=1)
+        await loop.answers(server.service)
+        writing, goes_on = asyncio.Event(), asyncio.Event()
+        settle = LedgerJournal.settle
+
+        async def slow(journal: LedgerJournal, id: str, outcome: calls.Outcome) -> None:
+            await settle(journal, id, outcome)
+            writing.set()
+            await goes_on.wait()
+
+        monkeypatch.setattr(LedgerJournal, "settle", slow)
+        await loop.go(server.service, first=1, last=2)
+        await writing.wait()
+        ending = asyncio.create_task(server.service.opened.finish(loop.session))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await ending
+        assert isinstance(await server.service.answer(loop.ids[1], TIMEOUT_S), Answer)
+    assert not caplog.records

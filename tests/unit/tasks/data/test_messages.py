@@ -1,0 +1,93 @@
+"""The forms in which rows keep messages, and what is no message."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from groupwise.tasks.data.messages import Unusable, joined, message_of, messages_of, prompt_of
+
+ASKED = [{"role": "user", "content": "hi"}]
+BOTH = [*ASKED, {"role": "assistant", "content": "ho"}]
+
+
+@pytest.mark.parametrize("form", [
+    ASKED, tuple(ASKED), ASKED[0], {"role": ["user"], "content": ["hi"]}, np.array(ASKED, dtype=object),
+    json.dumps(ASKED), json.dumps(ASKED, indent=2), repr(ASKED), [{"from": "human", "value": "hi"}],
+    json.dumps([{"from": "human", "value": "hi"}]),
+    [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}],
+    [{"role": "user", "content": "hi", "tool_calls": None, "name": None}], [{"role": "User", "content": "hi", "tool_calls": []}],
+    json.dumps(ASKED[0]), json.dumps({"messages": ASKED, "id": None}), {"messages": {"role": ["user"], "content": ["hi"]}},
+    repr({"conversations": [{"from": "human", "value": "hi"}]}), [{"type": "text", "text": "hi"}],
+    {"role": "user", "content": {"type": "text", "text": "hi"}},
+], ids=lambda form: str(form)[:40])  # fmt: skip
+def test_forms_that_can_be_read_in_one_way(form):
+    assert prompt_of(form) == ASKED
+    assert messages_of(form) == ASKED
+
+
+@pytest.mark.parametrize("text", [
+    "hi", "[1, 2]", '[{"role": "user"}]', '[{"role": "user", "content": "hi"}', "[{'role': os.getcwd(), 'content': 'x'}]",
+    '{"role": "admin", "content": "hi"}', '{"messages": [], "tools": []}', "Read [{'role': 'user', 'content': 'hi'}].",
+])  # fmt: skip
+def test_other_text_is_text(text):
+    assert prompt_of(text) == text
+    assert messages_of(text) == [{"role": "user", "content": text}]
+
+
+def test_roles_of_others_are_ours():
+    told = [{"from": who, "value": "x"} for who in ("system", "human", "gpt", "observation")]
+    told += [{"role": who, "content": "x"} for who in ("model", "function", "ipython", "developer")]
+    assert [each["role"] for each in messages_of(told)] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "tool", "developer",
+    ]  # fmt: skip
+    with pytest.raises(Unusable, match=r"'bing'; there are system, .*, model"):
+        messages_of([{"from": "bing", "value": "x"}])
+    assert message_of({"role": "system", "content": None}) == {"role": "system", "content": ""}
+
+
+def test_arguments_of_tool_calls_are_objects_and_padding_is_gone_at_every_depth():
+    call = {
+        "type": "function",
+        "id": None,
+        "function": {"name": "f", "arguments": '{"a": null, "b": 1}'},
+    }
+    padded = {"role": "assistant", "content": None, "tool_calls": [call], "name": None}
+    assert message_of(padded) == {
+        "role": "assistant",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 1}}}
+        ],
+    }
+    older = {"role": "assistant", "function_call": call["function"]}
+    for same in ({**padded, "tool_calls": json.dumps([call])}, older):
+        assert message_of(same)["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
+    table = {"name": "f", "arguments": {"a": None, "b": {"c": None, "d": 2}}}
+    assert message_of({"role": "assistant", "tool_calls": [{"function": table}]})["tool_calls"] == [
+        {"function": {"name": "f", "arguments": {"b": {"d": 2}}}}
+    ]
+    assert message_of({**padded, "tool_calls": [{"name": "f", "arguments": "no JSON"}]})[
+        "tool_calls"
+    ] == [{"name": "f", "arguments": "no JSON"}]
+
+
+@pytest.mark.parametrize(("value", "told"), [
+    (None, "no text and no messages"), (3, "no text and no messages"), ([], "no messages"), ("  ", "empty"), (["hi"], "no mapping"),
+    ([{"content": "hi"}], "under `role`"), ([{"role": "asistant", "content": "hi"}], "'asistant'"), ([{"role": "user"}], "no text"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "more than text"), ({"role": ["user"], "content": []}, "as many roles"),
+])  # fmt: skip
+def test_what_is_no_message_says_why(value, told):
+    with pytest.raises(Unusable, match=told):
+        prompt_of(value)
+
+
+def test_words_that_are_begun_and_their_end_are_one_message():
+    assert joined(ASKED, BOTH[1:]) == BOTH
+    end = [{"role": "assistant", "content": "!"}, *ASKED]
+    assert joined(BOTH, end) == [*ASKED, {"role": "assistant", "content": "ho!"}, *ASKED]
+    calls = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+    assert joined(BOTH, [calls]) == [*ASKED, {**calls, "content": "ho"}]
+    for prompt, said in ((BOTH, BOTH), ([*ASKED, calls], BOTH[1:])):
+        assert joined(prompt, said) == [*prompt, *said], "nothing is gone on with"

@@ -1,0 +1,219 @@
+"""`groupwise check` on whole tasks: one that is well, and one for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.core.errors import ConfigError, TaskError
+from groupwise.core.reward_call.request import GroupScore, MemberScore, ScoreRequest, unscored
+from groupwise.training.checks import check as module
+from groupwise.training.checks.check import check
+from groupwise.training.checks.findings import Finding, Report
+
+ROWS = [{"prompt": f"Say {word}.", "answer": word} for word in ("red", "green", "blue", "black")]
+PLAIN = {"model": {"name": "tiny"}, "rewards": {"time_limit": 5}}
+
+
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 for the answer and nothing else."""
+    return [float(text.strip() == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def task(*functions: Any, rows: Any = None, **hooks: Any) -> SimpleNamespace:
+    made = {
+        "get_rl_dataset": lambda config: rows or ROWS,
+        "get_reward_funcs": lambda config, tokenizer: list(functions or [right]),
+        **hooks,
+    }
+    return SimpleNamespace(**made)
+
+
+def checked(*functions: Any, **more: Any) -> dict[str, Finding]:
+    return by_name(check(task(*functions, **more), PLAIN))
+
+
+def by_name(report: Report) -> dict[str, Finding]:
+    return {finding.name: finding for finding in report.findings}
+
+
+def test_a_good_task_passes_everything():
+    report = check(
+        task(get_eval_dataset=lambda config: [{"prompt": "Say pink.", "answer": "pink"}]), PLAIN
+    )
+    told = {finding.name: finding.level for finding in report.findings if finding.level != "ok"}
+    assert told == {"training data: prompts": "warning", "held-out data: prompts": "warning"}, (
+        "they are text"
+    )
+    assert report.exit_code == 0
+    assert report.details["prompts"] == ["Say red.", "Say green."]
+    assert {row["completion"]: row["reward"] for row in report.details["table"]} == {
+        "gold": 1, "another's gold": 0, "empty": 0, "garbage": 0, "prompt echoed": 0, "very long": 0,
+    }  # fmt: skip
+    json.dumps(report.summary)
+
+
+@pytest.mark.parametrize(("row", "name", "level"), [
+    ({"messages": 3}, "sft data", "problem"), ({"prompt": '{"messages": [', "completion": "a"}, "sft data: prompts", "warning"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_teachers_rows_keeps_nothing_from_being_looked_at(row, name, level):
+    report = check(task(get_sft_dataset=lambda config, tokenizer: [row]), PLAIN)
+    found = by_name(report)
+    assert found[name].level == level
+    assert found["gold earns most"].level == "ok"
+
+
+def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
+    file = tmp_path / "task.py"
+    file.write_text(
+        "import os\n"
+        f"HERE = {json.dumps(ROWS)}\n"
+        "def get_rl_dataset(config):\n    return HERE\n"
+        "def right(completions, answer, log_metric):\n"
+        f"    assert os.getpid() != {__import__('os').getpid()}\n"
+        "    return [float(c == a) for c, a in zip(completions, answer)]\n"
+        "def get_reward_funcs(config, tokenizer):\n    return [right]\n"
+        "def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):\n"
+        "    return {'accuracy': sum(c == r['answer'] for c, r in zip(completions, dataset_rows)) / 4}\n"
+    )
+    report = check(str(file))
+    found = by_name(report)
+    assert report.exit_code == 0
+    assert "no config was given" in found["rendering"].measured
+    assert found["training data"].data["prompt_length"]["unit"] == "characters"
+    assert found["compute_metrics"].data == {"accuracy": 1.0}
+
+
+def test_a_reward_that_crashes():
+    def first_letter(completions, answer):
+        return [float(text[0] == gold[0]) for text, gold in zip(completions, answer, strict=True)]
+
+    report = check(task(first_letter), PLAIN)
+    assert report.exit_code == 1
+    said = by_name(report)["exceptions"]
+    assert "IndexError" in said.measured
+    assert "test_check.py" in said.measured
+    assert report.summary["error"]["code"] == "check_failed"
+
+
+class Hanging:
+    """A scorer in workers that answers some calls, and lets all others time out."""
+
+    def __init__(self, answered: Collection[int]) -> None:
+        self.answered, self.calls = answered, 0
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, request: ScoreRequest) -> GroupScore:
+        self.calls += 1
+        count = len(request.completions)
+        if self.calls not in self.answered:
+            return unscored(count, "timed_out", "the call took longer than 30 s")
+        return GroupScore(tuple(MemberScore("scored", None, 1.0) for _ in range(count)))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("answered", "calls", "determinism"), [
+    ((), 3, "skipped"), ((3,), 6, "skipped"), (range(1, 9), 11, "warning"),
+])  # fmt: skip
+def test_a_reward_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, answered: Collection[int], calls: int, determinism: str
+):
+    """After three calls in a row, the first ones or those that repeat the four for the layout and the four for the rows."""
+    scorer = Hanging(answered)
+    monkeypatch.setattr(module.rollout_builder, "build_scorer", lambda *_: scorer)
+    report = check(task(right), PLAIN)
+    found = by_name(report)
+    assert scorer.calls == calls
+    assert found["determinism"].level == determinism
+    assert found["independence"].level == "skipped"
+    assert "after 3 time-outs" in found["independence"].measured
+    if not answered:
+        assert [each.name for each in report.of_level("problem")] == ["exceptions"]
+        assert "longer than 30 s" in found["exceptions"].measured
+        assert found["latency"].data["calls"] == calls
+
+
+def tagged(completions, answer):
+    wanted = [f"<answer>{gold}</answer>" for gold in answer]
+    return [float(want in text) for text, want in zip(completions, wanted, strict=True)]
+
+
+def contains(completions, answer):
+    return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
+
+
+def tired(completions, answer, calls=[]):  # noqa: B006 — its memory
+    calls.append(1)
+    return [value / len(calls) for value in right(completions, answer)]
+
+
+def share(completions, answer):
+    return [value / len(completions) for value in right(completions, answer)]
+
+
+class Relative:
+    relative = True
+
+    def __call__(self, completions, answer):
+        return share(completions, answer)
+
+
+@pytest.mark.parametrize(("reward", "levels"), [
+    (tagged, {"gold earns most": "ok"}), (contains, {"prompt echoed": "warning", "gold earns most": "warning"}),
+    (tired, {"determinism": "warning"}), (share, {"independence": "warning"}), (Relative(), {"independence": "ok"}),
+])  # fmt: skip
+def test_rewards_that_can_be_won_otherwise_are_warned_of(reward, levels):
+    found = checked(reward)
+    assert {name: found[name].level for name in levels} == levels
+    layout = found["gold answers"].data["layout"]
+    assert (layout == "answer tags") is (reward is tagged), "the way that earns most"
+
+
+def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
+    with pytest.raises(TaskError, match="not found"):
+        check(str(tmp_path / "no.py"))
+    with pytest.raises(TaskError, match="asks for `target`"):
+        checked(lambda completions, target: [])
+    with pytest.raises(ConfigError):
+        check(task(), PLAIN, overrides=["training.lerning_rate=1"])
+
+
+def given(tmp_path: Path, *rows: Any) -> str:
+    file = tmp_path / "given.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(file)
+
+
+def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
+    red = [{"prompt": "Say red.", "completion": word} for word in ("red", "blue")]
+    source = given(tmp_path, *red, {"example": 2, "completion": "black"})
+    report = check(task(), PLAIN, completions=source)
+    said = by_name(report)["given completions"]
+    assert said.data["mean"] == pytest.approx(1 / 3)
+    assert (said.data["prompts"], said.data["groups"], said.data["constant_groups"]) == (2, 1, 0)
+    assert report.details["table"][-1]["completion"] == "given"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"), [(["blue"], "stop_when"), (["blue", "grey", "pink", "tan"], "warm_up")]
+)
+def test_what_keeps_given_completions_from_teaching_is_told(tmp_path: Path, words, remedy):
+    rows = [{"prompt": "Say red.", "completion": word} for word in words * (8 // len(words))]
+    said = by_name(
+        check(
+            task(), PLAIN, completions=given(tmp_path, *rows, {"example": 1, "completion": "green"})
+        )
+    )
+    assert said["given completions"].data["groups/distinct"] == len(words) / 8
+    assert remedy in said["given completions"].remedy
+    alone = by_name(check(task(), PLAIN, completions=given(tmp_path, *rows)))
+    assert ("given: solved" in said, "given: solved" in alone) == (False, True)

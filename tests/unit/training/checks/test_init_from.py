@@ -1,0 +1,361 @@
+"""Configs of TRL, open-r1 and Unsloth become ours, and what is lost is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers.trainer_utils import SchedulerType
+
+from groupwise.core.errors import UsageError
+from groupwise.core.settings.tree import read_yaml
+from groupwise.training.checks.findings import Report
+from groupwise.training.checks.foreign_config import ALIASES
+from groupwise.training.checks.foreign_names import SCHEDULES
+from groupwise.training.checks.init_from import init_from
+from groupwise.training.config import load_config
+
+OPEN_R1 = """
+{model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct, model_revision: main, torch_dtype: bfloat16, attn_implementation: flash_attention_2,
+dataset_name: open-r1/OpenR1-Math-220k, dataset_prompt_column: problem, system_prompt: "Think first.", bf16: true, use_vllm: true,
+do_eval: false, gradient_accumulation_steps: 4, gradient_checkpointing: true, learning_rate: 2.0e-05, max_steps: -1,
+lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: {min_lr_rate: 0.1}, max_prompt_length: 512, max_completion_length: 1024,
+num_generations: 16, num_train_epochs: 1, output_dir: data/Qwen2.5-1.5B-Open-R1-GRPO, per_device_train_batch_size: 16,
+reward_funcs: [accuracy, format, cosine, tag_count, my_rewards.py:polite], cosine_max_len: 2000, save_strategy: epoch,
+reward_weights: [1.0, 1.0, 0.5, 1.0, 0.2], report_to: [wandb], seed: 42, top_p: 0.9, warmup_ratio: 0.1, mystery: 3}
+"""
+UNSLOTH = """
+%pip install unsloth
+max_seq_length = 1024
+max_prompt_length = 256
+model, tokenizer = FastLanguageModel.from_pretrained("meta-llama/Llama-3.2-3B-Instruct", max_seq_length=max_seq_length,
+    load_in_4bit=True, fast_inference=True, max_lora_rank=64, gpu_memory_utilization=0.6)
+model = FastLanguageModel.get_peft_model(model, r=64, target_modules=["q_proj", "v_proj"], lora_alpha=64, use_rslora=True,
+    use_gradient_checkpointing="unsloth", random_state=3407)
+vllm_sampling_params = SamplingParams(min_p=0.1, seed=3407, include_stop_str_in_output=True)
+training_args = GRPOConfig(learning_rate=5e-6, adam_beta2=0.99, warmup_ratio=0.1, optim="adamw_8bit", per_device_train_batch_size=6,
+    num_generations=6, max_prompt_length=max_prompt_length, max_completion_length=max_seq_length - max_prompt_length, max_steps=250,
+    vllm_sampling_params=vllm_sampling_params, loss_type="dr_grpo", report_to="none", output_dir="outputs")
+trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=[xmlcount_reward_func, polite], args=training_args)
+if False: model = FastLanguageModel.from_pretrained("lora_model")
+"""
+SCRIPT = """
+from trl.rewards import think_format_reward, get_cosine_scaled_reward
+from my_rewards import polite as nice
+base = {"learning_rate": 1e-5, "num_generations": 4, **more}
+merged = dict(base, beta=0.04) | {"adam_beta2": 0.99}
+merged["temperature"] = 0.7
+merged.update(max_steps=7)
+tokenizer = AutoTokenizer.from_pretrained("other/tokenizer")
+model = AutoModelForCausalLM.from_pretrained("Qwen/Q")
+args = dataclasses.replace(GRPOConfig("out", **merged), seed=5)
+parser.add_argument("--max-completion", default=99)
+args.max_completion_length = parser.parse_args().max_completion
+if cuda():
+    args.epsilon = 0.3
+later = GRPOConfig(output_dir="never", beta=9)
+def main(rank):
+    rewards = [think_format_reward, nice, own, get_cosine_scaled_reward(max_len=9), "org/reward-model"]
+    trainer = GRPOTrainer(model, rewards, args, rows, peft_config=LoraConfig(r=rank, lora_alpha=4), *rest)
+    trainer.train()
+main(4)
+trainer.train()
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def made(name: str, text: str, **more: Any) -> tuple[dict[str, Any], Report]:
+    """What was written, which is a config of ours, and the report."""
+    Path(name).write_text(text)
+    report = init_from(Path(name), force=True, **more)
+    load_config(Path(report.details["file"]))
+    return read_yaml(Path(report.details["file"])).values, report
+
+
+def told(report: Report, level: str = "warning") -> set[str]:
+    return {finding.name for finding in report.findings if finding.level == level}
+
+
+def small(line: str) -> tuple[dict[str, Any], Report]:
+    return made("a.yaml", f"model_name_or_path: tiny\nnum_generations: 8\n{line}\n")
+
+
+def test_open_r1() -> None:
+    config, report = made("recipe.yaml", OPEN_R1, processes=8)
+    assert config["model"] == {"name": "Qwen/Qwen2.5-1.5B-Instruct", "revision": "main"}
+    assert config["lora"] is None
+    training, data, think = config["training"], config["data"], {"reasoning_tag": "think"}
+    assert (training["prompts_per_step"], training["num_generations"]) == (16 * 4 * 8 // 16, 16)
+    assert (training["max_steps"], training["num_train_epochs"]) == (None, 1)
+    assert training["lr_scheduler_type"] == "cosine"
+    assert config["algorithm"] == {"preset": "trl_default"}
+    assert (data["prompt_column"], data["max_prompt_length"]) == ("problem", 512)
+    assert (data["prompt_format"], data["system_prompt"]) == ("chat", "Think first.")
+    assert config["rewards"]["reward_funcs"] == [
+        "math_answer", {"name": "strict_format", **think, "right": 1.0},
+        {"name": "length", "max_length": 2000, "wrong_short": 0.0, "wrong_long": -0.5}, {"name": "xml_count", **think, "each": 0.25},
+        "my_rewards.py:polite",
+    ]  # fmt: skip
+    assert config["rewards"]["reward_weights"] == [1.0, 1.0, 0.5, 1.0, 0.2]
+    assert (config["run"]["dir"], config["run"]["name"]) == ("data", "Qwen2.5-1.5B-Open-R1-GRPO")
+    assert told(report) == {"top_p", "lr_scheduler_kwargs", "mystery"}
+    text = Path(report.details["file"]).read_text()
+    assert "# From learning_rate of recipe.yaml." in text
+    assert "per_device_train_batch_size 16 × gradient_accumulation_steps 4 × 8 processes" in text
+
+
+def test_rewards_for_code_mixtures_and_weights_that_go_with_their_rewards() -> None:
+    sets = "{datasets: [{id: a/b, weight: 0.5, columns: [x]}, {id: c/d}], seed: 3, test_split_size: 0.1}"
+    rewards = "reward_funcs: [reasoning_steps, binary_code, code_format]\nreward_weights: [3, 2, 1]"
+    config, report = small(f"{rewards}\nchat_template: '{{{{ x }}}}'\ndataset_mixture: {sets}")
+    tests = {"name": "python_tests", "partial": False}
+    assert config["rewards"]["reward_funcs"][1:] == [tests, "python_tests"]
+    assert config["rewards"]["reward_weights"] == [3, 2, 1]
+    data = config["data"]
+    assert data["dataset_mixture"] == [{"source": "a/b", "weight": 0.5}, {"source": "c/d"}]
+    assert (data["seed"], data["test_split_size"], data["prompt_format"]) == (3, 0.1, "chat")
+    assert data["columns"] == {"test_cases": "verification_info.test_cases"}
+    assert Path(config["model"]["chat_template"]).read_text() == "{{ x }}"
+    config, report = small(
+        "dataset_prompt_column: q\nreward_funcs: [org/model, code]\nreward_weights: [3, 2]"
+    )
+    assert config["rewards"] == {"reward_funcs": ["python_tests"], "reward_weights": [2]}
+    assert told(report) == {"reward_funcs", "dataset_prompt_column"}  # of no data
+
+
+def test_a_notebook_of_unsloth_as_a_python_file_and_as_it_is() -> None:
+    config, report = made("train.py", UNSLOTH)
+    assert config["model"] == {
+        "name": "meta-llama/Llama-3.2-3B-Instruct", "backend": "unsloth", "load_in_4bit": True, "max_seq_length": 1024,
+    }  # fmt: skip
+    modules = ["q_proj", "v_proj"]
+    assert config["lora"] == {"r": 64, "alpha": 64, "target_modules": modules, "rslora": True}
+    assert (config["training"]["prompts_per_step"], config["training"]["seed"]) == (1, 3407)
+    assert config["sampler"]["max_completion_length"] == 768
+    assert config["algorithm"] == {"type": "dr_grpo"}
+    own = ["train.py:xmlcount_reward_func", "train.py:polite"]
+    assert config["rewards"]["reward_funcs"] == own
+    assert told(report) == {"min_p"}
+    sources = ["%%bash\npip list 007", "x = 1 2", UNSLOTH.splitlines(keepends=True)]
+    cells = [{"cell_type": "code", "source": source} for source in sources]
+    again, report = made("book.ipynb", json.dumps({"cells": cells}))
+    assert (again["training"], told(report)) == (config["training"], {"min_p", "line 1"})
+
+
+def test_a_script_is_followed_as_far_as_it_is_plain_and_the_rest_is_told_with_its_line() -> None:
+    config, report = made("a.py", SCRIPT)
+    training = config["training"]
+    keys = ("learning_rate", "num_generations", "adam_beta2", "max_steps", "seed")
+    assert [training[key] for key in keys] == [1e-5, 4, 0.99, 7, 5]
+    assert config["sampler"] == {"max_completion_length": 99, "temperature": 0.7}
+    assert config["algorithm"] == {"preset": "trl_default", "beta": 0.04}
+    assert (config["model"]["name"], config["lora"]) == ("Qwen/Q", {"r": 8, "alpha": 4})
+    rewards = ["think_format", "my_rewards:polite", "a.py:own", "length"]
+    assert config["rewards"]["reward_funcs"] == rewards
+    lost = "**more,epsilon,lora_r,GRPOConfig of line 15,GRPOTrainer argument 5,command line"
+    assert told(report) == {*lost.split(","), "reward_funcs", "train_dataset"}
+    said = " ".join(finding.measured for finding in report.findings)
+    assert all(f"line {at}" in said for at in ("4: only", "14: its", "21: trainer.train()"))
+
+
+def test_values_that_only_running_tells_and_numbers_that_do_not_fit_are_told() -> None:
+    numbers = "learning_rate=1/2**20, num_generations=n(), save_steps=0.1, max_steps='auto', beta=b, adam_beta1=3"
+    rewards = "['a.b.f', 'get_soft_overlong_punishment']"
+    config, report = made("a.py", f"GRPOConfig({numbers})\nGRPOTrainer(m, reward_funcs={rewards})")
+    training = config["training"]
+    assert (training["learning_rate"], training["num_generations"]) == (2**-20, 8)
+    overlong = {"name": "overlong", "max_length": 1280, "cache": 256}
+    assert config["rewards"]["reward_funcs"] == ["a.b:f", overlong]
+    lost = "model_name_or_path num_generations save_steps max_steps beta adam_beta1"
+    assert told(report) == set(lost.split())
+
+
+def test_what_no_config_of_ours_can_have_is_left_out_with_all_that_needs_it() -> None:
+    config, report = small(
+        "dataset_name: 3\ndataset_prompt_column: q\nlora_target_modules: 3\ntemperature: -1"
+    )
+    kept = {*config, *config["lora"], *config["sampler"]}
+    assert not {"data", "target_modules", "temperature"} & kept
+    lost = "dataset_name dataset_prompt_column lora_target_modules temperature"
+    assert told(report) == set(lost.split())
+
+
+def test_the_flags_of_a_command() -> None:
+    Path("base.yaml").write_text("{beta: 0.1, seed: 1}")
+    command = "accelerate launch --num_processes 4 \\\n grpo.py --model_name_or_path m/n --num-generations 4 --lora_r 8 --use_peft"
+    flags = "--reward_funcs accuracy mine.f --learning_rate=1e-6 --config base.yaml --seed 2 --output_dir $OUT --lr_scheduler_type cosine"
+    config, report = made("run.sh", f"# --beta 3\n{command} {flags}\necho done\n")
+    assert config["model"] == {"name": "m/n"}
+    assert config["lora"] == {"r": 8, "alpha": 32, "dropout": 0.05}
+    assert config["training"]["prompts_per_step"] == 8 * 4 // 4
+    assert (config["training"]["learning_rate"], config["training"]["seed"]) == (1e-6, 2)
+    assert config["algorithm"]["beta"] == 0.1
+    assert config["rewards"]["reward_funcs"] == ["math_answer", "mine:f"]
+    assert told(report) == {"output_dir"}
+
+
+@pytest.mark.parametrize(("reward", "ours"), [
+    ("check_answer", "a.py:check_answer"), ("accuracy", "a.py:accuracy"), ("math_answer", "a.py:math_answer"),
+    ("format_reward", "utils:format_reward"), ("cosine", "math_answer"), ("trl_rewards.accuracy_reward", "math_answer"),
+    ("get_cosine_scaled_reward(max_len=9)", None), ("partial(accuracy, n=1)", None), ("self.accuracy_reward", None),
+])  # fmt: skip
+def test_a_users_own_reward_is_never_one_of_ours(reward: str, ours: str | None) -> None:
+    imports = "from trl import rewards as trl_rewards\nfrom trl.rewards import accuracy_reward as cosine, accuracy\nfrom utils import *"
+    own = "check_answer accuracy math_answer get_cosine_scaled_reward".split()
+    functions = "\n".join(f"def {name}(completions): return [0.0]" for name in own)
+    trainer = f"GRPOTrainer('tiny', [{reward}], GRPOConfig(beta=0.1, reward_weights=[2]))"
+    config, report = made("a.py", f"{imports}\n{functions}\n{trainer}")
+    expected = {"reward_funcs": [ours], "reward_weights": [2]} if ours else None
+    assert config.get("rewards") == expected
+    assert told(report) == (set() if ours else {"reward_funcs", "reward_weights"})
+
+
+def test_a_name_of_nobody_in_a_recipe_is_a_function_that_is_to_be_written() -> None:
+    config, report = small("reward_funcs: [check_answer]")
+    assert config["rewards"]["reward_funcs"] == ["rewards.py:check_answer"]
+    assert told(report) == {"reward_funcs"}
+
+
+X = {"dataset_split": "x"}
+
+
+@pytest.mark.parametrize(("rows", "data", "lost"), [
+    ('load_dataset("a/b", split="train")', {"dataset_name": "a/b"}, False),
+    ('load_dataset("a/b", "m", revision="c")["x"]', {"dataset_name": "a/b", "dataset_config": "m", "dataset_revision": "c", **X}, False),
+    ('load_dataset("json", data_files="a.jsonl", split="x").shuffle(seed=1)', {"dataset_name": "a.jsonl", **X}, False),
+    ('load_dataset("a/b", split="x").train_test_split(test_size=0.1)["train"]', {"dataset_name": "a/b", **X, "test_split_size": 0.1}, True),
+    ('load_dataset("a/b", split="x").map(f).filter(g)', {"dataset_name": "a/b", **X}, True), ("Dataset.from_list([])", None, True),
+    ("made_by_a_function()", {"dataset_name": "in/it", **X}, True), ("load_dataset(name_of(), split='x')", None, True),
+])  # fmt: skip
+def test_the_data_of_a_python_file(rows: str, data: dict[str, Any] | None, lost: bool) -> None:
+    function = "def made_by_a_function():\n    return load_dataset('in/it', split='x').map(f)\n"
+    text = f"rows = {rows}\nGRPOTrainer('tiny', f, GRPOConfig(beta=0.1), rows)"
+    config, report = made("a.py", function * ("made_by" in rows) + text)
+    assert config.get("data") == data
+    assert told(report) == ({"train_dataset"} if lost else set())
+    assert ("--task-module" in str(report.details["next"])) == (data is None)
+
+
+def test_held_out_rows_and_the_system_prompt_of_a_python_file() -> None:
+    text = """ALL, S = load_dataset("a/b"), "Think."
+def f(row): return {"prompt": [{"role": "system", "content": S}, row]}
+GRPOTrainer("tiny", f, GRPOConfig(eval_strategy="steps"), ALL["train"], eval_dataset=%s)"""
+    data = {"dataset_name": "a/b", "system_prompt": "Think."}
+    config, report = made("a.py", text % 'ALL["test"]')
+    assert (config["data"], told(report)) == (data | {"dataset_test_split": "test"}, set())
+    config, report = made("a.py", text % "other()" + "\n{'role': 'system', 'content': 'No.'}")
+    assert config["data"] == {"dataset_name": "a/b"}
+    assert told(report) == {"eval_dataset", "system_prompt"}
+
+
+def test_texts_that_end_a_completion() -> None:
+    config, report = small("generation_kwargs: {stop_strings: ['</a>'], min_new_tokens: 3}")
+    assert config["sampler"]["stop"] == ["</a>"]
+    assert config["sampler"]["min_completion_length"] == 3
+    sampled = "GRPOConfig(beta=0.1, vllm_sampling_params=SamplingParams(stop='x'))"
+    config, again = made("a.py", f"GRPOTrainer('tiny', f, {sampled})")
+    assert (config["sampler"]["stop"], told(report) | told(again)) == (["x"], set())
+
+
+@pytest.mark.parametrize(("lines", "name"), [
+    ("loss_type: bnpo\nimportance_sampling_level: sequence", "loss_type"), ("importance_sampling_level: sequence", "loss_type"),
+    ("steps_per_generation: 2\ngradient_accumulation_steps: 4", "steps_per_generation"), ("use_peft: true", "use_peft"),
+    ("use_peft: true", "mostly q_proj and v_proj"),
+    ("use_peft: true\nlora_target_modules: all-linear", "lora_target_modules"), ("eval_strategy: steps\neval_steps: 5", "eval_strategy"),
+    ("system_prompt: x\nreward_funcs: [cosine]\ncosine_min_value_wrong: 0.2", "cosine_min_value_wrong"),
+    ("optim: adamw_torch", "optim"), ("max_steps: -1", "max_steps"), ("importance_sampling_level: token", "importance_sampling_level"),
+])  # fmt: skip
+def test_how_each_key_ended_is_told(lines: str, name: str) -> None:
+    _, report = small(lines)
+    said = " ".join(f"{each.name} {each.measured} {each.meaning}" for each in report.findings)
+    assert name in said
+
+
+@pytest.mark.parametrize(("line", "expected"), [
+    ("loss_type: bnpo", {"preset": "trl_default"}),
+    ("importance_sampling_level: sequence", {"type": "gspo", "epsilon": 0.2, "epsilon_high": 0.2}),
+    ("scale_rewards: false", {"preset": "trl_default", "scale_rewards": "none"}),
+    ("{loss_type: cispo, epsilon_high: 5.0, num_generations: 8}", {"type": "cispo", "epsilon_high": 4.0}),
+])  # fmt: skip
+def test_losses(line: str, expected: dict[str, Any]) -> None:
+    text = line if line[0] == "{" else f"num_generations: 8\n{line}"
+    assert made("a.yaml", text)[0]["algorithm"] == expected
+
+
+@pytest.mark.parametrize(("lines", "expected", "lost"), [
+    *((f"lr_scheduler_type: {each.value}", SCHEDULES[each.value][0], bool(SCHEDULES[each.value][2])) for each in SchedulerType),
+    ("lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}", "cosine", True),
+    ("lr_scheduler_type: polynomial\nlr_scheduler_kwargs: '{\"power\": 1.0}'", "linear", False),
+    ("lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {power: 2.0}", "linear", True),
+    ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-7}", "cosine", True),
+    ("lr_scheduler_type: other", "linear", True),
+])  # fmt: skip
+def test_schedules(lines: str, expected: str, lost: bool) -> None:
+    config, report = small(f"warmup_steps: 0.1\nwarmup_ratio: 0.5\n{lines}")
+    assert config["training"]["lr_scheduler_type"] == expected
+    assert bool(told(report)) == lost
+    warm = None if lines.endswith(": constant") else 0.1
+    assert config["training"].get("warmup_ratio") == warm
+
+
+@pytest.fixture(scope="module")
+def dump() -> dict[str, Any]:
+    """All keys of TRL, as its config writes them."""
+    from trl import GRPOConfig
+
+    config = GRPOConfig("out", use_cpu=True, bf16=False, activation_checkpointing=True)
+    return json.loads(config.to_json_string())
+
+
+def test_nothing_of_a_full_dump_is_lost(dump: dict[str, Any]) -> None:
+    _, whole = made("a.json", json.dumps(dump))
+    usual = {ALIASES.get(name, name) for name in dump}
+    assert usual == set(whole.details["keys"])
+    assert told(whole) == {"model_name_or_path"}
+    off, _ = made("a.json", json.dumps({**dump, "max_grad_norm": 0, "seed": float("inf")}))
+    assert (off["training"]["max_grad_norm"], off["run"]["save_total_limit"]) == (None, None)
+
+    @given(st.sampled_from(sorted(dump)), st.sampled_from([True, 7, 0.5, "x", ["y"]]))
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def each_change_is_seen(name: str, value: Any) -> None:
+        _, report = made("a.json", json.dumps({**dump, name: value}))
+        known = ALIASES.get(name, name)
+        its, texts = (
+            report.details["keys"][known],
+            [f"{f.name} {f.measured}" for f in report.findings],
+        )
+        named = any(name in text or known in text for text in texts)
+        same = report.details["config"] == whole.details["config"]
+        assert its == "default" or named or not same or value is True  # scale_rewards, as group
+
+    each_change_is_seen()
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [
+    ("a.yaml", "model: {name: tiny}\n", "no key of a GRPO config"), ("a.json", "[1]", "not keys"), ("a.py", "def f(:", "no Python"),
+    ("a.yaml", "actor_rollout_ref: {rollout: {n: 8}}", r"of verl(.|\n)*rollout.n 8: here it is training.num_generations"),
+    ("a.sh", "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.max_response_length=9", r"of verl(.|\n)*max_completion_"),
+    ("a.toml", "[orchestrator]\nrollouts_per_example = 8", "of prime-rl"), ("a.py", "import art\nart.gather()", "of ART"),
+    ("a.sh", "python -m openrlhf.cli.train_ppo_ray --init_kl_coef 0.1", r"of OpenRLHF(.|\n)*algorithm.beta"),
+    ("a.yaml", "{trainer: {algorithm: {}}, generator: {}}", "of SkyRL"), ("a.yaml", "{base_model: x, rl: grpo}", "of Axolotl"),
+])  # fmt: skip
+def test_files_that_are_no_such_config(name: str, text: str, said: str) -> None:
+    Path(name).write_text(text)
+    with pytest.raises(UsageError, match=said):
+        init_from(Path(name))
+
+
+def test_an_existing_file_is_kept() -> None:
+    small("")
+    with pytest.raises(UsageError, match="--force"):
+        init_from(Path("a.yaml"))
+    with pytest.raises(UsageError, match="there is no file"):
+        init_from(Path("gone.yaml"))

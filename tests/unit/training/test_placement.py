@@ -1,0 +1,89 @@
+"""How the work is laid out on a machine."""
+
+import pytest
+
+from groupwise.core.errors import ConfigError
+from groupwise.training import placement
+from groupwise.training.config import load_config
+
+
+def test_whole_rollouts_have_room():
+    limited = {"type": "environment", "max_turns": 3, "max_rollout_length": 500}
+    config = load_config({"model": {"name": "tiny"}, "rollout": limited}).config
+    assert placement.choose_layout(config, longest_prompt=12).key_length == 512
+
+
+def give_device(monkeypatch, device, memory=80 << 30):
+    monkeypatch.setattr("groupwise.engine.models.machine.choose_device", lambda: device)
+    monkeypatch.setattr("groupwise.engine.models.machine.describe_processor", lambda device: device)
+    monkeypatch.setattr("groupwise.engine.models.probes.gpu_memory", lambda device: memory)
+    monkeypatch.setattr("groupwise.engine.models.machine.has_bfloat16", lambda device: False)
+
+
+def processes(monkeypatch, *, cores=4, size=10**9, device="cpu", **sections) -> int:
+    """How many are chosen on such a machine, for a model of that size."""
+    monkeypatch.setattr(placement, "available_cores", lambda: cores)
+    monkeypatch.setattr("groupwise.engine.models.plan.all_parameters", lambda model: size)
+    give_device(monkeypatch, device)
+    config = load_config({"model": {"name": "tiny"}, **sections}).config
+    return placement.choose_layout(config, longest_prompt=12).processes
+
+
+def test_one_process_for_each_core_that_has_enough_to_do(monkeypatch):
+    step = {"prompts_per_step": 4, "num_generations": 8}
+    assert processes(monkeypatch, cores=2, training=step) == 2
+    assert processes(monkeypatch, cores=4, training=step) == 4
+    assert processes(monkeypatch, cores=64, training=step) == 4
+    assert processes(monkeypatch, cores=64, run={"threads": 3}, training=step) == 3
+    huge = {"prompts_per_step": 64, "num_generations": 16}
+    assert processes(monkeypatch, cores=64, training=huge) == placement.MAX_PROCESSES
+
+
+def test_one_process_where_several_would_not_pay(monkeypatch):
+    assert processes(monkeypatch, cores=1) == 1
+    assert processes(monkeypatch, run={"threads": 1}) == 1
+    assert processes(monkeypatch, size=placement.SMALL_MODEL - 1) == 1
+    assert processes(monkeypatch, size=placement.SMALL_MODEL) > 1
+    assert processes(monkeypatch, lora=None) == 1
+    assert processes(monkeypatch, device="cuda") == 1
+    small = {"prompts_per_step": 2, "num_generations": 4}
+    assert processes(monkeypatch, training=small) == 1
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert processes(monkeypatch) == 1
+
+
+def test_what_is_asked_for_is_had_or_refused(monkeypatch):
+    for count in (1, 3):
+        assert processes(monkeypatch, cores=1, size=1, lora=None, run={"processes": count}) == count
+    with pytest.raises(ConfigError, match=r"run\.processes is 3(.|\n)* cuda"):
+        processes(monkeypatch, device="cuda", run={"processes": 3})
+    assert processes(monkeypatch, device="cuda", run={"processes": 1}) == 1
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="darwin"):
+        processes(monkeypatch, run={"processes": 2})
+
+
+def test_threads_and_slots_are_divided(monkeypatch):
+    monkeypatch.setattr(placement, "available_cores", lambda: 5)
+    settings = {"training": {"prompts_per_step": 4, "num_generations": 8}, "run": {"processes": 2}}
+    layout = placement.choose_layout(
+        load_config({"model": {"name": "tiny"}, **settings}).config, 12
+    )
+    assert (layout.threads, layout.threads_each, layout.all_threads) == (5, 2, 4)
+    assert (layout.slots, layout.all_slots) == (16, 32)
+
+
+@pytest.mark.parametrize(("memory", "rows", "expected"), [
+    (80 << 30, (8, 8), 64), (80 << 30, (5, 4), 24), (80 << 30, (2, 2), 8), (80 << 30, (64, 8), 256), (1 << 30, (64, 8), 152),
+    (1 << 20, (64, 8), 8),
+])  # fmt: skip
+def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
+    """512 tokens of 1,024 numbers of 4 bytes are 2 MiB, of which 0.3 GiB hold 153."""
+    give_device(monkeypatch, "cuda", memory)
+    monkeypatch.setattr("groupwise.engine.models.footprint.cached_numbers", lambda sizes: 1024)
+    training = {"prompts_per_step": rows[0], "num_generations": rows[1]}
+    config = load_config({"model": {"name": "tiny"}, "training": training}).config
+    layout = placement.choose_layout(config, 512 - config.sampler.max_completion_length)
+    assert (layout.key_length, layout.slots) == (512, expected)
+    asked = load_config({"model": {"name": "tiny"}, "sampler": {"slots": 300}}).config
+    assert placement.choose_layout(asked, 12).slots == 300
