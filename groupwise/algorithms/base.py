@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
-from groupwise.core.types import Group, LossSpec, Weight
+from groupwise.core.types import Group, LossSpec, RolloutCredit
 
 Tensor: TypeAlias = Any
 """A torch tensor, float32 or wider; the name ends with its axes (B rows, T completion tokens)."""
@@ -25,7 +25,7 @@ Tensor: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Of each row, sums over the other rows of its rollout; see `groupwise.core.types.OtherRows`."""
+    """Of each row, sums over the other rows of its rollout; see `groupwise.core.types.SiblingRowStats`."""
 
     tokens_B: Tensor
     log_weights_B: Tensor
@@ -168,7 +168,7 @@ class Algorithm(Loss, Protocol):
         """
         ...
 
-    def weights(self, groups: Sequence[Group]) -> tuple[tuple[Weight | None, ...], ...]:
+    def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Credit for the rollouts of a step: for each group a tuple in the order of its rollouts.
 
         None for rollouts that do not teach.
@@ -179,7 +179,7 @@ class Algorithm(Loss, Protocol):
         """What each loss component of a step is divided by; 0 where none of its groups was scored."""
         ...
 
-    def teaches(self, weights: Sequence[Weight | None]) -> bool:
+    def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
         """Whether rows with these weights can have a gradient; otherwise they need no computing."""
         ...
 

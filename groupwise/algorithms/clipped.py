@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from groupwise.algorithms import ops
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.family import GroupRelative
-from groupwise.algorithms.knobs import Clash
+from groupwise.algorithms.knobs import KnobConflict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class Clipped(GroupRelative):
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return 1 - self.epsilon, 1 + high
 
-    def clashes(self) -> Iterator[Clash]:
+    def clashes(self) -> Iterator[KnobConflict]:
         """Also a delta within the clip."""
         yield from GroupRelative.clashes(self)
         if self.delta is not None and self.delta <= self.clip[1]:
-            yield Clash(
+            yield KnobConflict(
                 f"{self.name}.delta is {self.delta}; it must be above 1 + epsilon_high, which is "
                 f"{self.clip[1]:g}.",
                 ("delta", "epsilon", "epsilon_high"),

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from groupwise.algorithms.advantages import Credit, group_relative
 from groupwise.algorithms.clipped import Clipped
-from groupwise.algorithms.knobs import SCALE_REWARDS, Clash, ScaleRewards, metadata_of
+from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards, metadata_of
 from groupwise.algorithms.overlong import check_names, punished
 from groupwise.core.types import Group, Rollout
 
@@ -59,11 +59,11 @@ class Dapo(Clipped):
         },
     )
 
-    def clashes(self) -> Iterator[Clash]:
+    def clashes(self) -> Iterator[KnobConflict]:
         """A factor of a punishment that there is not, too."""
         yield from Clipped.clashes(self)
         if self.soft_punish_cache == 0 and self.soft_punish_factor != 1:
-            yield Clash(
+            yield KnobConflict(
                 f"dapo.soft_punish_factor is {self.soft_punish_factor:g}, which has no effect while soft_punish_cache is 0. Give "
                 "a cache, or leave the factor out.",
                 ("soft_punish_cache", "soft_punish_factor"),

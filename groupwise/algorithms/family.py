@@ -27,9 +27,9 @@ from groupwise.algorithms.advantages import Credit, scored_members, tied, traine
 from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
-from groupwise.algorithms.knobs import Clash, Clashes, check_knobs
+from groupwise.algorithms.knobs import Clashes, KnobConflict, check_knobs
 from groupwise.algorithms.overlong import reward_of_the_task
-from groupwise.core.types import Group, LossSpec, Rollout, Weight
+from groupwise.core.types import Group, LossSpec, Rollout, RolloutCredit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +135,16 @@ class GroupRelative(ABC):
         if clashes := tuple(self.clashes()):
             raise Clashes(clashes)
 
-    def clashes(self) -> Iterator[Clash]:
+    def clashes(self) -> Iterator[KnobConflict]:
         """Values that do not go with each other."""
         if self.kl_target is not None and self.beta == 0:
-            yield Clash(
+            yield KnobConflict(
                 f"{self.name}.kl_target is {self.kl_target}, but beta is 0 and would stay 0; give "
                 f"beta a value to start from, for example {kl.FIRST_BETA}.",
                 ("kl_target", "beta"),
             )
         if self.beta > 0 and (self.kl_estimator, self.kl_gradient) == ("k1", "estimator"):
-            yield Clash(
+            yield KnobConflict(
                 f"{self.name}.kl_estimator k1 has no use with kl_gradient estimator: that gradient "
                 "does not know the reference. Take kl_gradient exact, or k2 or k3.",
                 ("beta", "kl_estimator", "kl_gradient"),
@@ -216,11 +216,11 @@ class GroupRelative(ABC):
             return True
         return not tied([reward_of_the_task(rollout) for rollout in group.scored])
 
-    def weights(self, groups: Sequence[Group]) -> tuple[tuple[Weight | None, ...], ...]:
+    def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Advantage and scale of each rollout that trains."""
         return tuple(
             tuple(
-                Weight(advantage, self.scale(rollout))
+                RolloutCredit(advantage, self.scale(rollout))
                 if advantage is not None and self.trains(rollout)
                 else None
                 for rollout, advantage in zip(group.rollouts, advantages, strict=True)
@@ -252,7 +252,7 @@ class GroupRelative(ABC):
             if self.trains(rollout)
         )
 
-    def teaches(self, weights: Sequence[Weight | None]) -> bool:
+    def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
         """Any advantage but 0 does; with a KL penalty or an entropy bonus any row does."""
         always = self.needs_reference or self.needs_entropy_gradient
         return any(always or weight.advantage != 0 for weight in weights if weight is not None)

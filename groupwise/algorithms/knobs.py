@@ -31,7 +31,7 @@ _RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Clash:
+class KnobConflict:
     """Values that are right each by itself, but do not go with each other."""
 
     message: str
@@ -42,7 +42,7 @@ class Clash:
 class Clashes(ValueError):
     """An algorithm was asked for with values that do not go with each other; all are told."""
 
-    def __init__(self, clashes: tuple[Clash, ...]) -> None:
+    def __init__(self, clashes: tuple[KnobConflict, ...]) -> None:
         super().__init__(clashes)
         self.clashes = clashes
 
@@ -55,7 +55,7 @@ def metadata_of(kind: Any, name: str) -> Mapping[str, Any]:
     return next(knob.metadata for knob in fields(kind) if knob.name == name)
 
 
-def idle(knob: Field[Any], values: Mapping[str, Any]) -> str | None:
+def disabled_by(knob: Field[Any], values: Mapping[str, Any]) -> str | None:
     """The other knob that is off, so that this one has no effect; None where it has one."""
     needed = knob.metadata.get("needs")
     return needed if needed is not None and values[needed] in _OFF else None

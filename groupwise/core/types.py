@@ -3,7 +3,7 @@
 A task yields an `Example`. Its prompt is asked of the sampler several times (`GroupRequest`), the answers come back as
 `Completion`s, and become a `Group` of `Rollout`s: one attempt each, made of `Segment`s that remember who wrote
 every token, under which policy and with which seed. Scoring adds reward parts and an outcome. An algorithm turns groups into
-`Weight`s, and each scored rollout with its weight becomes a `Row`, the only thing that the learner sees.
+`RolloutCredit`s, and each scored rollout with its weight becomes a `Row`, the only thing that the learner sees.
 
 Everything here is plain data (no torch, nothing that cannot be written as JSON), because it crosses processes and HTTP and
 is stored. `to_json` and `from_json` are the one pair of functions that do so.
@@ -256,7 +256,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class RolloutCredit:
     """What an algorithm gives a scored rollout."""
 
     advantage: float
@@ -265,7 +265,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Withheld:
+class MaskedTokens:
     """Some tokens of a row at which certain ids could not be drawn: to sampler and learner their probability there is 0."""
 
     start: int
@@ -281,7 +281,7 @@ _NAN_AS_TEXT = with_config(ConfigDict(ser_json_inf_nan="strings"))
 
 @_NAN_AS_TEXT
 @dataclass(frozen=True, slots=True)
-class OtherRows:
+class SiblingRowStats:
     """Sums over the tokens that teach in the other rows of a rollout, for what is one for the rollout as a whole."""
 
     tokens: int
@@ -313,9 +313,9 @@ class Row:
     """By the learner at the start of the step; None in its first update, which makes them itself."""
     rollout: tuple[int, int] | None = None
     """Draw and member of its rollout, which its other rows share."""
-    others: OtherRows | None = None
+    others: SiblingRowStats | None = None
     """None: the rollout has no other rows."""
-    withheld: tuple[Withheld, ...] = ()
+    withheld: tuple[MaskedTokens, ...] = ()
     """Where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
     credits: tuple[float, ...] | None = None
     """The credit of each token, as long as `completion_ids`, where a caller gives it itself; the loss `given` reads it in place of

@@ -47,8 +47,8 @@ from groupwise.core.types import (
     Policy,
     Prompt,
     Rollout,
+    RolloutCredit,
     SamplingParams,
-    Weight,
 )
 from groupwise.engine.models.tokens import prompt_ids
 from groupwise.runs import checkpoints
@@ -673,11 +673,11 @@ async def _learn(run: _Run, groups: Sequence[Group], rate: float) -> tuple[dict[
     return {**metrics, "loss": loss, "grad_norm": result.grad_norm}, result.applied
 
 
-def _weights(group: Group) -> tuple[Weight | None, ...]:
+def _weights(group: Group) -> tuple[RolloutCredit | None, ...]:
     rewards = [0.0 if each.reward is None else each.reward for each in group.scored]
     left = iter(centred(rewards))
     return tuple(
-        Weight(next(left), 1.0) if rollout.outcome == "scored" else None
+        RolloutCredit(next(left), 1.0) if rollout.outcome == "scored" else None
         for rollout in group.rollouts
     )
 

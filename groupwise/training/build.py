@@ -31,7 +31,13 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.adapter_info import RankWitness
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.engine.distributed.learner_workers import Peers
-from groupwise.engine.distributed.multi_adapter import Here, Host, InRank, Models, NewModel
+from groupwise.engine.distributed.multi_adapter import (
+    Host,
+    LocalWorker,
+    Models,
+    NewModel,
+    RemoteWorker,
+)
 from groupwise.engine.distributed.rpc import Calls
 from groupwise.engine.distributed.sampler import RankSampler
 from groupwise.engine.distributed.sampler_workers import Samplers
@@ -56,7 +62,7 @@ if TYPE_CHECKING:
     from groupwise.engine.backends.remote.session import Session
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
-    from groupwise.engine.distributed.multi_adapter_host import Bench
+    from groupwise.engine.distributed.multi_adapter_host import AdapterHost
     from groupwise.engine.distributed.worker_state import Hosted
     from groupwise.engine.learner.engine import Engine
     from groupwise.engine.learner.gradient_flow import Slope
@@ -288,9 +294,9 @@ def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models
     """
     hosts: list[Host]
     if parts.ranks is not None:
-        hosts = [InRank(parts.ranks, rank) for rank in range(parts.ranks.count)]
+        hosts = [RemoteWorker(parts.ranks, rank) for rank in range(parts.ranks.count)]
     else:
-        hosts = [Here(parts.hosted)]
+        hosts = [LocalWorker(parts.hosted)]
     first = run if isinstance(parts, Parts) else None
     return Models(hosts, most, parts.stop_token_ids, first)
 
@@ -979,9 +985,9 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
     )
 
 
-def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> Bench:
+def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
     """What makes models over this base later."""
-    from groupwise.engine.distributed.multi_adapter_host import Bench
+    from groupwise.engine.distributed.multi_adapter_host import AdapterHost
 
     def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:
         from groupwise.engine.learner.weights import TrainedAdapter
@@ -1009,7 +1015,7 @@ def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> B
     def make_sampler(served: Any) -> Sampler:
         return _sampler(config, layout, served, tokenizer)
 
-    return Bench(adapted, make_weights, make_learner, make_sampler)
+    return AdapterHost(adapted, make_weights, make_learner, make_sampler)
 
 
 _MAKERS: dict[Kind, Callable[..., Hosted]] = {

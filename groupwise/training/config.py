@@ -40,7 +40,7 @@ from pydantic import (
 )
 
 from groupwise.algorithms.kl import FIRST_BETA, TARGET
-from groupwise.algorithms.knobs import Clash, Clashes, idle
+from groupwise.algorithms.knobs import Clashes, KnobConflict, disabled_by
 from groupwise.algorithms.presets import PRESETS, Preset
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.algorithms.sft import Sft
@@ -131,7 +131,7 @@ class AlgorithmConfig(Strict):
         told = {knob for clash in clashes for knob in clash.knobs}
         yield from self._without_effect(preset.knobs if preset else {}, told)
 
-    def _clashes(self) -> tuple[Clash, ...]:
+    def _clashes(self) -> tuple[KnobConflict, ...]:
         try:
             ALGORITHMS[self.type](**self.knobs)
         except Clashes as found:
@@ -143,7 +143,7 @@ class AlgorithmConfig(Strict):
     ) -> Iterator[Conflict]:
         values = self.knobs
         for knob in fields(ALGORITHMS[self.type]):
-            needed, value = idle(knob, values), values[knob.name]
+            needed, value = disabled_by(knob, values), values[knob.name]
             unchanged = value in (knob.default, of_preset.get(knob.name, knob.default))
             if needed and not unchanged and knob.name not in told:
                 yield Conflict(

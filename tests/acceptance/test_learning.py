@@ -22,7 +22,7 @@ import pytest
 import groupwise
 from benchmarks.choosing_examples import CHARACTERS, write_model
 from groupwise.algorithms.registry import ALGORITHMS
-from groupwise.core.types import Weight
+from groupwise.core.types import RolloutCredit
 from groupwise.engine.models import tiny
 from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
@@ -189,7 +189,7 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
 
     def turned(self: Any, groups: Any) -> Any:
         return [
-            [weight and Weight(-weight.advantage, weight.scale) for weight in credit]
+            [weight and RolloutCredit(-weight.advantage, weight.scale) for weight in credit]
             for credit in weights(self, groups)
         ]
 

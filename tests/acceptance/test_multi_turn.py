@@ -16,7 +16,7 @@ import pytest
 
 import groupwise
 from groupwise.algorithms.dr_grpo import DrGrpo
-from groupwise.core.types import Rollout, Weight
+from groupwise.core.types import Rollout, RolloutCredit
 from groupwise.runs.store import Store
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, mo
 
     def turned(self, groups):
         return tuple(
-            tuple(weight and Weight(-weight.advantage, weight.scale) for weight in credit)
+            tuple(weight and RolloutCredit(-weight.advantage, weight.scale) for weight in credit)
             for credit in weights(self, groups)
         )
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.algorithms.registry import make
-from groupwise.core.types import GroupRequest, OptimiserParams, Row, SamplingParams, Withheld
+from groupwise.core.types import GroupRequest, MaskedTokens, OptimiserParams, Row, SamplingParams
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
 STEP = OptimiserParams(learning_rate=0.05, max_grad_norm=None)
@@ -39,7 +39,7 @@ def row_of(prompt, found, advantage, temperature) -> Row:
 def least(rows, count, end_id) -> list[Row]:
     """The rows as of completions in whose first tokens the end could not be drawn."""
     return [
-        replace(row, withheld=(Withheld(0, min(count, len(row.completion_ids)), (end_id,)),))
+        replace(row, withheld=(MaskedTokens(0, min(count, len(row.completion_ids)), (end_id,)),))
         for row in rows
     ]
 

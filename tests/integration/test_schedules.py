@@ -24,7 +24,7 @@ from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.training.loops import drawing
 from groupwise.training.loops import rl as loop
-from groupwise.training.loops.run import Drawn
+from groupwise.training.loops.run import StepBatch
 from tests.integration.toy_run import STEPS, TOY, config, crash_at, go_on, what_must_be_equal
 from tests.rotation import turn
 
@@ -69,7 +69,7 @@ class InTurns:
     def next_draw(self) -> int:
         return self.run.step * self.run.config.training.prompts_per_step
 
-    async def next(self) -> Drawn:
+    async def next(self) -> StepBatch:
         size = self.run.config.training.prompts_per_step
         step, selection = self.run.step, self.run.selection
         selection.plan(step, step, size)
@@ -79,9 +79,9 @@ class InTurns:
             choice = selection.take(step, slot, draw)
             group = await drawing.sample(self.run, draw, choice, step)
             groups.append(await drawing.score(self.run, group, step))
-        return Drawn(groups)
+        return StepBatch(groups)
 
-    def committed(self, drawn: Drawn) -> None:
+    def committed(self, drawn: StepBatch) -> None:
         self.run.selection.finish(self.run.step, len(drawn.all))
 
     async def settle(self) -> None: ...

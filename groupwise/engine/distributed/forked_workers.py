@@ -34,9 +34,9 @@ from groupwise.engine.distributed.messages import (
     Ended,
     Failed,
     Line,
+    LogRecordMessage,
     Ready,
     Setup,
-    Told,
 )
 from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
@@ -200,9 +200,9 @@ class Ranks(Calls):
                 for message in messages:
                     self._take(message)
 
-    def _take(self, message: Ready | Ended | Answered | Failed | Told) -> None:
+    def _take(self, message: Ready | Ended | Answered | Failed | LogRecordMessage) -> None:
         match message:
-            case Told(record):
+            case LogRecordMessage(record):
                 log_here(record)
             case Answered(number, value):
                 settle(self._awaited(number), value)

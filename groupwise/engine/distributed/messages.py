@@ -2,8 +2,8 @@
 network is believed to be theirs by its seal (`groupwise.engine.distributed.handshake`).
 
 The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
-socket for each rank. The zygote sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends `Call` and `Cancel`; the
-rank sends `Answered` or `Failed`, and `Told`.
+socket for each rank. The zygote sends `Ready` or `Failed`, `LogRecordMessage`, and `Ended` when a rank has. To a rank it sends `Call` and
+`Cancel`; the rank sends `Answered` or `Failed`, and `LogRecordMessage`.
 
 A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. Where
 that was asked for, it says `Alive` now and then.
@@ -85,7 +85,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LogRecordMessage:
     """A record of the package's log."""
 
     record: logging.LogRecord

@@ -66,7 +66,7 @@ class Host(Protocol):
     def call_now(self, name: str, *arguments: Any) -> Any: ...
 
 
-class Here:
+class LocalWorker:
     """What is hosted in this process."""
 
     def __init__(self, hosted: Any) -> None:
@@ -81,7 +81,7 @@ class Here:
         return getattr(self._hosted, f"{name}_now")(*arguments)
 
 
-class InRank:
+class RemoteWorker:
     """What one rank hosts."""
 
     def __init__(self, ranks: Calls, rank: int) -> None:

@@ -42,7 +42,7 @@ class _Standing:
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Bench:
+class AdapterHost:
     """The models over one base, and what makes more of them."""
 
     def __init__(

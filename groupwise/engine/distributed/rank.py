@@ -28,7 +28,7 @@ from groupwise.engine.distributed.messages import (
     Failed,
     Leave,
     Line,
-    Told,
+    LogRecordMessage,
     portable,
 )
 
@@ -67,7 +67,7 @@ class _Teller(logging.Handler):
         told.msg, told.args = self.format(record), None
         told.exc_info = told.exc_text = told.stack_info = None
         with suppress(OSError):  # nobody is there to be told
-            self._line.send(Told(told))
+            self._line.send(LogRecordMessage(told))
 
 
 class Answering:

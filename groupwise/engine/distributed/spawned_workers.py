@@ -30,10 +30,10 @@ from groupwise.engine.distributed.messages import (
     Failed,
     Leave,
     Line,
+    LogRecordMessage,
     PeerSetup,
     Ready,
     Setup,
-    Told,
 )
 from groupwise.engine.distributed.rpc import ENVIRONMENT, Calls, log_here, reason_of, settle
 from groupwise.engine.distributed.torchrun import gpu_of
@@ -44,7 +44,7 @@ _END_LIMIT = 10.0
 _LAST_WORDS = 1.0
 """Seconds that one may take to end whose line has ended."""
 
-FromRank = Ready | Answered | Failed | Told | Alive
+FromRank = Ready | Answered | Failed | LogRecordMessage | Alive
 """What a rank says."""
 
 
@@ -200,7 +200,7 @@ class Started(Calls):
 
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
-            case Told(record):
+            case LogRecordMessage(record):
                 log_here(record)
             case Answered(number, value):
                 settle(self._awaited(number), value)

@@ -16,7 +16,7 @@ from typing import Any
 from groupwise.core.errors import UsageError
 from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.engine.distributed.multi_adapter import Added, NewModel
-from groupwise.engine.distributed.multi_adapter_host import Bench
+from groupwise.engine.distributed.multi_adapter_host import AdapterHost
 from groupwise.engine.learner.gradient_flow import Slope, trained_slopes
 from groupwise.engine.learner.replicas import Summed
 from groupwise.engine.models.machine import prepare_process
@@ -40,7 +40,7 @@ class Hosted:
     tracing: Tracing | None = None
     witness: Any = None
     """Of what servers of vLLM answer, which sample in the ranks' place (`groupwise.engine.sampler.vllm.witness`)."""
-    bench: Bench | None = None
+    bench: AdapterHost | None = None
     """Where models beside this one stand; None where all weights of the base are trained."""
 
     def join(self, rank: int) -> None:
@@ -98,7 +98,7 @@ class Hosted:
         """See `groupwise.engine.models.lora.layer_kinds`."""
         return self._bench().layer_kinds()
 
-    def _bench(self) -> Bench:
+    def _bench(self) -> AdapterHost:
         if self.bench is None:
             raise UsageError(
                 "All weights of the model in memory are trained (lora is null), so it is no base that others could share. Train an "

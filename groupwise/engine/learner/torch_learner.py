@@ -28,11 +28,11 @@ from groupwise.core import atomic_files
 from groupwise.core.types import (
     LossSpec,
     OptimiserParams,
-    OtherRows,
     Policy,
     PolicyRole,
     Prediction,
     Row,
+    SiblingRowStats,
     UpdateResult,
 )
 from groupwise.engine.learner.engine import Engine
@@ -390,7 +390,7 @@ def _others(batch: Batch, device: torch.device) -> Others | None:
     """What rows know of the other rows of their rollouts; None where each is a whole rollout."""
     if all(row.others is None for row in batch.rows):
         return None
-    sums = [row.others or OtherRows(0) for row in batch.rows]
+    sums = [row.others or SiblingRowStats(0) for row in batch.rows]
     return Others(
         tokens_B=torch.tensor([each.tokens for each in sums], device=device),
         log_weights_B=torch.tensor([each.log_weight for each in sums], device=device),

@@ -1,7 +1,7 @@
 """Leaving tokens out before one is drawn: stop tokens at the beginning of a completion, and improbable tokens in evaluations.
 
-Stop tokens that come too early are part of what the learner trains (`groupwise.core.types.Withheld`), so its log-probabilities leave them
-out as well. What top_k, top_p and min_p leave out depends on the policy itself and would move with it; nothing is learnt from
+Stop tokens that come too early are part of what the learner trains (`groupwise.core.types.MaskedTokens`), so its log-probabilities leave
+them out as well. What top_k, top_p and min_p leave out depends on the policy itself and would move with it; nothing is learnt from
 completions drawn so. What a row may draw depends on the row alone.
 """
 

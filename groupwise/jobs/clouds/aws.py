@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from groupwise.jobs.clouds.aws_checks import Access, Checked, check, price_of
-from groupwise.jobs.clouds.aws_costs import Stay, cost_of, stays_of, with_forgotten
+from groupwise.jobs.clouds.aws_costs import InstanceUsage, cost_of, stays_of, with_forgotten
 from groupwise.jobs.clouds.aws_state import Kept, Record, newest_checkpoint
 from groupwise.jobs.clouds.backend import (
     KEEP_ON_FAILURE,
@@ -43,7 +43,7 @@ from groupwise.jobs.clouds.backend import (
     Rented,
     Status,
     Unreachable,
-    what,
+    identity_fields,
 )
 from groupwise.jobs.clouds.boot import ARM, host_key_in, user_data
 from groupwise.jobs.clouds.ec2 import DISK_GB, Ec2, Machine, Refused, Request
@@ -165,8 +165,8 @@ class AwsBackend:
     def _expect_same(self, order: Order, machine: Machine | None, record: Record | None) -> None:
         known = machine.tags.get("order") if machine is not None else None
         if known is None and record is not None and record.order is not None:
-            known = digest(what(record.order))
-        if known not in (None, digest(what(order.document()))):
+            known = digest(identity_fields(record.order))
+        if known not in (None, digest(identity_fields(order.document()))):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
@@ -405,7 +405,7 @@ class AwsBackend:
             "job": order.name,
             "attempt": str(attempt),
             "first": str(attempt),
-            "order": digest(what(order.document())),
+            "order": digest(identity_fields(order.document())),
             "owner": self._owner[:200],
             "by": uuid.uuid4().hex,
             "since": f"{time.time():.3f}",
@@ -724,7 +724,7 @@ class AwsBackend:
         """See `Priced.cost`: of all machines that the job has had, with those that did not get to begin it."""
         return cost_of(await self._stays(handle.name))
 
-    async def _stays(self, name: str) -> Mapping[str, Stay]:
+    async def _stays(self, name: str) -> Mapping[str, InstanceUsage]:
         """Kept from now on, since AWS forgets."""
         machines = await asyncio.to_thread(self._ec2.machines, name)
         its = [each for each in machines if each.tags.get(VOID) != REMOVED]

@@ -15,7 +15,7 @@ from groupwise.jobs.clouds.ec2 import Machine
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class InstanceUsage:
     """A machine, while it was there. Moments are seconds since the epoch."""
 
     since: float
@@ -32,12 +32,12 @@ class Stay:
         return max(0.0, self.until - self.since) / 3600
 
 
-def stays_of(machines: Iterable[Machine], now: float) -> dict[str, Stay]:
+def stays_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage]:
     """What AWS says of them, by their ids."""
     return {each.id: _stay(each, now) for each in machines}
 
 
-def _stay(machine: Machine, now: float) -> Stay:
+def _stay(machine: Machine, now: float) -> InstanceUsage:
     tags, price = machine.tags, machine.tags.get("price")
     since = float(tags.get("since", now))
     until, ended = now, machine.state in ("shutting-down", "terminated")
@@ -45,16 +45,20 @@ def _stay(machine: Machine, now: float) -> Stay:
         latest = min(now, max(since, float(tags.get("deadline", now))))
         until = latest if machine.ended_at is None else machine.ended_at
     deadline = None if "deadline" not in tags else float(tags["deadline"])
-    return Stay(since, until, None if price is None else float(price), ended, deadline)
+    return InstanceUsage(since, until, None if price is None else float(price), ended, deadline)
 
 
-def together(known: Mapping[str, Stay], seen: Mapping[str, Stay]) -> dict[str, Stay]:
+def together(
+    known: Mapping[str, InstanceUsage], seen: Mapping[str, InstanceUsage]
+) -> dict[str, InstanceUsage]:
     """What was seen before, and now; the end that was found first is nearest to the truth."""
     ends = {name: stay for name, stay in known.items() if stay.ended}
     return {**known, **seen, **ends}
 
 
-def with_forgotten(stays: Mapping[str, Stay], told: Collection[str], now: float) -> dict[str, Stay]:
+def with_forgotten(
+    stays: Mapping[str, InstanceUsage], told: Collection[str], now: float
+) -> dict[str, InstanceUsage]:
     """Those of which AWS tells nothing any more, and whose end nobody saw: they may have been there to their deadlines."""
     return {
         name: each if each.ended or name in told else replace(each, until=_at_most(each, now))
@@ -62,11 +66,11 @@ def with_forgotten(stays: Mapping[str, Stay], told: Collection[str], now: float)
     }
 
 
-def _at_most(stay: Stay, now: float) -> float:
+def _at_most(stay: InstanceUsage, now: float) -> float:
     return stay.until if stay.deadline is None else max(stay.until, min(now, stay.deadline))
 
 
-def cost_of(stays: Mapping[str, Stay]) -> Cost | None:
+def cost_of(stays: Mapping[str, InstanceUsage]) -> Cost | None:
     """Of all of them; None where there is no price that is known."""
     priced = {name: (each, each.price) for name, each in stays.items() if each.price is not None}
     if not priced:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from groupwise.jobs.clouds.aws_costs import Stay, together
+from groupwise.jobs.clouds.aws_costs import InstanceUsage, together
 from groupwise.jobs.clouds.backend import Ending, Order, Outcome
 from groupwise.jobs.clouds.folder import EARLIER, INCOMING
 from groupwise.jobs.hosts.driver import Resume
@@ -36,7 +36,7 @@ class Record:
     """The folder that they were fetched to last."""
     endings: Mapping[int, Ending] = field(default_factory=dict[int, Ending])
     """Of attempts, as their machine told them."""
-    stays: Mapping[str, Stay] = field(default_factory=dict[str, Stay])
+    stays: Mapping[str, InstanceUsage] = field(default_factory=dict[str, InstanceUsage])
     """Of its machines, as far as they were seen from here."""
 
 
@@ -96,7 +96,7 @@ class Kept:
         newest = max(known.attempt, attempt)
         self.write(replace(known, attempt=newest, results=str(folder.absolute()), endings=endings))
 
-    def seen(self, name: str, stays: Mapping[str, Stay]) -> Mapping[str, Stay]:
+    def seen(self, name: str, stays: Mapping[str, InstanceUsage]) -> Mapping[str, InstanceUsage]:
         """Machines of a job, as they are seen now; with those that were seen before. Nothing is kept of a job that is not known."""
         known = self.find(name)
         if known is None:
@@ -196,7 +196,7 @@ def _record(said: Mapping[str, Any]) -> Record:
         said["attempt"],
         said["results"],
         {int(n): _ending(each) for n, each in said["endings"].items()},
-        {name: Stay(**each) for name, each in said.get("machines", {}).items()},
+        {name: InstanceUsage(**each) for name, each in said.get("machines", {}).items()},
     )
 
 

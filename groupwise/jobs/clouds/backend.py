@@ -172,7 +172,7 @@ HOW = ("python", "meets_at")
 """What an order says of how the job is begun, and not of what it is."""
 
 
-def what(document: Mapping[str, Any]) -> dict[str, Any]:
+def identity_fields(document: Mapping[str, Any]) -> dict[str, Any]:
     """Of an order's document, what makes it another job's or the same."""
     return {name: value for name, value in document.items() if name not in HOW}
 

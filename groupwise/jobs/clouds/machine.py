@@ -31,7 +31,7 @@ from groupwise.jobs.clouds.backend import (
     Plan,
     Status,
     Unreachable,
-    what,
+    identity_fields,
 )
 from groupwise.jobs.clouds.folder import ResultsFolder, may_come, results_folder
 from groupwise.jobs.hosts.answers import (
@@ -142,7 +142,7 @@ class MachineBackend:
             if not await self._was_refused(handle):
                 raise
             return  # nothing ran, and what it asked for is gone with its files
-        if what(asked.document()) != what(order.document()):
+        if identity_fields(asked.document()) != identity_fields(order.document()):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )

@@ -37,7 +37,7 @@ from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.controller import (
     CheckpointMirror,
     Collector,
-    Desk,
+    ControllerDependencies,
     Drive,
     LogMirror,
     Pauses,
@@ -168,7 +168,7 @@ class GlobalJobDispatcher:
         """Machines that have to be asked what they run before anything begins; None: that is not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
-        self._desk = Desk(
+        self._desk = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
             snapshots=Reads(
@@ -218,7 +218,9 @@ class GlobalJobDispatcher:
                 task.cancel()
             await self._drop_everything()
         try:
-            await self._gateway.commit("lease.let_go", lambda s: records.let_go(s, self.owner))
+            await self._gateway.commit(
+                "lease.let_go", lambda s: records.release_ownership(s, self.owner)
+            )
         except RunError as error:
             log.warning("its attempts are free for others when their lease runs out: %s", error)
 
@@ -327,7 +329,10 @@ class GlobalJobDispatcher:
     async def hear_wishes(self) -> None:
         """Wake the drives whose attempts somebody wants ended, or whose machines have been seen to begin anew."""
         found, seen = await self._gateway.look(
-            lambda s: (records.wishes(s, self.owner), records.sightings(s, self.owner))
+            lambda s: (
+                records.pending_requests(s, self.owner),
+                records.boot_observations(s, self.owner),
+            )
         )
         for epoch, wish in found.items():
             if epoch in self._drives and self._wishes.get(epoch) != wish:

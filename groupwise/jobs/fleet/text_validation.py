@@ -3,7 +3,7 @@
 Two things cannot: NUL, which ends a string for PostgreSQL and for every program, and half a character, which is what Python makes of bytes
 that are no UTF-8 (an argument or a file's name in another encoding). Whoever submits such a thing is told where it stands.
 
-Rows by hand may hold them all the same, and numbers beyond all bounds, which JSON cannot say either: `sayable` is what can be told then.
+Rows by hand may hold them all the same, and numbers beyond all bounds, which JSON cannot say either: `json_safe` is what can be told then.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def require_passable(*names: str, **given: Any) -> None:
         raise Refusal("invalid_request", "; ".join(wrong[:MOST_PROBLEMS]) + ".")
 
 
-def sayable(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """A document as JSON can say it: null for NaN and infinities, `?` for half a character."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, Mapping):
-        return {sayable(k): sayable(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+        return {json_safe(k): json_safe(v) for k, v in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [sayable(inner) for inner in cast("Sequence[Any]", value)]
+        return [json_safe(inner) for inner in cast("Sequence[Any]", value)]
     return value

@@ -68,12 +68,12 @@ from groupwise.training.loops.resume import (
     find_resume_point,
     keep_start,
     open_folder,
+    restore_checkpoint,
     start_to_keep,
-    take_back,
     with_start_of,
 )
 from groupwise.training.loops.rl import publish, take_step
-from groupwise.training.loops.run import Drawn
+from groupwise.training.loops.run import StepBatch
 from groupwise.training.loops.training import save_checkpoint
 from groupwise.training.placement import refuse_on_server
 
@@ -160,7 +160,7 @@ class EngineCore:
         self._scope.callback(parts.close)
         run = _assembled(prepared, folder, parts, progress, publications)
         if resumption is not None:
-            take_back(run, prepared, resumption)
+            restore_checkpoint(run, prepared, resumption)
         elif order.start_from is not None:
             run.learner.load(order.start_from)
             save_checkpoint(run)  # it needs nobody else's from now on
@@ -365,12 +365,12 @@ class EngineCore:
             record = run.folder.store.step(run.step - 1)
             return StepDone(record, metrics, run.policy, self._oldest, tuple(run.warned))
 
-    def _drawn(self, plan: Plan) -> Drawn:
+    def _drawn(self, plan: Plan) -> StepBatch:
         """The groups of a plan, with what was sampled since the step before, which may be groups of later ones."""
         run = self._current.run
         shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]
         tokens, self._fresh_tokens = self._fresh_tokens, 0
-        return Drawn(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
+        return StepBatch(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
 
     def _save(self) -> None:
         save_checkpoint(self._current.run)

@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.core.errors import GroupwiseError, RunError, StoreError
 from groupwise.core.plugins import explain
-from groupwise.engine.distributed.messages import Line, Told
+from groupwise.engine.distributed.messages import Line, LogRecordMessage
 from groupwise.engine.models.memory import lacks_memory, out_of_memory
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "Cancel",
     "Failed",
     "Line",
-    "Told",
+    "LogRecordMessage",
     "packed",
     "packed_error",
     "unpacked",

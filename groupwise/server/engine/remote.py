@@ -45,7 +45,7 @@ from groupwise.server.engine.messages import (
     Cancel,
     Failed,
     Line,
-    Told,
+    LogRecordMessage,
     packed,
     unpacked,
     unpacked_error,
@@ -402,11 +402,11 @@ class EngineProcess:
                 if hangs is not None and self._stop is None:
                     self._stop = hangs
 
-    def _take(self, message: Beat | Answered | Failed | Told) -> None:
+    def _take(self, message: Beat | Answered | Failed | LogRecordMessage) -> None:
         match message:
             case Beat():
                 self._note(message)
-            case Told(record):
+            case LogRecordMessage(record):
                 self._tell(record)
             case Answered(number, body):
                 pending = self._answered(number)

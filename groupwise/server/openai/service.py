@@ -36,7 +36,7 @@ from groupwise.server.openai import storing
 from groupwise.server.openai.asking import Ask, Gather
 from groupwise.server.openai.completed import Completed, TokenTexts, Written, showable_of, written
 from groupwise.server.openai.storing import Keeping, Kept, Render
-from groupwise.server.run.conductor import Conductor, Standing
+from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
 
@@ -137,7 +137,7 @@ class OpenAIService:
                 return each
         raise self._unknown(name)
 
-    def _now(self) -> Standing | None:
+    def _now(self) -> RunStatus | None:
         try:
             return self._host.active().now
         except Refusal as refusal:
@@ -359,7 +359,7 @@ class OpenAIService:
         return [written(each, ask, text) for each, text in zip(rollouts, texts, strict=True)]
 
 
-def _names(now: Standing) -> tuple[str, ...]:
+def _names(now: RunStatus) -> tuple[str, ...]:
     """Under which the policy that serves can be asked for."""
     return f"{now.run}@{now.step}", LATEST
 

@@ -44,7 +44,7 @@ from groupwise.server.engine.port import Engine, EngineLost, OpenParts, PartsOpe
 from groupwise.server.parts.calls import Calls
 from groupwise.server.parts.files import Files
 from groupwise.server.run.engine_errors import refusal_of
-from groupwise.server.run.engine_supervisor import Keeper
+from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.run_config import Allowed, allowed_model
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class PartsService:
         before. `most_bytes` of a request."""
         self._runs = runs
         self._make_engine = make_engine
-        self._keeper = Keeper(make_engine)
+        self._keeper = EngineSupervisor(make_engine)
         self._allowed = allowed
         self._folder = folder
         self._silence = silence

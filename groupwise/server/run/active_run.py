@@ -12,7 +12,7 @@ from groupwise.core.condition import Pulse
 from groupwise.runs import find
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.tokenizers import Tokenizer
-from groupwise.server.run.conductor import Conductor, Standing
+from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.named_checkpoints import NamedCheckpoints
 from groupwise.server.run.policy_versions import Versions
 from groupwise.server.settings import ServerConfig
@@ -62,7 +62,7 @@ class Current:
             raise Refusal("shutting_down", retry_after=5)
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> RunStatus | None:
         """Where it stands; None where no engine has opened it since the server began."""
         return self.conductor.standing if self.conductor else None
 

@@ -37,7 +37,7 @@ from groupwise.server.ledger.runs import RunState
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import steps
 from groupwise.server.run.admission import Admission, Room
-from groupwise.server.run.engine_supervisor import Keeper, TooManyRestarts, is_full
+from groupwise.server.run.engine_supervisor import EngineSupervisor, TooManyRestarts, is_full
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _STATES: Mapping[Leaving, RunState] = {"stop": "stopped", "replace": "replaced"}
 
 
 @dataclass(slots=True)
-class Standing:
+class RunStatus:
     """Where the run stands."""
 
     opened: Opened
@@ -104,7 +104,7 @@ class Conductor:
     def __init__(
         self,
         ledger: Ledger,
-        keeper: Keeper,
+        keeper: EngineSupervisor,
         request: StartRequest,
         order: OpenRun,
         *,
@@ -115,7 +115,7 @@ class Conductor:
         self.request = request
         self.phase: Phase = "starting"
         self.last_error: str | None = None
-        self.standing: Standing | None = None
+        self.standing: RunStatus | None = None
         self.admission: Admission | None = None
         self._ledger = ledger
         self._keeper = keeper
@@ -147,7 +147,7 @@ class Conductor:
         return self._order.config["model"]["name"]
 
     @property
-    def now(self) -> Standing:
+    def now(self) -> RunStatus:
         """Where the run stands; refused as long as no engine has opened it."""
         if self.standing is None:
             raise self.refusal()
@@ -178,7 +178,7 @@ class Conductor:
         if self.standing is not None and self.admission is not None:
             self.admission.now(await self._ledger.do(steps.traffic, self.standing.run))
 
-    async def begin(self) -> Standing:
+    async def begin(self) -> RunStatus:
         """Open the run with its first engine. Raises what is wrong with it; of a new one nothing is left then."""
         if self._order.run is None:
             self._engine, opened = await self._keeper.open(self._order)
@@ -341,7 +341,7 @@ class Conductor:
 
     def _place(self, opened: Opened) -> None:
         before = self.standing
-        self.standing = Standing(opened, opened.step, opened.policy, {opened.step: opened.policy})
+        self.standing = RunStatus(opened, opened.step, opened.policy, {opened.step: opened.policy})
         if before is not None:
             self.standing.metrics = before.metrics
 

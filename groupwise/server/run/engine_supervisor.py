@@ -56,7 +56,7 @@ class Time:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
-class Keeper:
+class EngineSupervisor:
     """Has at most one engine."""
 
     def __init__(

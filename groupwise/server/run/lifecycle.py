@@ -30,9 +30,9 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
 from groupwise.server.run.active_run import ENDED, Current
 from groupwise.server.run.checkpoints import Checkpoints
-from groupwise.server.run.conductor import Conductor, Leaving, Standing
+from groupwise.server.run.conductor import Conductor, Leaving, RunStatus
 from groupwise.server.run.engine_errors import refusal_of
-from groupwise.server.run.engine_supervisor import Keeper
+from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.run_config import RUNS, Allowed, order_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class StartStop:
     """The beginning and the end of runs."""
 
     def __init__(
-        self, current: Current, ledger: Ledger, keeper: Keeper, checkpoints: Checkpoints
+        self, current: Current, ledger: Ledger, keeper: EngineSupervisor, checkpoints: Checkpoints
     ) -> None:
         config = current.config
         self._current = current
@@ -160,7 +160,7 @@ class StartStop:
             )
         await self._left(conductor, "replace")
 
-    async def _begun(self, conductor: Conductor) -> Standing:
+    async def _begun(self, conductor: Conductor) -> RunStatus:
         limit = self._config.start_time_limit
         try:
             async with asyncio.timeout(limit):
@@ -180,7 +180,7 @@ class StartStop:
             await self._keeper.end()
             raise refusal_of(error, otherwise="engine_failed") from None
 
-    async def _keep_tokenizer(self, conductor: Conductor, standing: Standing) -> None:
+    async def _keep_tokenizer(self, conductor: Conductor, standing: RunStatus) -> None:
         """Beside the runs, so that it can be had when no engine is there."""
         place = self._current.tokenizer_folder(standing.opened.tokenizer_hash)
         if place.is_dir():
@@ -282,7 +282,7 @@ def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
         ) from None
 
 
-def _start_answer(request: StartRequest, standing: Standing) -> StartAnswer:
+def _start_answer(request: StartRequest, standing: RunStatus) -> StartAnswer:
     return StartAnswer(
         run_id=standing.run,
         model_version=standing.version,

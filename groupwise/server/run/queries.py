@@ -14,7 +14,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import Current
 from groupwise.server.run.downloads import OpenVersion
-from groupwise.server.run.engine_supervisor import Keeper
+from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.named_checkpoints import NamedCheckpoints
 from groupwise.server.run.periodic_tasks import Clockwork
 from groupwise.server.run.policy_versions import LATEST
@@ -30,7 +30,7 @@ class Reading:
     """Of the run that is, or was last."""
 
     def __init__(
-        self, current: Current, ledger: Ledger, keeper: Keeper, clockwork: Clockwork
+        self, current: Current, ledger: Ledger, keeper: EngineSupervisor, clockwork: Clockwork
     ) -> None:
         self._keeper = keeper
         self._clockwork = clockwork

@@ -51,7 +51,7 @@ from groupwise.server.run.completions_and_rewards import AskPost
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.downloads import OpenVersion
 from groupwise.server.run.engine_errors import asked
-from groupwise.server.run.engine_supervisor import Keeper, Limits
+from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.lifecycle import Beside, StartStop
 from groupwise.server.run.periodic_tasks import Clockwork
 from groupwise.server.run.queries import Reading
@@ -72,7 +72,7 @@ class Service:
         """`make_engine` begins an engine process in which nothing is open."""
         self._config = config
         self._ledger = ledger
-        self._keeper = Keeper(
+        self._keeper = EngineSupervisor(
             make_engine, Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         )
         self._current = Current(config)

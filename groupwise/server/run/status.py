@@ -18,7 +18,7 @@ from groupwise.server.ledger import counters
 from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.runs import RunState
 from groupwise.server.run import steps
-from groupwise.server.run.conductor import Conductor, Standing
+from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.ledger_operations import Told
 
 PHASES: Mapping[RunState, Phase] = {
@@ -72,7 +72,7 @@ def status_of(
     )
 
 
-def _throughput(standing: Standing | None, probe: Probe | None) -> Throughput:
+def _throughput(standing: RunStatus | None, probe: Probe | None) -> Throughput:
     return Throughput(
         sampled_tokens=probe.sampled_tokens if probe else 0,
         sampled_tokens_per_second=standing.metrics.get(SAMPLED) if standing else None,

@@ -33,7 +33,7 @@ from groupwise.server.engine.adapter_port import (
 from groupwise.server.engine.port import EngineLost, OpenModels
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.run.conductor import Conductor
-from groupwise.server.run.engine_supervisor import Keeper, is_full
+from groupwise.server.run.engine_supervisor import EngineSupervisor, is_full
 from groupwise.server.run.run_config import Allowed, allowed_model, folders_in
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.journal import Journal
@@ -103,7 +103,7 @@ class Host:
         self,
         *,
         runs: Runs,
-        keeper: Keeper,
+        keeper: EngineSupervisor,
         journal: Journal,
         allowed: Allowed,
         folder: str,

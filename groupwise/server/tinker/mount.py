@@ -23,7 +23,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.server.engine.port import Engine
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.routes.declared import Serving
-from groupwise.server.run.engine_supervisor import Keeper, Limits
+from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.run_config import Allowed
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
@@ -52,7 +52,7 @@ class Verbs:
         limits = Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         self._host = Host(
             runs=runs,
-            keeper=Keeper(make_engine, limits),
+            keeper=EngineSupervisor(make_engine, limits),
             journal=journal,
             allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
             folder=str(config.folder / FOLDER),

@@ -12,9 +12,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from groupwise.core.types import Group, OtherRows, Rollout, Row, Segment, Weight, Withheld
+from groupwise.core.types import (
+    Group,
+    MaskedTokens,
+    Rollout,
+    RolloutCredit,
+    Row,
+    Segment,
+    SiblingRowStats,
+)
 
-Weights = tuple[Weight | None, ...]
+Weights = tuple[RolloutCredit | None, ...]
 
 
 def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[Row]:
@@ -85,7 +93,7 @@ def _learnt(rollout: Rollout, told: Iterator[Sequence[float]]) -> Iterator[Segme
             start = end
 
 
-def _rows(rollout: Rollout, weight: Weight) -> list[Row]:
+def _rows(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
     written = [part for part in _parts(rollout) if any(map(_teaches, part[1]))]
     key = (rollout.draw, rollout.member)
     return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in written]
@@ -105,12 +113,12 @@ def _teaches(segment: Segment) -> bool:
     return segment.source == "policy" and bool(segment.token_ids)
 
 
-def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Weight) -> Row:
+def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit) -> Row:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
     temperatures: set[float] = set()
-    withheld: list[Withheld] = []
+    withheld: list[MaskedTokens] = []
     for segment in segments:
         length = len(segment.token_ids)
         withheld += _withheld(segment, len(ids))
@@ -132,7 +140,7 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Weigh
     )
 
 
-def _withheld(segment: Segment, start: int) -> tuple[Withheld, ...]:
+def _withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
     """What could not be drawn in a segment that begins at this place of its row; each segment counts from its own beginning."""
     params = segment.params
     if segment.source != "policy" or params is None:
@@ -141,13 +149,13 @@ def _withheld(segment: Segment, start: int) -> tuple[Withheld, ...]:
     if not params.min_tokens or not params.stop_token_ids:
         return ()
     end = start + min(params.min_tokens, len(segment.token_ids))
-    return (Withheld(start, end, params.stop_token_ids),)
+    return (MaskedTokens(start, end, params.stop_token_ids),)
 
 
-def _sums(row: Row, policy: Sequence[float] | None) -> OtherRows:
+def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
     """What this row is to the other rows of its rollout."""
     old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
-    return OtherRows(
+    return SiblingRowStats(
         tokens=sum(row.mask),
         log_weight=_difference(row, old, row.sampling_logprobs),
         log_ratio=_difference(row, old if policy is None else policy, old),
@@ -159,8 +167,8 @@ def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
     return math.fsum(a - b for a, b, counts in zip(of, to, row.mask, strict=True) if counts)
 
 
-def _added(sums: Sequence[OtherRows]) -> OtherRows:
-    return OtherRows(
+def _added(sums: Sequence[SiblingRowStats]) -> SiblingRowStats:
+    return SiblingRowStats(
         tokens=sum(each.tokens for each in sums),
         log_weight=math.fsum(each.log_weight for each in sums),
         log_ratio=math.fsum(each.log_ratio for each in sums),

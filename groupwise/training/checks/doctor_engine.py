@@ -20,10 +20,10 @@ from groupwise.core.types import (
     Learner,
     OptimiserParams,
     Policy,
+    RolloutCredit,
     Row,
     Sampler,
     SamplingParams,
-    Weight,
 )
 from groupwise.engine.models.tokens import completion_text
 from groupwise.tasks.rollouts.rows import training_rows
@@ -84,7 +84,7 @@ class Engine:
 def rows_of(groups: Sequence[Group]) -> list[Row]:
     """A training row for each rollout, with made-up credit that differs within each group."""
     credit = [
-        tuple(Weight((-1.0) ** member, 1.0) for member in range(len(group.rollouts)))
+        tuple(RolloutCredit((-1.0) ** member, 1.0) for member in range(len(group.rollouts)))
         for group in groups
     ]
     return training_rows(groups, credit)

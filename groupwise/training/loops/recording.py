@@ -14,7 +14,7 @@ from groupwise.runs.advice import SOLVED
 from groupwise.runs.records import StepRecord, WarningRecord
 from groupwise.training.evaluation.evaluate import success_of
 from groupwise.training.loops.metrics import failure_reasons, group_metrics, timing_metrics
-from groupwise.training.loops.run import Drawn, Run
+from groupwise.training.loops.run import Run, StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ MAX_GAP = 0.15
 
 
 def commit(
-    run: Run, drawn: Drawn, policy_in: Policy, rate: float, learned: Mapping[str, float]
+    run: Run, drawn: StepBatch, policy_in: Policy, rate: float, learned: Mapping[str, float]
 ) -> dict[str, float]:
     """The step with its rollouts and metrics (which it returns), in one transaction. Then the run stands after it."""
     run.tokens_seen += _tokens(drawn.all)
@@ -136,7 +136,7 @@ def _warn_of_no_reward(run: Run, groups: Sequence[Group]) -> None:
         )
 
 
-def _drawn_metrics(drawn: Drawn, policy_in: Policy) -> dict[str, float]:
+def _drawn_metrics(drawn: StepBatch, policy_in: Policy) -> dict[str, float]:
     """Those of all groups that were drawn for a step; how many others had to be drawn for, how old the policies were."""
     metrics = group_metrics(drawn.all)
     if drawn.rejected:

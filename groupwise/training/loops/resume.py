@@ -227,7 +227,7 @@ def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
     return loaded
 
 
-def take_back(run: Training, prepared: Prepared, resumption: Resumption) -> None:
+def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption) -> None:
     """Put weights, optimiser, position and record where the checkpoint is; what came after is drawn again from its seeds."""
     checkpoint = resumption.point.checkpoint
     if checkpoint is not None:

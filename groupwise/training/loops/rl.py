@@ -25,7 +25,7 @@ from groupwise.training.loops.learning import learn, noted
 from groupwise.training.loops.metrics import Timings
 from groupwise.training.loops.profiling import profiled
 from groupwise.training.loops.recording import check_something_scored, commit
-from groupwise.training.loops.run import Drawn, Run, TaskRun
+from groupwise.training.loops.run import Run, StepBatch, TaskRun
 from groupwise.training.loops.schedules import make_schedule
 from groupwise.training.loops.training import save_checkpoint
 
@@ -40,7 +40,7 @@ async def train(run: TaskRun) -> None:
     """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
     run.schedule = make_schedule(run)
     try:
-        while await goes_on(run):
+        while await evaluate_and_continue(run):
             await run.callbacks.step_begins()
             begun = time.perf_counter()
             run.timings = Timings()
@@ -63,14 +63,14 @@ def warn_early(run: TaskRun) -> None:
             run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")
 
 
-async def goes_on(run: TaskRun) -> bool:
+async def evaluate_and_continue(run: TaskRun) -> bool:
     """Evaluate if that is due. Returns whether there is another step to take."""
     await evaluate_now_and_then(run)
     return not run.over
 
 
 async def take_step(
-    run: Run, drawn: Drawn, begun: float, rate: float | None = None
+    run: Run, drawn: StepBatch, begun: float, rate: float | None = None
 ) -> Mapping[str, float]:
     """Learn from scored groups, publish, and commit the step with its record as one unit. Returns the step's metrics.
 

@@ -54,20 +54,20 @@ from groupwise.training.loops.outcome import (
     summarise,
     write_curve,
 )
-from groupwise.training.loops.resume import Resumption, check_folder, take_back
+from groupwise.training.loops.resume import Resumption, check_folder, restore_checkpoint
 from groupwise.training.loops.rl import publish, train
 from groupwise.training.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl, warnings_of
 from groupwise.training.loops.run import TaskRun
 from groupwise.training.loops.start import (
     Start,
+    StartMode,
     TrainingResult,
-    Ways,
     dry_run_warnings,
     find_start,
-    kept_going,
     left_out_lines,
     loaded,
     opened,
+    run_with_auto_resume,
     watched,
 )
 from groupwise.training.loops.training import save_checkpoint
@@ -110,27 +110,29 @@ def rl(
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
     run failed on its way. A config with `warm_up` has a supervised run made first, unless there is one or `init_from` is given.
     """
-    ways = Ways(resume, resume_from, init_from)
+    ways = StartMode(resume, resume_from, init_from)
     given = load_config(config, overrides, to_train=True)
     if not dry_run:
         build.be_launched(given.config)
 
-    def begin(ways: Ways, warmed: WarmedUp | None = None) -> RlResult:
+    def begin(ways: StartMode, warmed: WarmedUp | None = None) -> RlResult:
         with nullcontext() if dry_run else build.expected_ranks(given.config):
             start = find_start(given, ways, KIND)
             return _rl(start, task, warmed or WarmedUp(), dry_run=dry_run, here=not dry_run)
 
     if given.config.warm_up is None or not needs_warm_up(given, ways):
-        return kept_going(begin, ways, given)
+        return run_with_auto_resume(begin, ways, given)
     if not dry_run:  # what is wrong with the second stage is told before the first one
         with build.expected_ranks(given.config):
-            _rl(find_start(given, Ways(), KIND), task, WarmedUp(), dry_run=True, here=True)
+            _rl(find_start(given, StartMode(), KIND), task, WarmedUp(), dry_run=True, here=True)
     warmed = warm_up(given, task, dry_run=dry_run)
     if warmed.interrupted is not None:
         return RlResult(
             warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
         )
-    result = kept_going(partial(begin, warmed=warmed), Ways(init_from=warmed.run), given)
+    result = run_with_auto_resume(
+        partial(begin, warmed=warmed), StartMode(init_from=warmed.run), given
+    )
     if not dry_run:  # the run's own summary has it
         return result
     return replace(result, summary={"warm_up": warmed.summary, **result.summary})
@@ -192,7 +194,7 @@ async def run_in(
                 )
                 run.callbacks = callbacks
                 if resumption is not None:
-                    take_back(run, prepared, resumption)
+                    restore_checkpoint(run, prepared, resumption)
                     notice_changed_questions(run, prepared.facts[ASKED])
                 say_what_begins(run, prepared)
                 await publish(run, run.policy.version)

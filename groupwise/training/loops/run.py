@@ -36,7 +36,7 @@ POLICIES = "policies"
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class StepBatch:
     """The groups of a step."""
 
     groups: Sequence[Group]
@@ -57,7 +57,7 @@ class Drawn:
 class Schedule(Protocol):
     """Says which policy draws which groups, and when; see `groupwise.training.loops.schedules`."""
 
-    async def next(self) -> Drawn:
+    async def next(self) -> StepBatch:
         """The groups of the step that is due."""
         ...
 
@@ -65,7 +65,7 @@ class Schedule(Protocol):
         """Return when no completion is on its way, so that the sampler can be given other weights."""
         ...
 
-    def committed(self, drawn: Drawn) -> None:
+    def committed(self, drawn: StepBatch) -> None:
         """The step that is due was committed, with these groups."""
         ...
 
@@ -150,7 +150,7 @@ class Run(Learning):
     async def settle(self) -> None:
         """Return when no completion is on its way, so that the sampler can be given other weights."""
 
-    def committed(self, drawn: Drawn) -> None:
+    def committed(self, drawn: StepBatch) -> None:
         """The step that is due was committed, with these groups."""
 
     def observe(self, groups: Sequence[Group]) -> None:
@@ -234,7 +234,7 @@ class TaskRun(Run):
         if self.schedule is not None:
             await self.schedule.settle()
 
-    def committed(self, drawn: Drawn) -> None:
+    def committed(self, drawn: StepBatch) -> None:
         """See `Run.committed`."""
         if self.schedule is not None:
             self.schedule.committed(drawn)

@@ -26,7 +26,7 @@ from groupwise.core.interruption import Interrupted, gather_all
 from groupwise.core.types import Group, Policy
 from groupwise.tasks.data.selection import Choice
 from groupwise.training.loops import drawing
-from groupwise.training.loops.run import Drawn, Schedule, TaskRun
+from groupwise.training.loops.run import Schedule, StepBatch, TaskRun
 
 
 def make_schedule(run: TaskRun) -> Schedule:
@@ -40,7 +40,7 @@ class FixedLag:
     def __init__(self, run: TaskRun) -> None:
         self._run = run
         self._lag = run.config.training.lag
-        self._steps: dict[int, asyncio.Task[Drawn]] = {}
+        self._steps: dict[int, asyncio.Task[StepBatch]] = {}
         self._sampling: dict[int, asyncio.Event] = {}
         self._ends = {run.step - 1: run.next_draw}
         """The first draw after those of a step."""
@@ -54,7 +54,7 @@ class FixedLag:
     def outstanding(self) -> Sequence[int]:
         return ()
 
-    async def next(self) -> Drawn:
+    async def next(self) -> StepBatch:
         run = self._run
         if not self._caught_up:
             await self._catch_up()
@@ -68,7 +68,7 @@ class FixedLag:
     async def settle(self) -> None:
         await _settle(self, self._run, list(self._sampling.values()))
 
-    def committed(self, drawn: Drawn) -> None:
+    def committed(self, drawn: StepBatch) -> None:
         self._run.selection.finish(self._run.step, len(drawn.all))
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class FixedLag:
         before = self._steps.get(step - 1)
         self._steps[step] = asyncio.create_task(self._draw(step, before))
 
-    async def _draw(self, step: int, before: asyncio.Task[Drawn] | None) -> Drawn:
+    async def _draw(self, step: int, before: asyncio.Task[StepBatch] | None) -> StepBatch:
         """The groups of a step; with dynamic sampling, after those before it, so that its first draw is known."""
         try:
             if before is not None and self._run.algorithm.resample_rounds:
@@ -107,7 +107,7 @@ class FixedLag:
         finally:
             self._sampling.pop(step).set()
 
-    async def _rounds(self, step: int) -> Drawn:
+    async def _rounds(self, step: int) -> StepBatch:
         """Draw as many groups as are missing, until all are accepted or the algorithm's rounds are over."""
         size = self._run.config.training.prompts_per_step
         left = self._run.algorithm.resample_rounds
@@ -141,10 +141,10 @@ class FixedLag:
         return await gather_all(one(draw) for draw in draws)
 
 
-def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> Drawn:
+def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> StepBatch:
     """Where too few groups were accepted, rejected ones fill the step: without signal, but part of its denominators."""
     missing = size - len(accepted)
-    return Drawn((*accepted, *rejected[:missing]), tuple(rejected[missing:]))
+    return StepBatch((*accepted, *rejected[:missing]), tuple(rejected[missing:]))
 
 
 @dataclass(eq=False, slots=True)
@@ -187,7 +187,7 @@ class Free:
         uncommitted = draws if step == self._run.step else []
         return sorted([*self._again, *self._under_way, *uncommitted])
 
-    async def next(self) -> Drawn:
+    async def next(self) -> StepBatch:
         run = self._run
         size = run.config.training.prompts_per_step
         self._timer, self._taken = _Timer(), (run.step, [])
@@ -198,13 +198,13 @@ class Free:
             self._top_up(size)
             chosen = self._choose(size)
             if chosen is not None:
-                return self._timer.note(Drawn([self._take(draw) for draw in chosen], rejected))
+                return self._timer.note(StepBatch([self._take(draw) for draw in chosen], rejected))
             await self._one_more()
 
     async def settle(self) -> None:
         await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
 
-    def committed(self, drawn: Drawn) -> None:
+    def committed(self, drawn: StepBatch) -> None:
         """Blocks of draws are over when none of them is under way any more, or still to be asked for."""
         taken = {group.draw for group in drawn.all}
         first = min([d for d in self.outstanding if d not in taken], default=self._next)
@@ -326,7 +326,7 @@ class _Timer:
     def scored(self) -> None:
         self._scored = time.perf_counter()
 
-    def note(self, drawn: Drawn) -> Drawn:
+    def note(self, drawn: StepBatch) -> StepBatch:
         return replace(
             drawn,
             sampling=self._sampled - self._begun,
@@ -356,7 +356,7 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[Drawn] | asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Iterable[asyncio.Task[StepBatch] | asyncio.Task[None]]) -> None:
     given_up: list[asyncio.Task[Any]] = list(tasks)
     for task in given_up:
         task.cancel()

@@ -33,20 +33,25 @@ from groupwise.training.loops.outcome import (
     summarise,
     write_curve,
 )
-from groupwise.training.loops.resume import NOT_WEIGHTS, Resumption, check_folder, take_back
+from groupwise.training.loops.resume import (
+    NOT_WEIGHTS,
+    Resumption,
+    check_folder,
+    restore_checkpoint,
+)
 from groupwise.training.loops.sft import SftRun, save, train
 from groupwise.training.loops.sft_completions import Completions
 from groupwise.training.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft, warnings_of
 from groupwise.training.loops.start import (
     Start,
+    StartMode,
     TrainingResult,
-    Ways,
     dry_run_warnings,
     find_start,
-    kept_going,
     left_out_lines,
     loaded,
     opened,
+    run_with_auto_resume,
     watched,
 )
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig, load_sft_config
@@ -80,16 +85,16 @@ def sft(
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
     run failed on its way.
     """
-    ways = Ways(resume, resume_from, init_from)
+    ways = StartMode(resume, resume_from, init_from)
     given = load_sft_config(config, overrides, to_train=True)
     if not dry_run:
         build.be_launched(given.config)
 
-    def begin(ways: Ways) -> SftResult:
+    def begin(ways: StartMode) -> SftResult:
         with nullcontext() if dry_run else build.expected_ranks(given.config):
             return _sft(find_start(given, ways, KIND), task, dry_run=dry_run)
 
-    return kept_going(begin, ways, given)
+    return run_with_auto_resume(begin, ways, given)
 
 
 def _sft(start: Start[LoadedSftConfig], task: object, *, dry_run: bool) -> SftResult:
@@ -118,7 +123,7 @@ async def _run_in(
                 run = _assemble(folder, prepared, learner, progress, interruption)
                 run.callbacks, run.completions = callbacks, completions
                 if resumption is not None:
-                    take_back(run, prepared, resumption)
+                    restore_checkpoint(run, prepared, resumption)
                     _look_anew_if_changed(run, prepared)
                 _say_what_begins(run, prepared)
                 return await _conduct(run, prepared, started)

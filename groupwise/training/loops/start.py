@@ -1,6 +1,6 @@
 """How a training command starts, whatever the run learns from: what `rl_start` and `sft_start` share.
 
-kept_going       again from the last checkpoint, where a server has lost what the run computes with
+run_with_auto_resume  again from the last checkpoint, where a server has lost what the run computes with
 find_start       the config with the weights to begin with, and where an earlier run goes on
 resumption       is it the same run? what changed?
 opened           the run's folder, held by this process; one that could not start leaves none
@@ -74,7 +74,7 @@ class TrainingResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class StartMode:
     """How the user wants a run to start; an ordinary new one without any of these. Raises `UsageError` where more than one is given."""
 
     resume: bool = False
@@ -91,7 +91,9 @@ class Ways:
             )
 
 
-def kept_going(begin: Callable[[Ways], T], ways: Ways, loaded: LoadedConfig) -> T:
+def run_with_auto_resume(
+    begin: Callable[[StartMode], T], ways: StartMode, loaded: LoadedConfig
+) -> T:
     """What a run gives that is begun in these ways; where `run.server` loses its parts, it goes on by itself, as by `--resume`.
 
     An engine that ends, or a server that is started anew, costs the steps since the last checkpoint. Raises what the run raises, and what
@@ -118,10 +120,10 @@ def kept_going(begin: Callable[[Ways], T], ways: Ways, loaded: LoadedConfig) -> 
             logger.warning("%s", error)
             logger.warning("the run %s goes on by itself, after step %d", run, step)
             _await_server(loaded.config.run.server)
-            ways = Ways(resume_from=f"{run}@{step}") if step else Ways(resume=True)
+            ways = StartMode(resume_from=f"{run}@{step}") if step else StartMode(resume=True)
 
 
-def _stands(loaded: LoadedConfig, ways: Ways) -> tuple[str, int]:
+def _stands(loaded: LoadedConfig, ways: StartMode) -> tuple[str, int]:
     """The run that has just ended, and the steps that its newest checkpoint stands for."""
     runs = Path(loaded.config.run.dir)
     if ways.resume_from is None:
@@ -167,7 +169,7 @@ class Start(Generic[Loaded]):
         return check_resume(self.point, prepared) if self.point else None
 
 
-def find_start(loaded: Loaded, ways: Ways, kind: str) -> Start[Loaded]:
+def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
     """What to start with. `kind` is the command, whose runs alone can be gone on with."""
     lineage: tuple[dict[str, Any], ...] = ()
     point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)

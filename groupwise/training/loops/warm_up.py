@@ -27,7 +27,7 @@ from groupwise.training.evaluation.evaluate import EvalResult, evaluate_untraine
 from groupwise.training.loops.resume import FIXED_FACTS
 from groupwise.training.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
 from groupwise.training.loops.sft_start import KIND, sft
-from groupwise.training.loops.start import TrainingResult, Ways
+from groupwise.training.loops.start import StartMode, TrainingResult
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig, config_of_warm_up
 
 logger = logging.getLogger(__name__)
@@ -121,10 +121,10 @@ def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
     return evaluate_untrained(loaded, task)
 
 
-def needs_warm_up(loaded: LoadedConfig, ways: Ways) -> bool:
+def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
     """Whether a run starts with its warm-up. A resumed run does if the attempt before it was interrupted during the warm-up."""
     if not ways.resume:
-        return ways == Ways()
+        return ways == StartMode()
     runs = Path(loaded.config.run.dir)
     states = [facts.get("state") for _, facts in find.called(loaded.run_name, runs)]
     if any(state != "finished" for state in states):

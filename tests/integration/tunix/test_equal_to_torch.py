@@ -16,7 +16,14 @@ import torch
 
 from groupwise.algorithms.kl import KlEstimator, KlGradient
 from groupwise.algorithms.registry import ALGORITHMS, make
-from groupwise.core.types import Completion, GroupRequest, OtherRows, Row, SamplingParams, Withheld
+from groupwise.core.types import (
+    Completion,
+    GroupRequest,
+    MaskedTokens,
+    Row,
+    SamplingParams,
+    SiblingRowStats,
+)
 from groupwise.engine.models.files import read_tensors
 from groupwise.engine.models.lora import WEIGHTS, fingerprint
 from groupwise.training.build import Parts
@@ -49,7 +56,7 @@ def both(request: pytest.FixtureRequest, pairs: Pairs) -> tuple[Parts, Parts]:
 
 def test_log_probabilities(both: tuple[Parts, Parts]) -> None:
     rows = rows_of(random.Random(0), 12)
-    rows[3] = replace(rows[3], withheld=(Withheld(0, 1, (1, 7)),))
+    rows[3] = replace(rows[3], withheld=(MaskedTokens(0, 1, (1, 7)),))
     for role in ("policy", "reference"):
         tunix, by_torch = (flat(asyncio.run(each.learner.logprobs(rows, role))) for each in both)
         np.testing.assert_allclose(tunix, by_torch, atol=2e-4)
@@ -82,7 +89,7 @@ def test_losses_gradients_and_updates(both: tuple[Parts, Parts], name: str, tmp_
     """All sums, the norm of the gradient, and the weights after two updates with clipping and decay."""
     loss = LOSSES[name]
     rows = rows_of(random.Random(1), 9, reference=True)
-    rows[0] = replace(rows[0], others=OtherRows(3, 0.1, -0.2))
+    rows[0] = replace(rows[0], others=SiblingRowStats(3, 0.1, -0.2))
     denominators = {"policy": 9.0, "kl": 9.0, "entropy": 50.0}
     sums, norms, logprobs = [], [], []
     for number, each in enumerate(both):

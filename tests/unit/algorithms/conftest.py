@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from groupwise.algorithms.base import Algorithm, TokenBatch
-from groupwise.core.types import Example, Group, Outcome, Rollout, Segment, Weight
+from groupwise.core.types import Example, Group, Outcome, Rollout, RolloutCredit, Segment
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -84,7 +84,7 @@ def _batch(
 
 
 def _weighted(
-    weights: Sequence[Weight | None], policy: Sequence[Sequence[float]], **options: Any
+    weights: Sequence[RolloutCredit | None], policy: Sequence[Sequence[float]], **options: Any
 ) -> TokenBatch:
     """A batch whose rows carry what an algorithm gave them; every member must teach."""
     present = [weight for weight in weights if weight is not None]

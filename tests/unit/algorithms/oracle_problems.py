@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from groupwise.algorithms.base import Algorithm, TokenBatch
-from groupwise.core.types import Example, Group, Rollout, Segment, Weight
+from groupwise.core.types import Example, Group, Rollout, RolloutCredit, Segment
 
 MEMBERS = 4
 MAX_TOKENS = 12
@@ -32,7 +32,7 @@ class Problem:
     reference_BT: torch.Tensor
     mask_BT: torch.Tensor
 
-    def weights(self, algorithm: Algorithm) -> list[Weight | None]:
+    def weights(self, algorithm: Algorithm) -> list[RolloutCredit | None]:
         """Those of all rollouts in their order, which is that of the rows."""
         return [weight for of_group in algorithm.weights(self.groups) for weight in of_group]
 

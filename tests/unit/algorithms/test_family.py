@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from groupwise.algorithms.base import Algorithm, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import ALGORITHMS, make
-from groupwise.core.types import Weight
+from groupwise.core.types import RolloutCredit
 
 KNOBS: list[dict[str, Any]] = [
     {"importance_sampling_correction": "none"},
@@ -245,7 +245,7 @@ def test_numerator_and_denominator_count_the_same_tokens(
     (weights,) = algorithm.weights(step)
     assert [weight is None for weight in weights] == [False, True, True]
     flat = [[-1.0, -1.0]]
-    rows = weighted([Weight(1.0, weights[0].scale)], flat, entropies=[[1.0, 1.0]])
+    rows = weighted([RolloutCredit(1.0, weights[0].scale)], flat, entropies=[[1.0, 1.0]])
     denominators = algorithm.denominators(step, 8)
     result = algorithm.loss(rows)
     assert denominators["entropy"] == 2.0

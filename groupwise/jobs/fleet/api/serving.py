@@ -24,7 +24,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.notify.base import Doorbell
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.jobs.fleet.store.database import Database, DatabaseFailure
-from groupwise.jobs.fleet.text_validation import sayable
+from groupwise.jobs.fleet.text_validation import json_safe
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.fleet.verbs.keys import ROLES
 from groupwise.jobs.hosts.files import BlobStore
@@ -117,4 +117,4 @@ def document(value: Any, status: int = 200) -> Response:
     try:
         return JSONResponse(value, status)
     except ValueError:  # a number or a text that JSON has no words for
-        return JSONResponse(sayable(value), status)
+        return JSONResponse(json_safe(value), status)

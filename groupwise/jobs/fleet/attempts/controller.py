@@ -128,7 +128,7 @@ class Pauses:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class ControllerDependencies:
     """What all drives of one dispatcher share."""
 
     owner: str
@@ -175,7 +175,7 @@ class _Fetching:
             await asyncio.wait([self.task])
 
 
-class _Ear:
+class _MemberMonitor:
     """What is known of one member on its machine; a `watching.Listener`."""
 
     def __init__(
@@ -269,10 +269,10 @@ class _Ear:
 class Drive:
     """The driving of one attempt by its owner."""
 
-    def __init__(self, epoch: int, desk: Desk) -> None:
+    def __init__(self, epoch: int, desk: ControllerDependencies) -> None:
         self.epoch = epoch
         self._desk = desk
-        self._ears: dict[int, _Ear] = {}
+        self._ears: dict[int, _MemberMonitor] = {}
         self._silences: dict[int, float] = {}
         """Since when a member is known to be silent, by this process's own clock."""
         self._news = asyncio.Event()
@@ -348,10 +348,10 @@ class Drive:
         ear = self._ear(row, member)
         return ear.last is None and (ear.reachable or ear.elsewhere)
 
-    def _ear(self, row: Snapshot, member: MemberRow) -> _Ear:
+    def _ear(self, row: Snapshot, member: MemberRow) -> _MemberMonitor:
         ear = self._ears.get(member.rank)
         if ear is None:
-            ear = self._ears[member.rank] = _Ear(row.job_id, self.epoch, self._news.set)
+            ear = self._ears[member.rank] = _MemberMonitor(row.job_id, self.epoch, self._news.set)
             ear.provided = len(row.members) == 1 or not files_of(row)
             runner = self._desk.runner(member.machine)
             ear.watch = self._desk.watches.listen(member.machine.vm_id, runner, ear)
@@ -380,7 +380,7 @@ class Drive:
                 self._silent(ear, error)
             ear.last, ear.asked = None, False  # asked again, once, before it counts as silent
 
-    def _silent(self, ear: _Ear, error: Exception) -> None:
+    def _silent(self, ear: _MemberMonitor, error: Exception) -> None:
         ear.lost_contact(str(error))
         if ear.watch is not None:
             ear.watch.down = True
@@ -603,7 +603,7 @@ class Drive:
             if ear.providing is not None and rank not in wanted:
                 ear.providing.cancel()
 
-    async def _bring_files(self, row: Snapshot, member: MemberRow, ear: _Ear) -> None:
+    async def _bring_files(self, row: Snapshot, member: MemberRow, ear: _MemberMonitor) -> None:
         store = self._desk.store
         try:
             await self._desk.runner(member.machine).provide(store, files_of(row))

@@ -311,7 +311,7 @@ def names(session: Session) -> list[str]:
     return list(session.scalars(select(VM.vm_id)))
 
 
-def wishes(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
+def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
     """What people want of the open attempts of this owner: epoch → whether cancelled, and which of its machines are declared lost."""
     found: dict[int, tuple[bool, tuple[str, ...]]] = {
         epoch: (cancelled is not None, ())
@@ -333,7 +333,7 @@ def wishes(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...
     return found
 
 
-def sightings(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
+def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
     """What the poller saw of the machines on which this owner has open attempts: machine → its boot, and whether it answers."""
     rows = session.execute(
         select(VM.vm_id, VM.boot_id, VM.contact)
@@ -399,7 +399,7 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     return [attempt.epoch for attempt in found]
 
 
-def let_go(session: Session, owner: str) -> None:
+def release_ownership(session: Session, owner: str) -> None:
     """This owner stops: whoever wants to may adopt its attempts at once. What runs, runs on."""
     session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
-from groupwise.core.types import Withheld
+from groupwise.core.types import MaskedTokens
 from groupwise.engine.learner import forward
 from groupwise.engine.learner.forward import (
     choose_paths,
@@ -179,11 +179,11 @@ def test_what_could_not_be_drawn_is_left_out_in_its_own_row_and_place(decoder, m
     assert_plain(decoder, compute, rows)
 
 
-def spans(index: int, length: int, barred: tuple[int, ...]) -> tuple[Withheld, ...]:
+def spans(index: int, length: int, barred: tuple[int, ...]) -> tuple[MaskedTokens, ...]:
     """None, all of a row, its beginning, or two stretches of different tokens."""
     return (
         (),
-        (Withheld(0, length, barred),),
-        (Withheld(0, length // 2, barred),),
-        (Withheld(0, length // 3, barred), Withheld(length // 2, length, barred[:1])),
+        (MaskedTokens(0, length, barred),),
+        (MaskedTokens(0, length // 2, barred),),
+        (MaskedTokens(0, length // 3, barred), MaskedTokens(length // 2, length, barred[:1])),
     )[index % 4]

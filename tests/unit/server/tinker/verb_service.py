@@ -23,7 +23,7 @@ from groupwise.server.engine.adapter_port import (
 from groupwise.server.engine.port import EngineLost
 from groupwise.server.engine.saved_adapters import Saved, SavedFolders
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run.engine_supervisor import Keeper, Limits, Time
+from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits, Time
 from groupwise.server.run.run_config import Allowed
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.engine_manager import Host
@@ -179,7 +179,7 @@ class Server:
 
         self.host = Host(
             runs=cast("Any", NoRuns()),
-            keeper=Keeper(make, Limits(restarts=10), Time(sleep=_at_once)),
+            keeper=EngineSupervisor(make, Limits(restarts=10), Time(sleep=_at_once)),
             journal=journal,
             allowed=Allowed(folder / "models", ()),
             folder=str(folder),

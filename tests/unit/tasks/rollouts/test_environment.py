@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from groupwise.core.reward_call.request import GroupScore, MemberScore, unscored
 from groupwise.core.reward_call.text import completion_text
-from groupwise.core.types import Group, RewardPart, Rollout, Weight, Withheld
+from groupwise.core.types import Group, MaskedTokens, RewardPart, Rollout, RolloutCredit
 from groupwise.tasks.environment import Step
 from groupwise.tasks.rewards.rubric import NO_REWARD
 from groupwise.tasks.rollouts.dialogue import first_ids
@@ -118,7 +118,7 @@ def row_of(rollout: Rollout) -> Any:
 
 def rows_of(rollout: Rollout) -> Any:
     group = Group(rollout.draw, ask_for(Pieces(), "p", (1,)).example, (rollout,))
-    return training_rows([group], [(Weight(0.5, 0.25),)])
+    return training_rows([group], [(RolloutCredit(0.5, 0.25),)])
 
 
 # 1. tokens and masks
@@ -327,7 +327,10 @@ async def test_each_turn_has_its_least_length_as_far_as_there_is_room():
     assert written == [2, 4]
     second = len(rollout.completion_ids) - 4
     end = (tokenizer.eos_token_id,)
-    assert row_of(rollout).withheld == (Withheld(0, 2, end), Withheld(second, second + 3, end))
+    assert row_of(rollout).withheld == (
+        MaskedTokens(0, 2, end),
+        MaskedTokens(second, second + 3, end),
+    )
 
 
 async def test_prompt_of_the_environment_is_the_one_of_its_group():

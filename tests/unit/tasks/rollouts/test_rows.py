@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from groupwise.core.types import (
     Example,
     Group,
+    MaskedTokens,
     Rollout,
+    RolloutCredit,
     Row,
     SamplingParams,
     Segment,
-    Weight,
-    Withheld,
     from_json,
     to_json,
 )
@@ -29,7 +29,7 @@ PARAMS = SamplingParams(8, 0.7)
 
 def test_a_row_is_the_rollout_verbatim(make_group, written):
     group = make_group((written(7, 7, 1),))
-    (row,) = training_rows([group], [(Weight(0.5, 0.25),)])
+    (row,) = training_rows([group], [(RolloutCredit(0.5, 0.25),)])
     assert row == Row(
         (50, 51), (7, 7, 1), (1, 1, 1), (-0.7, -0.7, -0.1), 0.5, 0.25, 0.7, rollout=(4, 0)
     )
@@ -38,7 +38,7 @@ def test_a_row_is_the_rollout_verbatim(make_group, written):
 
 def test_the_last_stop_token_teaches_once_and_a_truncated_row_has_none(make_group, written):
     ended, cut = (written(7, 1),), (written(7, 8, finish="length"),)
-    rows = training_rows([make_group(ended, cut)], [(Weight(1, 1), Weight(-1, 1))])
+    rows = training_rows([make_group(ended, cut)], [(RolloutCredit(1, 1), RolloutCredit(-1, 1))])
     assert [sum(row.mask) for row in rows] == [2, 2]
     assert rows[1].completion_ids == (7, 8)
 
@@ -47,7 +47,7 @@ def test_only_what_the_policy_wrote_teaches(make_group, written):
     segments = (
         written(5, 6), Segment("inserted", (90, 91)), Segment("environment", (92,)), written(7),
     )  # fmt: skip
-    (row,) = training_rows([make_group(segments)], [(Weight(1, 1),)])
+    (row,) = training_rows([make_group(segments)], [(RolloutCredit(1, 1),)])
     assert row.completion_ids == (5, 6, 90, 91, 92, 7)
     assert row.mask == (1, 1, 0, 0, 0, 1)
     assert row.sampling_logprobs == (-0.5, -0.6, 0.0, 0.0, 0.0, -0.7)
@@ -70,7 +70,7 @@ def test_mask_ids_and_log_probabilities_have_one_length(described):
     )
     rollout = Rollout(0, 0, 0, (1,), segments, "")
     group = Group(0, Example(0, "p"), (rollout,))
-    (row,) = training_rows([group], [(Weight(1, 1),)])
+    (row,) = training_rows([group], [(RolloutCredit(1, 1),)])
     assert row.completion_ids == rollout.completion_ids
     assert len(row.mask) == len(row.sampling_logprobs) == len(row.completion_ids)
     assert sum(row.mask) == sum(len(ids) for source, ids in described if source == "policy")
@@ -78,7 +78,7 @@ def test_mask_ids_and_log_probabilities_have_one_length(described):
 
 def test_rollouts_without_weight_have_no_row_and_the_others_keep_their_order(make_group, written):
     groups = [make_group((written(1),), (written(2),)), make_group((written(3),), (written(4),))]
-    weights = [(None, Weight(0.1, 1)), (Weight(0.2, 1), None)]
+    weights = [(None, RolloutCredit(0.1, 1)), (RolloutCredit(0.2, 1), None)]
     rows = training_rows(groups, weights)
     assert [(row.completion_ids, row.advantage) for row in rows] == [((2,), 0.1), ((3,), 0.2)]
 
@@ -86,7 +86,7 @@ def test_rollouts_without_weight_have_no_row_and_the_others_keep_their_order(mak
 def test_weights_that_do_not_belong_to_the_groups_are_refused(make_group, written):
     group = make_group((written(1),), (written(2),))
     with pytest.raises(ValueError, match="zip"):
-        training_rows([group], [(Weight(1, 1),)])
+        training_rows([group], [(RolloutCredit(1, 1),)])
     with pytest.raises(ValueError, match="zip"):
         training_rows([group, group], [(None, None)])
 
@@ -94,7 +94,7 @@ def test_weights_that_do_not_belong_to_the_groups_are_refused(make_group, writte
 def test_one_row_has_one_temperature(make_group, written):
     hot = replace(written(2), params=SamplingParams(8, 1.5))
     with pytest.raises(AssertionError, match=r"\[0\.7, 1\.5\]"):
-        training_rows([make_group((written(1), hot))], [(Weight(1, 1),)])
+        training_rows([make_group((written(1), hot))], [(RolloutCredit(1, 1),)])
 
 
 def test_each_segment_withholds_the_stop_tokens_from_its_own_beginning(make_group, written):
@@ -108,11 +108,11 @@ def test_each_segment_withholds_the_stop_tokens_from_its_own_beginning(make_grou
         (first, Segment("inserted", (90, 91)), short, Segment("environment", (92,)), free),
         (first, Segment("environment", (9,)), replace(third, prompt_ids=(60,))),
     )
-    rows = training_rows([group], [(Weight(1, 1), Weight(1, 1))])
+    rows = training_rows([group], [(RolloutCredit(1, 1), RolloutCredit(1, 1))])
     assert [row.withheld for row in rows] == [
-        (Withheld(0, 2, (1, 2)), Withheld(5, 6, (1, 2))),
-        (Withheld(0, 2, (1, 2)),),
-        (Withheld(0, 2, (1, 2)),),
+        (MaskedTokens(0, 2, (1, 2)), MaskedTokens(5, 6, (1, 2))),
+        (MaskedTokens(0, 2, (1, 2)),),
+        (MaskedTokens(0, 2, (1, 2)),),
     ]
     assert from_json(Row, to_json(rows[0])) == rows[0]
 
@@ -121,7 +121,7 @@ def test_what_was_drawn_from_a_part_of_the_distribution_is_not_trained(make_grou
     for part in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
         drawn = replace(written(2), params=replace(PARAMS, **part))
         with pytest.raises(AssertionError, match="a part of"):
-            training_rows([make_group((drawn,))], [(Weight(1, 1),)])
+            training_rows([make_group((drawn,))], [(RolloutCredit(1, 1),)])
 
 
 REWRITTEN = (50, 99)
@@ -135,7 +135,7 @@ def in_two_rows(written):
 def test_rows_of_a_rollout_know_the_sums_of_the_others(make_group, written):
     third = replace(written(8, 9), prompt_ids=(60,))
     group = make_group((*in_two_rows(written), third), (written(5, 6),))
-    rows = training_rows([group], [(Weight(1, 1), Weight(2, 1))])
+    rows = training_rows([group], [(RolloutCredit(1, 1), RolloutCredit(2, 1))])
     assert [row.rollout for row in rows] == [(4, 0)] * 3 + [(4, 1)]
     assert [row.others for row in rows] == [None] * 4
     proximal = [(-1.0,) * len(row.completion_ids) for row in rows]
@@ -150,7 +150,7 @@ def test_rows_of_a_rollout_know_the_sums_of_the_others(make_group, written):
 
 
 def test_ratios_are_those_of_the_policy_to_the_old_one(make_group, written):
-    rows = training_rows([make_group(in_two_rows(written))], [(Weight(1, 1),)])
+    rows = training_rows([make_group(in_two_rows(written))], [(RolloutCredit(1, 1),)])
     now = [(-0.4, -0.4, 77.0), (-0.4,)]  # the environment's token counts for nothing
     first, second = with_others(rows, now)
     assert first.others
@@ -173,7 +173,7 @@ def test_what_the_learner_said_comes_to_the_tokens_that_taught(make_group, writt
         (written(1),),
         (written(2),),
     )
-    weights = (Weight(1, 1), None, Weight(-1, 1))
+    weights = (RolloutCredit(1, 1), None, RolloutCredit(-1, 1))
     rows = training_rows([group], [weights])
     told = [
         [-100.0 * number - token for token in row.completion_ids] for number, row in enumerate(rows)

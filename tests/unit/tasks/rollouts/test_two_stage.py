@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.core.types import Example, Group, Weight, Withheld
+from groupwise.core.types import Example, Group, MaskedTokens, RolloutCredit
 from groupwise.tasks.rollouts.config import RolloutConfig
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.two_stage import TwoStage
@@ -83,7 +83,7 @@ async def test_mask_ids_and_log_probabilities_fit_whatever_is_said(reasoning, an
     tokenizer = Pieces(*found, "</", "think")
     rollout, sampler = await rollout_of(reasoning, answer + "<eos>", tokenizer)
     group = Group(rollout.draw, Example(0, "ask:"), (rollout,))
-    (row,) = training_rows([group], [(Weight(1, 1),)])
+    (row,) = training_rows([group], [(RolloutCredit(1, 1),)])
     assert len(row.mask) == len(row.completion_ids) == len(row.sampling_logprobs)
     assert row.completion_ids == rollout.completion_ids
     taught = [i for i, counts in zip(row.completion_ids, row.mask, strict=True) if counts]
@@ -119,11 +119,11 @@ async def test_reasoning_and_answer_both_have_their_least_length(tmp_path):
     assert len(written) == 120
     assert all(len(each.token_ids) >= 5 for each in written)
     assert any("a" in tokenizer.decode(each.token_ids[:4]) for each in written)
-    rows = training_rows([group], [(Weight(1, 1),) * 60])
+    rows = training_rows([group], [(RolloutCredit(1, 1),) * 60])
     for row, rollout in zip(rows, group.rollouts, strict=True):
         answer = len(row.completion_ids) - len(rollout.segments[-1].token_ids)
         end = (tokenizer.eos_token_id,)
-        assert row.withheld == (Withheld(0, 5, end), Withheld(answer, answer + 5, end))
+        assert row.withheld == (MaskedTokens(0, 5, end), MaskedTokens(answer, answer + 5, end))
     learnt = await FakeLearner("r", tmp_path).logprobs(rows)
     for row, found in zip(rows, learnt, strict=True):
         taught = [

@@ -14,7 +14,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.training.config import LoadedConfig, load_config
 from groupwise.training.loops import start
-from groupwise.training.loops.start import MOST_IN_VAIN, Ways, kept_going
+from groupwise.training.loops.start import MOST_IN_VAIN, StartMode, run_with_auto_resume
 
 
 def lost(code: str = "parts_gone") -> ClientError:
@@ -30,12 +30,12 @@ class Tried:
             "run": {"name": "r", "dir": str(runs), "server": "http://x"},
         }
         self.loaded: LoadedConfig = load_config(config)
-        self.ways: list[Ways] = []
+        self.ways: list[StartMode] = []
         self._fates: Iterator[tuple[int, BaseException | None]] = iter(fates)
         self._run = RunFolder.create(runs, "r", self.loaded.config.model_dump(mode="json"), {})
         self._run.close()
 
-    def begin(self, ways: Ways) -> str:
+    def begin(self, ways: StartMode) -> str:
         self.ways.append(ways)
         step, error = next(self._fates)
         if step and not (self._run.checkpoints / f"step-{step}").exists():
@@ -55,9 +55,10 @@ def awaited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path, awaited: list[Any]) -> None:
     fates = ((0, lost()), (4, lost("unknown_parts")), (4, lost()), (8, lost()), (9, None))
     tried = Tried(tmp_path, *fates)
-    assert kept_going(tried.begin, Ways(init_from="base"), tried.loaded) == "done"
+    assert run_with_auto_resume(tried.begin, StartMode(init_from="base"), tried.loaded) == "done"
     assert tried.ways == [
-        Ways(init_from="base"), Ways(resume=True), Ways(resume_from="r@4"), Ways(resume_from="r@4"), Ways(resume_from="r@8"),
+        StartMode(init_from="base"), StartMode(resume=True), StartMode(resume_from="r@4"), StartMode(resume_from="r@4"),
+        StartMode(resume_from="r@8"),
     ]  # fmt: skip
     assert awaited == ["http://x"] * 4
 
@@ -65,5 +66,5 @@ def test_it_goes_on_from_the_newest_checkpoint(tmp_path: Path, awaited: list[Any
 def test_losses_without_progress_end_it(tmp_path: Path) -> None:
     tried = Tried(tmp_path, *[(2, lost())] * 10)
     with pytest.raises(ClientError, match="the engine has ended"):
-        kept_going(tried.begin, Ways(), tried.loaded)
+        run_with_auto_resume(tried.begin, StartMode(), tried.loaded)
     assert len(tried.ways) == 1 + MOST_IN_VAIN

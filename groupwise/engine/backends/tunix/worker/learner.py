@@ -25,11 +25,11 @@ from groupwise.core.errors import CheckpointError
 from groupwise.core.types import (
     LossSpec,
     OptimiserParams,
-    OtherRows,
     Policy,
     PolicyRole,
     Prediction,
     Row,
+    SiblingRowStats,
     UpdateResult,
 )
 from groupwise.engine.backends.tunix.worker.adapter import Adapted, Factors
@@ -277,7 +277,7 @@ def _given(batch: Batch) -> dict[str, Any]:
         if there:
             about[name] = batch.spread(there)
     if any(row.others is not None for row in rows):
-        others = [row.others or OtherRows(0) for row in rows]
+        others = [row.others or SiblingRowStats(0) for row in rows]
         about["others"] = (
             batch.by_row([each.tokens for each in others]).astype(np.int32),
             batch.by_row([each.log_weight for each in others]),

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from groupwise.algorithms.registry import make
-from groupwise.core.types import Row, Withheld
+from groupwise.core.types import MaskedTokens, Row
 from groupwise.engine.learner.native.engine import NativeEngine
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.transformers_engine import TransformersEngine
@@ -92,7 +92,7 @@ def rows_of(groups: tuple[int, ...] = (1, 4, 1, 6, 3), below: int = 100) -> list
         prompt = tuple(chance.randrange(2, below) for _ in range(2 + 5 * number))
         for member in range(size):
             length = chance.choice((1, 2, 5, 9, 13, 30))
-            barred = (Withheld(0, length // 2, (1, 7)),) if member % 2 and length > 1 else ()
+            barred = (MaskedTokens(0, length // 2, (1, 7)),) if member % 2 and length > 1 else ()
             rows.append(
                 Row(
                     prompt_ids=prompt,

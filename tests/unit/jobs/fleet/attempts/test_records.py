@@ -154,7 +154,7 @@ def test_an_attempt_is_adopted_once(fleet: InProcessFleet, epoch: int) -> None:
     assert (adopt("other"), adopt("third"), renew("me")) == ([epoch], [], [])
     assert row(fleet, Attempt).owner == "other"
     assert "attempt.adopted" in events(fleet)
-    fleet.database.run(lambda s: records.let_go(s, "other"))
+    fleet.database.run(lambda s: records.release_ownership(s, "other"))
     assert adopt("me") == [epoch]
     fleet.database.run(records.let_all_go)  # whoever drove is known to be gone
     assert adopt("me") == [epoch]
