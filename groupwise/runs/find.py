@@ -10,13 +10,21 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.encoding import moment
-from groupwise.runs.folder import CHECKPOINTS, FINAL, FINAL_STEP, RECORD, ShownState, shown_state
+from groupwise.runs.folder import (
+    CHECKPOINTS,
+    FINAL,
+    FINAL_STEP,
+    RECORD,
+    ShownState,
+    State,
+    shown_state,
+)
 from groupwise.runs.store import Store
 
 T = TypeVar("T")
@@ -130,7 +138,7 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
     try:
         with Store.open(path / RECORD, readonly=True) as store:
             return _describe(path, store), look(store)
-    except (StoreError, LookupError, TypeError, ValueError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 — whoever made the folder may have put anything in it
         return RunInfo(path.name, path, state=None, broken=str(error)), None
 
 
@@ -165,6 +173,10 @@ def label_of(run: Path, weights: Path) -> str:
 
 def _describe(path: Path, store: Store) -> RunInfo:
     facts = store.get_meta()
+    if facts["state"] not in get_args(State):
+        raise StoreError(
+            f"{path / RECORD} has the state {facts['state']!r:.40}, which there is not."
+        )
     last = store.last_step()
     first, last_few = map(mean_of, store.curve_ends("reward", ENDS))
     loss_first, loss_last = map(mean_of, store.curve_ends("loss", ENDS))

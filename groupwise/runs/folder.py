@@ -405,6 +405,8 @@ def _trouble(error: BaseException) -> dict[str, str]:
 def _read_json(path: Path) -> dict[str, Any]:
     """Whoever made the run may be a stranger. Raises StoreError."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no ordinary file")
         with path.open("rb") as file:
             data = file.read(MOST_JSON + 1)
         if len(data) > MOST_JSON:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -85,6 +86,7 @@ def version(connection: sqlite3.Connection) -> int:
 
 def check_format(path: Path, connection: sqlite3.Connection, kind: Format) -> None:
     """Refuse a file of another kind, and one of a newer version of the package, with a StoreError."""
+    connection.execute("PRAGMA trusted_schema = OFF")
     mark = connection.execute("PRAGMA application_id").fetchone()[0]
     empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
     if mark != kind.application_id and not empty:
@@ -95,6 +97,29 @@ def check_format(path: Path, connection: sqlite3.Connection, kind: Format) -> No
             f"{path} has format {version(connection)}; this version of Groupwise knows formats up to {kind.newest}. "
             "It was written by a newer version: upgrade Groupwise to use it."
         )
+    for name, sql in connection.execute(_COMPUTED):
+        if sql not in _views_of(kind, version(connection)):
+            raise StoreError(
+                f"{path}: {str(name)[:40]!r} in it is computed, and not by a version of Groupwise, so that reading it may have no end. "
+                "Somebody else has made or changed the file; do not use it."
+            )
+
+
+_COMPUTED = """
+    SELECT name, sql FROM sqlite_master WHERE type = 'view'
+    UNION ALL SELECT m.name, NULL FROM sqlite_master m, pragma_table_xinfo(m.name) x WHERE m.type = 'table' AND x.hidden IN (2, 3)
+"""
+"""Views, and tables with columns that are generated."""
+
+
+@cache
+def _views_of(kind: Format, number: int) -> frozenset[str]:
+    """The views that a file has after so many migrations, as they are written."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for migration in kind.migrations[:number]:
+            connection.executescript(migration)
+        views = connection.execute("SELECT sql FROM sqlite_master WHERE type = 'view'")
+        return frozenset(sql for (sql,) in views)
 
 
 def begin_migration(connection: sqlite3.Connection, kind: Format) -> None:

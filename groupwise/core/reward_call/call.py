@@ -130,6 +130,17 @@ class Failed(float):
     reason: str
 
 
+def each_alone(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[Any]:
+    """What `score` gives for each row of the columns. A row for which it raises fails alone, and not its whole group."""
+    values: list[float | None] = []
+    for row in zip(*columns, strict=True):
+        try:
+            values.append(score(*row))
+        except Exception as error:  # noqa: BLE001 — a completion is text of any kind, and others are to keep their values
+            values.append(Failed(f"raised {explain(error).strip()}"))
+    return values
+
+
 class _Unusable(Exception):
     """An answer that is no list of one number for each member; its text says what it is instead."""
 

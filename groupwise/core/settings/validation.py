@@ -57,6 +57,8 @@ def validate(
     search = _Search(model, {} if section is None else section, _below(at, tree.unread))
     result = search.run()
     problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
+    if search.more:
+        problems.append(f"{tree.source}: {search.more:,} more keys or values are wrong.")
     for within, conflict in _conflicts(result) if result is not None else ():
         if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
             problems.append(f"{_where(tree, at + within)}: {conflict.message}")
@@ -114,6 +116,8 @@ class _Search:
         self._replaced: set[KeyPath] = set()
         self._meant: set[KeyPath] = set()
         """Keys that may be written under another name."""
+        self.more = 0
+        """How many problems were not looked at: advice for one takes some milliseconds."""
         for path in unread:
             self._replaced.add(path)
             _take_out(self._left, path)
@@ -128,7 +132,11 @@ class _Search:
                     text, extra=_extra_keys(self.model), context=EACH_VALUE_ALONE
                 )
             except ValidationError as error:
-                self._learn(error.errors(include_url=False, include_input=False))
+                details = error.errors(include_url=False, include_input=False)
+                self.more = len(details[MOST_PROBLEMS:])
+                self._learn(details[:MOST_PROBLEMS])
+                if self.more:
+                    break
         return None
 
     def doubts(self, keys: Iterable[KeyPath]) -> bool:
@@ -184,6 +192,8 @@ class _Search:
 
 MANY_FOREIGN = 3
 """Keys of other frameworks from which on a config is taken for one of theirs."""
+MOST_PROBLEMS = 50
+"""That are told of one config."""
 MOST_NAMES = 3
 """Keys that a message names where it is not sure which one is meant."""
 

@@ -118,20 +118,24 @@ class StartStop:
     async def _order(self, request: StartRequest) -> tuple[OpenRun, StartRequest, RunRow | None]:
         """What the engine is asked for; of a run that goes on, with what is given beside its own settings."""
         if request.resume_from is None:
-            order = order_of(request, self._allowed, self._config.folder)
+            order = await self._asked(request)
             return self._named(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
         if (old := rows.get(request.resume_from)) is not None:
             _refuse_another_name(request, old.run)
             merged = _merged(old.settings, request)
-            order = order_of(merged, self._allowed, self._config.folder)
+            order = await self._asked(merged)
             config = _with_run(order.config, name=old.run)
             return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
         beginning = self._checkpoints.beginning(request.resume_from, rows)
         merged = _merged(beginning.settings, request)
         _refuse_other_weights(request.resume_from, beginning.settings, merged)
-        order = self._named(order_of(merged, self._allowed, self._config.folder))
+        order = self._named(await self._asked(merged))
         return replace(order, start_from=str(beginning.folder)), merged, None
+
+    async def _asked(self, request: StartRequest) -> OpenRun:
+        """What it asks for. In a thread: to say all that is wrong with a config takes a while."""
+        return await asyncio.to_thread(order_of, request, self._allowed, self._config.folder)
 
     def _named(self, order: OpenRun) -> OpenRun:
         """Under a name that no run has had: one that was stopped is gone on with by `resume_from`, not by chance."""

@@ -211,14 +211,29 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _saved_files(folder: Path, split: str) -> list[Path]:
-    state = json.loads((folder / SAVED_STATE).read_text())
+    file = folder / SAVED_STATE
+    state = _row(_parsed(_decoded(file.read_bytes(), str(file)), str(file)), str(file))
     own = state.get("_split") or TRAIN
     if own != split and folder.name != split:
         raise TaskError(
             f"The folder {folder} holds the split {own!r} of a saved dataset, and {split!r} was asked for. Name the other folder, or take "
             "a slice: train[:90%] and train[90%:]."
         )
-    return [folder / each["filename"] for each in state["_data_files"]]
+    match state.get("_data_files"):
+        case [*files] if all(
+            isinstance(each, dict) and _is_bare_name(cast("Row", each).get("filename"))
+            for each in files
+        ):
+            return [folder / each["filename"] for each in files]
+        case files:
+            raise TaskError(
+                f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, which stands beside it."
+            )
+
+
+def _is_bare_name(value: Any) -> bool:
+    """Whether it names a file of the same folder."""
+    return isinstance(value, str) and Path(value).name == value
 
 
 def _reader_of(file: Path) -> Callable[[Path], Iterable[Row]]:
@@ -315,6 +330,7 @@ def _arrow(file: Path) -> Iterator[Row]:
         arrow.ipc.open_stream(held) as batches,
     ):
         for batch in batches:
+            batch.validate(full=True)  # else offsets that lie read beyond the file's end
             yield from batch.to_pylist()
 
 
@@ -368,6 +384,8 @@ def _decoded(data: bytes, where: str) -> str:
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise TaskError(f"{where} is nested too deep to be read.") from None
     except ValueError as error:
         hint = " One row per line is .jsonl." if where.endswith(".json") else ""
         raise TaskError(f"{where} is no JSON: {error}.{hint}") from error

@@ -287,6 +287,10 @@ def literal_number(text: str, gold: str | None = None) -> Fraction | None:
     return None if tree is None else numeric_value(tree)
 
 
+MOST_DIGITS = 4_000
+"""Of a number that is written out; Python refuses more than 4,300."""
+
+
 def voting_key(answer: str) -> str | None:
     """A text that is the same for answers that mean the same, as far as that can be told of each alone; None where nothing is said."""
     if len(answer) > LONGEST:
@@ -295,4 +299,6 @@ def voting_key(answer: str) -> str | None:
     unnamed = re.sub(
         r"^[a-zA-Z](?:\([a-zA-Z]\))?=(?=[^=]+$)", "", normalized_text(strip_wrapping(answer))
     )
-    return (as_words(unnamed) or unnamed or None) if number is None else str(number)
+    if number is None or max(abs(number.numerator), number.denominator) >= 10**MOST_DIGITS:
+        return as_words(unnamed) or unnamed or None
+    return str(number)

@@ -22,6 +22,7 @@ import re
 import symtable
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
@@ -185,46 +186,68 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
 
 def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
     """The functions whose call checks something, by themselves or by what they call."""
-    functions = [
-        node
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    known: frozenset[str] = frozenset()
-    while True:
-        found = frozenset(
-            each.name
-            for each in functions
-            if any(_checks(statement, known) for statement in each.body)
-        )
-        if found == known:
-            return known
-        known = found
+    callers: defaultdict[str, set[str]] = defaultdict(set)
+    new: set[str] = set()
+    for function in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in (node for statement in function.body for node in _reached(statement)):
+                if _is_check(node, frozenset()):
+                    new.add(function.name)
+                elif isinstance(node, ast.Call):
+                    callers[_called(node)].add(function.name)
+    found = set[str]()
+    while new:
+        found |= new
+        new = {caller for name in new for caller in callers[name]} - found
+    return frozenset(found)
 
 
 def _checks(statement: ast.AST, checking: frozenset[str]) -> bool:
     """Whether running it checks something, as far as can be seen: an assert that can fail, a raise, or a call that does."""
-    match statement:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-            return False
+    return any(_is_check(node, checking) for node in _reached(statement))
+
+
+def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
+    """Of an assert, a raise or a call that is reached."""
+    match node:
         case ast.Assert(test):
             return not (
                 (isinstance(test, ast.Tuple) and test.elts)
                 or (isinstance(test, ast.Constant) and test.value)
             )
-        case ast.Raise():
-            return True
-        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if (
-            name in checking or name.startswith("assert")
-        ):
-            return True
-        case ast.If(ast.Constant(value), body, orelse) | ast.While(
-            ast.Constant(value), body, orelse
-        ):
-            return any(_checks(each, checking) for each in (body if value else orelse))
+        case ast.Call():
+            name = _called(node)
+            return name in checking or name.startswith("assert")
         case _:
-            return any(_checks(each, checking) for each in ast.iter_child_nodes(statement))
+            return isinstance(node, ast.Raise)
+
+
+def _called(call: ast.Call) -> str:
+    """The last part of what is called by name, else nothing."""
+    match call.func:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name
+        case _:
+            return ""
+
+
+def _reached(statement: ast.AST) -> Iterator[ast.AST]:
+    """The asserts, raises and calls that running it may come to, as far as can be seen, in no order."""
+    left: list[ast.AST] = [statement]
+    while left:
+        match left.pop():
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                pass
+            case (ast.Assert() | ast.Raise()) as found:
+                yield found
+            case ast.If(ast.Constant(value), body, orelse) | ast.While(
+                ast.Constant(value), body, orelse
+            ):
+                left += body if value else orelse
+            case node:
+                if isinstance(node, ast.Call):
+                    yield node
+                left += ast.iter_child_nodes(node)
 
 
 def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:

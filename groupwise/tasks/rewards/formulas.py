@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ MOST_BITS = 4096.0
 
 LETTER = 1.0
 """Bits of a letter, which stands for a number below 2."""
+
+_LONG_EXPONENT = re.compile(r"[eE][+-]?[\d_]{4}")
+"""Of a decimal number, which Python reads as 0.0 if it is small enough, and sympy as a fraction."""
 
 GROWING = frozenset({"exp", "sinh", "cosh", "tanh"})
 """Functions that make large numbers of small ones."""
@@ -47,7 +51,7 @@ def is_small_formula(text: str, functions: Collection[str], *, letters: bool = T
 
     Without `letters` it may have no names.
     """
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MOST_CHARACTERS or _LONG_EXPONENT.search(text):
         return False
     try:
         formula = ast.parse(text.strip(), mode="eval").body

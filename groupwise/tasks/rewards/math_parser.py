@@ -256,7 +256,8 @@ def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
 def _at_most_one(node: Node) -> bool:
     """Whether it is a number of which one says `1 apple` or `1/2 apple`."""
     numbers = [part.value for part in (node, *node.parts) if part.kind == "number"]
-    of = numbers[0] / numbers[1] if node.kind == "/" and len(numbers) == 2 else None
+    halves = node.kind == "/" and len(numbers) == 2 and numbers[1] != 0
+    of = numbers[0] / numbers[1] if halves else None
     return 0 < (numbers[0] if node.kind == "number" else of or 2) <= 1
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from groupwise.core.reward_call.call import each_alone
 from groupwise.core.reward_call.tags import (
     THINK,
     Tag,
@@ -96,10 +97,7 @@ class MathAnswer:
         texts = completion_texts(completions, columns, *own)
         answers = [answer_of(text, self.answer_tag, *own, untagged=self.untagged) for text in texts]
         record_answers(log_extra, (each and voting_key(each) for each in answers))
-        return [
-            self._value(text, answer, forms)
-            for text, answer, forms in zip(texts, answers, golds, strict=True)
-        ]
+        return each_alone(self._value, texts, answers, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
@@ -115,9 +113,10 @@ class MathAnswer:
 
     def _stands(self, answer: str, text: str) -> bool:
         """Whether the last answer tag holds the answer with no white space around it."""
-        opened, closed = map(re.escape, marks(self.answer_tag))
-        pair = rf"{opened}{re.escape(answer)}{closed}(?!.*{opened})"
-        return re.search(pair, text, re.DOTALL | re.IGNORECASE) is not None
+        opened, closed = marks(self.answer_tag)
+        openings = [*re.finditer(re.escape(opened), text, re.IGNORECASE)]
+        pair = re.compile(re.escape(opened + answer + closed), re.IGNORECASE)
+        return bool(openings) and pair.match(text, openings[-1].start()) is not None
 
     def _distance(self, answer: str, forms: Sequence[str]) -> float:
         given = literal_number(answer)
@@ -161,20 +160,19 @@ class PureAccuracyMath:
         texts = completion_texts(completions, columns, self.reasoning_tag)
         tagged = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(voting_key, tagged))
-        return [float(self._right(text, forms)) for text, forms in zip(texts, golds, strict=True)]
+        return each_alone(self._right, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _right(self, text: str, forms: Sequence[str]) -> bool:
+    def _right(self, text: str, forms: Sequence[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
         opened = tags.four[0] if self.reasoning_opened else ""
         whole = text if text.startswith(opened) else opened + text
         answer = tags.last_answer(whole) or ""
-        return starts_with_both_pairs(tags, whole) and any(
-            matches_literally(form, answer) for form in forms
-        )
+        right = any(matches_literally(form, answer) for form in forms)
+        return float(right and starts_with_both_pairs(tags, whole))
 
 
 def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> str | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, cast
 
+from groupwise.core.reward_call.call import each_alone
 from groupwise.core.reward_call.tags import after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.core.types import Prompt
@@ -62,8 +63,7 @@ class RubricOverlap:
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
         said = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
-        rows = zip(prompts, said, rubrics, references, strict=True)
-        return [self._value(prompt, text, rubric, forms) for prompt, text, rubric, forms in rows]
+        return each_alone(self._value, prompts, said, rubrics, references)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""

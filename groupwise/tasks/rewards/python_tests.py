@@ -21,9 +21,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import base64
-import io
 import json
-import pickle
+import pickletools
 import re
 import socket
 import warnings
@@ -33,7 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from groupwise.core.errors import SandboxError
 from groupwise.core.interruption import run_to_end
@@ -430,11 +429,19 @@ _PACKED = re.compile(r"e[JN][A-Za-z0-9+/]{10,}=*\s*")
 """What zlib has compressed, in base64."""
 
 
-class _TextAlone(pickle.Unpickler):
-    """Reads text and numbers; nothing is imported or called."""
+def _pickled_text(packed: bytes) -> str:
+    """A text that was pickled, read from the pickle's instructions: nothing is run or imported. Raises ValueError for anything else."""
+    text = None
+    for instruction, argument, _ in pickletools.genops(packed):
+        if "UNICODE" in instruction.name:
+            text = argument
+        elif instruction.name not in _AROUND_TEXT:
+            raise ValueError(f"its pickle holds more than a text ({instruction.name})")
+    return str(text)
 
-    def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+
+_AROUND_TEXT = frozenset("PROTO FRAME STOP PUT BINPUT LONG_BINPUT MEMOIZE".split())
+"""Instructions that pickle writes around one text."""
 
 
 def _unpacked(text: str) -> Any:
@@ -444,7 +451,7 @@ def _unpacked(text: str) -> Any:
         packed = unpacking.decompress(base64.b64decode(text, validate=True), _MOST_UNPACKED)
         if not unpacking.eof:
             raise ValueError(f"it ends early, or is larger than {_MOST_UNPACKED >> 20} MiB")
-        return json.loads(_TextAlone(io.BytesIO(packed)).load())
+        return json.loads(_pickled_text(packed))
     except Exception as error:  # a pickle that is none raises anything
         raise ValueError(
             f"has packed test cases {text[:20]!r}… that cannot be read: {error}"
@@ -810,7 +817,10 @@ class PythonTests:
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without tests, or with some that cannot be run or that no code could fail."""
-        RowTests.of(row).check()
+        try:
+            RowTests.of(row).check()
+        except RecursionError:
+            raise ValueError("has tests that are nested too deep to be read") from None
 
     def check_machine(self) -> str:
         """Which protections hold here. Raises ValueError where one is missing that is required, or where there is no sandbox at all."""
@@ -916,7 +926,7 @@ def _rows_of(columns: Mapping[str, Sequence[Any]], count: int) -> list[RowTests 
         if key not in read:
             try:
                 read[key] = RowTests.of({name: columns[name][index] for name in named})
-            except ValueError as problem:
+            except (ValueError, RecursionError) as problem:
                 read[key] = str(problem)
     return [read[key] for key in keys]
 

@@ -31,6 +31,7 @@ from itertools import groupby, pairwise, takewhile
 from math import isqrt
 from typing import Any, cast
 
+from groupwise.core.reward_call.call import each_alone
 from groupwise.core.reward_call.tags import THINK, after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.tasks.rewards.extracted import LogExtra, record_answers
@@ -43,7 +44,7 @@ LOOKS_LIKE_A_MOVE = 0.01
 """What a completion earns that holds something like a move, but no list of moves."""
 
 _DIRECTIONS = {"<": "<", ">": ">", "^": "^", "V": "v", "L": "<", "R": ">", "U": "^", "D": "v"}
-_MOVE = r"[A-Za-z] ?[<>^VvLlRrUuDd] ?0*[1-9]\d{0,3}(?!\d)"
+_MOVE = r"[A-Za-z] ?[<>^VvLlRrUuDd] ?0{0,9}[1-9]\d{0,3}(?!\d)"
 _SEPARATOR = r"(?:\s*[,;]\s*|\s+)"  # one way only to read each, or backtracking would not end
 _LIST = re.compile(rf"{_MOVE}(?:{_SEPARATOR}{_MOVE})*\s*[.,;]?")
 _LIKE = re.compile(rf"(?<![A-Za-z]){_MOVE}")
@@ -271,7 +272,7 @@ class RushSolutionExact:
         """One value for each completion."""
         record_answers(log_extra, map(_one_spelling, completions))
         solutions = gold_solutions(columns, len(completions), self.answer_column)
-        return [_exact(*pair) for pair in zip(completions, solutions, strict=True)]
+        return each_alone(_exact, completions, solutions)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without gold solutions."""
@@ -305,18 +306,13 @@ class RushSolutionShaped:
         record_answers(log_extra, map(_one_spelling, completions))
         count = len(completions)
         nothing = [None] * count
-        rows = zip(
-            completions,
-            board,
-            columns.get("size") or nothing,
-            gold_solutions(columns, count, self.answer_column),
-            columns.get("moves") or nothing,
-            strict=True,
-        )
-        return [
-            self._shaped(completion, solvable(board_of(cells, size), golds), golds, target)
-            for completion, cells, size, golds, target in rows
+        sizes = columns.get("size") or nothing
+        golds = gold_solutions(columns, count, self.answer_column)
+        boards = [
+            solvable(board_of(cells, size), solutions)
+            for cells, size, solutions in zip(board, sizes, golds, strict=True)
         ]
+        return each_alone(self._shaped, completions, boards, golds, columns.get("moves") or nothing)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row whose board cannot be played, or whose gold solutions do not all solve it."""

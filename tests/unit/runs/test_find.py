@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +152,20 @@ class TestList:
             (runs / name).mkdir()
             if record is not None:
                 (runs / name / "run.db").write_bytes(record)
+        shutil.copytree(runs / "sort", runs / "odd")
+        with closing(sqlite3.connect(runs / "odd" / "run.db")) as record, record:
+            record.execute("UPDATE meta SET value = '{\"a\": 1}' WHERE key = 'state'")
         (runs / "a file").touch()
         (runs / ".building-x-1").mkdir()
         listed = list_runs(runs)
-        assert [info.name for info in listed] == ["sort", "math", "blank", "empty", "torn"]
-        broken = {info.name: info.broken or "" for info in listed[2:]}
-        for name, said in (("blank", "is empty"), ("empty", "does not exist"), ("torn", "damaged")):
+        assert [info.name for info in listed] == ["sort", "math", "blank", "empty", "odd", "torn"]
+        broken = {info.name: info.broken or "" for info in listed if info.broken}
+        for name, said in (
+            ("odd", "has the state"),
+            ("blank", "is empty"),
+            ("empty", "does not exist"),
+            ("torn", "damaged"),
+        ):
             assert said in broken[name]
 
 

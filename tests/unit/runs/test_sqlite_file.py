@@ -10,7 +10,9 @@ import pytest
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
+from groupwise.runs.find import run_info
 from groupwise.runs.sqlite_file import Format, connect, connect_writer, is_full, remedy, version
+from groupwise.runs.store import Store
 from tests.disks import fill, small_disk
 
 KIND = Format(
@@ -87,3 +89,21 @@ def test_a_disk_that_fails_is_not_a_full_one(tmp_path: Path) -> None:
     failed.sqlite_errorcode = sqlite3.SQLITE_IOERR
     assert not is_full(tmp_path / "birds.db", failed)
     assert "see the system's log" in remedy(tmp_path / "birds.db", failed)
+
+
+COMPUTED = (
+    "DROP TABLE meta; CREATE VIEW meta AS WITH RECURSIVE n(key) AS (SELECT 1 UNION ALL SELECT key FROM n) SELECT key, key AS value FROM n",
+    "DROP TABLE meta; CREATE TABLE meta (key, value AS (hex(zeroblob(450000000))))",
+    "DROP VIEW prompts; CREATE VIEW prompts AS SELECT 1 AS draw",
+)
+
+
+@pytest.mark.parametrize("script", COMPUTED)
+def test_a_record_whose_tables_are_computed_is_not_read(tmp_path: Path, script: str) -> None:
+    path = tmp_path / "run.db"
+    Store.create(path).close()
+    with closing(sqlite3.connect(path)) as foreign:
+        foreign.executescript(script)
+    with pytest.raises(StoreError, match="is computed, and not by a version of Groupwise"):
+        Store.open(path, readonly=True)
+    assert "is computed" in str(run_info(tmp_path).broken)

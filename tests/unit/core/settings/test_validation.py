@@ -100,3 +100,10 @@ def test_keys_that_do_not_go_together_are_told_also_in_a_list_of_sections(tmp_pa
 
     text = "spans:\n  - {low: 0}\n  - {low: 3}\n"
     assert problems(text, tmp_path, model=Config) == ["c.yaml:1: spans: 3 is not below 1."]
+
+
+def test_of_many_problems_some_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    """Advice for one takes milliseconds, and a request may have a hundred thousand."""
+    told = problems("title: x\n" + "".join(f"unknown_{n}: 1\n" for n in range(4000)), tmp_path)
+    assert len(told) == 51
+    assert "c.yaml: 3,950 more keys or values are wrong." in told

@@ -24,6 +24,7 @@ TOWERS = [
 UNLIKE = "sqrt((x - (C - x)**2)/(y/(C - x) + tanh(x)))"
 """A small formula that nobody simplifies in a minute."""
 HANGING = {
+    "propositional_logic": ["\u00ac" * 2000 + "A"],
     "countdown": ["exp(exp(exp(9)))", "asin(9)**(9**-2)"],
     "puzzle24": ["exp(exp(exp(9)))", "asin(9)**(9**-2)"],
     "polynomial_multiplication": ["exp(9)**9999999 + x", "((x**999)**999)**999"],

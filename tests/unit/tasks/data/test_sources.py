@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import struct
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from hypothesis import given, settings
@@ -176,6 +178,28 @@ def test_what_the_library_datasets_saved_is_read() -> None:
     assert "saved" in refused("one", split="test")
 
 
+@pytest.mark.parametrize("content", [
+    '{"_data_files": [{"filename": "../secret.txt"}]}', '{"_data_files": [{"filename": "/secret.txt"}]}', "{}",
+    '{"_data_files": [{"filename": 5}]}', '{"_data_files": 3}',
+])  # fmt: skip
+def test_what_was_saved_names_files_beside_it_alone(content: str) -> None:
+    Path("saved").mkdir()
+    written("secret.txt", "hunter2")
+    written("saved/state.json", content)
+    assert "has `_data_files`" in refused("saved")
+
+
+def test_an_arrow_file_whose_offsets_lead_out_of_it_is_refused() -> None:
+    table = pa.table({"prompt": ["hello", "world"]})
+    with pa.OSFile("a.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    told, forged = struct.pack("<3i", 0, 5, 10), struct.pack("<3i", 0, 2**30, 2**30 + 5)
+    content = Path("a.arrow").read_bytes()
+    assert told in content
+    Path("a.arrow").write_bytes(content.replace(told, forged))
+    assert "a.arrow cannot be read as Arrow" in refused("a.arrow")
+
+
 # What cannot be read
 
 
@@ -189,6 +213,7 @@ def test_what_the_library_datasets_saved_is_read() -> None:
     ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"), ("a.csv", "", "has no rows"),
     ("a.tsv", "a\tb\n1\n", "a.tsv, line 2: 1 values for 2 columns"),
     ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
+    ("a.jsonl", '{"a": ' + "[" * 100_000, "a.jsonl, line 1 is nested too deep"),
     ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"), ("a.txt", "", "has no rows"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:

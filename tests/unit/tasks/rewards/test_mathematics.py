@@ -13,6 +13,7 @@ from groupwise.core.reward_call.request import ScoreRequest
 from groupwise.tasks.rewards.inprocess import InProcessScorer
 from groupwise.tasks.rewards.mathematics import MathAnswer, PureAccuracyMath, answer_of, matches_any
 from groupwise.tasks.rewards.rubric import Rubric
+from groupwise.tasks.rewards.shaping import Length
 
 PAIRS = Path(__file__).parents[3] / "fixtures" / "math_pairs.jsonl"
 
@@ -183,3 +184,24 @@ def test_nearer_never_earns_less(gold, one, other):
     tolerant = MathAnswer(tolerant=True)
     values = tolerant([tagged(nearer), tagged(farther)], answer=[gold, gold])
     assert 3.0 >= values[0] >= values[1] >= -1.0
+
+
+@pytest.mark.parametrize("answer", [
+    "$5/0", "5/0 apples", r"\frac{1}{0} km", "1/0", "/".join(["1", *["1e999"] * 5]),
+    r"1e999 \cdot 10^{999} \cdot 10^{999} \cdot 10^{999} \cdot 10^{999}",
+])  # fmt: skip
+@pytest.mark.parametrize("reward", [MathAnswer(), PureAccuracyMath(), Length(max_length=9)])
+def test_an_answer_that_cannot_be_worked_out_is_wrong_and_harms_no_other(reward, answer):
+    texts = [f"<think>x</think><answer>{each}</answer>" for each in ("5", "5", answer)]
+    right, too, wrong = reward(
+        texts, completion_ids=[[1]] * 3, answer=["5"] * 3, log_extra=lambda _, given: list(given)
+    )
+    assert right == too > wrong
+
+
+def test_tolerant_of_long_answers():
+    reward = MathAnswer(tolerant=True)
+    begun = time.perf_counter()
+    assert value(reward, tagged("5") * 20_000, "5") == 3.0
+    assert value(reward, tagged("5") + "x" * 99 + tagged(" 5 "), "5") == 1.5
+    assert time.perf_counter() - begun < 0.5

@@ -12,6 +12,7 @@ import json
 import math
 import pickle
 import textwrap
+import time
 import zlib
 from collections.abc import Coroutine, Iterable
 from dataclasses import replace
@@ -140,7 +141,8 @@ def test_rows_say_what_to_run(row, expected):
     ({"reward_model": {"ground_truth": "2"}}, "has no tests"), ({"test_cases": [{"input": True, "output": "2"}]}, "expected {input"),
     ({"test_cases": [{"fn_name": "f", "input": [1]}]}, "expected `input` and `output`"),
     ({"public_test_cases": [CALL], "starter_code": "def f(x): ...\ndef g(x): ..."}, "with one `fn_name`"),
-    ({"private_test_cases": packed(Case)}, "asks for groupwise.tasks.rewards.python_tests.Case"),
+    ({"private_test_cases": packed(Case)}, "more than a text"),
+    ({"private_test_cases": base64.b64encode(zlib.compress(b"K\x01r\xff\xff\xff\xff.")).decode()}, "more than a text"),
     ({"private_test_cases": packed("[]")[:-9]}, "cannot be read"), ({"private_test_cases": 3}, "no list"),
     ({"official_tests": [CASE], "generated_checker": "x"}, "`generated_checker` 'x', and that"),
     ({"official_tests": [CASE], "input_mode": "file"}, "standard input alone"),
@@ -164,6 +166,7 @@ def test_rows_that_say_nothing_are_refused(row, problem):
 @pytest.mark.parametrize(("tests", "entry_point", "problem"), [
     (["f(1) == 2"], None, "no assert before"), ("f(1)", None, "nothing is checked"),
     ("def check(candidate): assert candidate(1)", None, "no entry_point"),
+    ("assert f(1) == 2\nx = " + "+".join(["1"] * 5000), None, "nested too deep|no Python"),
 ])  # fmt: skip
 def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_point, problem):
     row = {"tests": tests, "entry_point": entry_point}
@@ -691,3 +694,10 @@ def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
         assert isinstance(value, Failed)
         assert math.isnan(value)
         assert str(said) in str(value.reason)
+
+
+def test_functions_that_call_each_other_are_read_in_time():
+    chain = "".join(f"def t{n}(): t{n + 1}()\n" for n in range(3000))
+    begun = time.perf_counter()
+    PythonTests().check_row({"tests": f"{chain}def t3000(): assert f(1) == 2\nt0()"})
+    assert time.perf_counter() - begun < 10, "a round for each would take a minute"

@@ -328,3 +328,8 @@ def test_every_short_list_of_moves_is_worth_less_than_gold():
     values = {",".join(pair): shaped(",".join(pair)) for pair in product(steps, repeat=2)}
     assert max(values.values()) < 1 == shaped(GOLD)
     assert values["Bv1,A>2"] == pytest.approx(0.20 + 0.10 + 0.05)
+
+
+def test_a_move_of_many_zeros_is_no_move():
+    assert moves_in("A>" + "0" * 4300 + "1") is None
+    assert moves_in("A>0001") == moves_in("A>1")

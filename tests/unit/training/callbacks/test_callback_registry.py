@@ -119,7 +119,7 @@ def test_classes_by_file_and_module(file, tmp_path, monkeypatch):
 
 def test_an_installed_package_announces_one(monkeypatch, tmp_path, file):
     monkeypatch.syspath_prepend(tmp_path)
-    point = importlib.metadata.EntryPoint("notify", "mine:Needy", "groupwise.training.callbacks")
+    point = importlib.metadata.EntryPoint("notify", "mine:Needy", "groupwise.callbacks")
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
     )
