@@ -167,7 +167,7 @@ def config(folder: Path, steps: int, rate: float, way: str, seed: int) -> dict[s
     made: dict[str, Any] = {
         "model": {"name": str(folder / "model"), "dtype": "float32"},
         "lora": None,
-        "sampler": {"max_completion_length": 3, "slots": 64},
+        "sampler": {"max_completion_length": 3, "max_num_seqs": 64},
         "algorithm": {"type": "dapo", "dynamic_sampling": False, "soft_punish_cache": 0},
         "training": {
             "max_steps": steps,

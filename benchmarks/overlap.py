@@ -64,13 +64,13 @@ def steps(wait: float, count: int, prompts: int, tokens: int, lag: int) -> Cell:
         "sampler": {
             "max_completion_length": tokens,
             "min_completion_length": tokens,
-            "slots": 16,
+            "max_num_seqs": 16,
         },
         "training": {
             "max_steps": count,
             "prompts_per_step": prompts,
             "num_generations": 8,
-            "lag": lag,
+            "max_off_policy_steps": lag,
         },
         "rewards": {"workers": WORKERS},
         "eval": {"before_and_after": False},

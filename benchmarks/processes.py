@@ -1,8 +1,9 @@
 """What several processes gain: `python -m benchmarks.processes --store`.
 
 The same steps, of 4 prompts × 8 completions of exactly 32 tokens, by one process with one thread and with all, by processes that share a
-model (`run.processes`), by learners that have a model each (`scale.learners`), and with samplers apart from them (`scale.samplers`). At
-lag 0 one half waits for the other where they are apart; at lag 1 the next step is sampled while this one is learnt from.
+model (`run.processes`), by learners that have a model each (`distributed.learners`), and with samplers apart from them
+(`distributed.samplers`). At lag 0 one half waits for the other where they are apart; at lag 1 the next step is sampled while this one is
+learnt from.
 
 Prints the median seconds of a step, without the first and the last one of a run, how many times as fast that is as one process with all
 threads at lag 0, and the most memory that all processes hold together. Two processes with a thread each on two cores are twice as fast at
@@ -43,14 +44,14 @@ def layouts() -> dict[str, dict[str, Any]]:
         "one process, one thread": {"run.processes": 1, "run.threads": 1},
         ALONE: {"run.processes": 1},
         f"run.processes={CORES}": {"run.processes": CORES},
-        f"scale.learners={CORES}": {"scale.learners": CORES},
-        f"scale.learners={half} samplers={half}": {
-            "scale.learners": half,
-            "scale.samplers": half,
+        f"distributed.learners={CORES}": {"distributed.learners": CORES},
+        f"distributed.learners={half} samplers={half}": {
+            "distributed.learners": half,
+            "distributed.samplers": half,
         },
-        f"scale.learners={CORES} samplers={CORES}": {
-            "scale.learners": CORES,
-            "scale.samplers": CORES,
+        f"distributed.learners={CORES} samplers={CORES}": {
+            "distributed.learners": CORES,
+            "distributed.samplers": CORES,
         },
     }
 
@@ -91,7 +92,7 @@ def steps(
             "max_steps": count,
             "prompts_per_step": prompts,
             "num_generations": 8,
-            "lag": lag,
+            "max_off_policy_steps": lag,
         },
         "eval": {"before_and_after": False},
         "run": {"save_steps": count},

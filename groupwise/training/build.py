@@ -192,7 +192,7 @@ def expect_ranks(config: AnyConfig) -> None:
     torch_alone = config.run.server is None and config.model.backend == "transformers"
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
-    if most_processes(config) > 1 or config.scale.learners > 1 or samplers_of(config) > 0:
+    if most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0:
         prefork.begin()
 
 
@@ -202,7 +202,7 @@ def be_launched(config: AnyConfig) -> None:
     The process of the first rank runs the whole program, and calls the others. UsageError where they are not as many as the config wants.
     """
     place = launched()
-    refuse_other_number(place, config.scale.learners)
+    refuse_other_number(place, config.distributed.learners)
     if place is not None and place.rank > 0:
         from groupwise.engine.distributed import peer
 
@@ -499,7 +499,10 @@ def _wanted(
     own = Path(config.model.name).expanduser()
     longest, lag = None, 0
     if isinstance(config, RunConfig):
-        longest, lag = layout.key_length - longest_completion(config), config.training.lag
+        longest, lag = (
+            layout.key_length - longest_completion(config),
+            config.training.max_off_policy_steps,
+        )
     return Wanted(
         kind=kind,
         config=config.model_dump(mode="json"),
@@ -530,7 +533,7 @@ async def _by_tunix(
     tokenizer = prefork.load_tokenizer(config.model)
     stops = described_stop_token_ids(config.model, tokenizer)
     worker, sampler, learner = await start(
-        order, tokenizer, config.run.threads, config.training.lag + 2
+        order, tokenizer, config.run.threads, config.training.max_off_policy_steps + 2
     )
     return Parts(sampler, learner, _with_configured(stops, config), worker=worker)
 
@@ -646,7 +649,7 @@ def _started(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
             layout.samplers,
             _first_gpu(layout),
             tells=kind != "sampling",
-            patience=config.scale.patience,
+            patience=config.distributed.sampler_timeout,
         )
     return Peers(layout.learners, launched(), learning=kind in LEARNING)
 
@@ -833,7 +836,7 @@ def _learner(
         seed=seed,
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
-        keep_publications=config.training.lag + 2,
+        keep_publications=config.training.max_off_policy_steps + 2,
         replicas=replicas,
         divide_on=_divide_on(layout),
     )
@@ -1041,7 +1044,7 @@ def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
 def publication_bytes(config: RunConfig) -> int:
     """Size of a publication: what is trained, in float32; and of the earlier ones that a lag keeps."""
     trained = prefork.trained_parameters(config.model, config.lora)
-    return 4 * trained * (1 + config.training.lag)
+    return 4 * trained * (1 + config.training.max_off_policy_steps)
 
 
 def remove_publications(folder: Path) -> None:

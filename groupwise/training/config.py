@@ -54,7 +54,7 @@ from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
 from groupwise.engine.backends.tunix.config import rl_conflicts
 from groupwise.engine.backends.unsloth import config as unsloth
-from groupwise.engine.distributed.config import SampledScaleConfig, scale_conflicts
+from groupwise.engine.distributed.config import SampledDistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import TrainingConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.sampler.config import SamplerConfig
@@ -362,7 +362,7 @@ class RunConfig(Strict):
     warm_up: str | dict[str, Any] | None = setting(
         None,
         "A supervised run before this one, which begins with its weights: the file of a config of groupwise sft, seen from this file's "
-        "folder, or its sections. It takes model, lora and run.dir from this config, and task and scale unless it has its own. A "
+        "folder, or its sections. It takes model, lora and run.dir from this config, and task and distributed unless it has its own. A "
         "run of the same config, task and data is used again, and one that was cut off goes on.",
         on_resume="free",
     )
@@ -380,7 +380,7 @@ class RunConfig(Strict):
     )
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
-    scale: SampledScaleConfig = SampledScaleConfig()
+    distributed: SampledDistributedConfig = SampledDistributedConfig()
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
@@ -399,7 +399,7 @@ class RunConfig(Strict):
         if self.model.backend == "unsloth":
             yield from unsloth.conflicts(self)
         step = self.training.prompts_per_step * self.training.num_generations
-        yield from scale_conflicts(
+        yield from distributed_conflicts(
             self, step, ("training.prompts_per_step", "training.num_generations")
         )
         if self.sampler.engine == "vllm":
@@ -411,8 +411,8 @@ class RunConfig(Strict):
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
-            "scale.strategy": (self.scale.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
-            "scale.samplers": (self.scale.samplers > 0, str(self.scale.samplers), "the servers sample"),
+            "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
+            "distributed.samplers": (self.distributed.samplers > 0, str(self.distributed.samplers), "the servers sample"),
         }  # fmt: skip
         for key, (clashes, value, why) in given.items():
             if clashes:
@@ -591,7 +591,10 @@ def _correct_for_earlier_policies(tree: Tree) -> None:
     """Completions of earlier policies, and of engines that round otherwise, are weighed by what the learner makes of them, unless the
     config says otherwise."""
     training = tree.value(("training",))
-    late = isinstance(training, dict) and cast("dict[str, Any]", training).get("lag", 0) != 0
+    late = (
+        isinstance(training, dict)
+        and cast("dict[str, Any]", training).get("max_off_policy_steps", 0) != 0
+    )
     elsewhere = tree.value(("sampler", "engine")) == "vllm"
     again = tree.value(("data", "replay", "mode")) == "completions"
     algorithm = tree.values.get("algorithm", {})

@@ -16,7 +16,7 @@ _OVERLONG = (
     "algorithm.mask_truncated_completions leaves rollouts that were cut off out of the loss"
 )
 _RESUME = "give --resume or --resume-from RUN@STEP on the command line"
-_MACHINE = "here it is scale.learners, one process for each GPU; run.processes and run.threads say how many cores of a CPU are used"
+_MACHINE = "here it is distributed.learners, one process for each GPU; run.processes and run.threads say how many cores of a CPU are used"
 _CHECKPOINTS = "the callback push_to_hub_revision uploads each checkpoint"
 _REWARDS = "rewards.reward_funcs names the rewards, each with its parameters"
 _SANDBOX = "the reward python_tests runs code in boxes of its own, on this machine"
@@ -197,7 +197,7 @@ FOREIGN_TO_RL: dict[str, str] = {
         ("ppo_epochs", "ppo_inner_epochs", "num_ppo_epochs"), _named("training.num_iterations")
     ),
     **dict.fromkeys(
-        ("async_level", "max_async_level", "max_off_policy_steps"), _named("training.lag")
+        ("async_level", "max_async_level", "lag"), _named("training.max_off_policy_steps")
     ),
     **dict.fromkeys(("lr_scheduler", "scheduler"), _named("training.lr_scheduler_type")),
     "lr_warmup_steps": _named("training.warmup_steps"),
@@ -288,9 +288,14 @@ FOREIGN_TO_RL: dict[str, str] = {
         _named("sampler.temperature_schedule.steps"),
     ),
     **dict.fromkeys(
-        ("high_temp_period", "high_temp_every"), _named("sampler.temperature_schedule.hot_every")
+        ("high_temp_period", "high_temp_every", "hot_every"),
+        _named("sampler.temperature_schedule.high_temperature_every"),
     ),
-    **dict.fromkeys(("high_temp", "temp_high"), _named("sampler.temperature_schedule.hot")),
+    **dict.fromkeys(
+        ("high_temp", "temp_high", "hot"), _named("sampler.temperature_schedule.high_temperature")
+    ),
+    "slots": _named("sampler.max_num_seqs"),
+    "scale": "here it is the section distributed",
     **dict.fromkeys(("replay_buffer", "use_replay", "use_replay_buffer"), _named("data.replay")),
     **dict.fromkeys(
         ("replay_buffer_size", "replay_capacity", "buffer_size"), _named("data.replay.capacity")
@@ -418,7 +423,7 @@ _OF_RL_ALONE = (
         "training.num_generations",
         "training.prompts_per_step",
         "training.num_iterations",
-        "training.lag",
+        "training.max_off_policy_steps",
     ),
 )
 """What an advice speaks of that a supervised run has not."""
@@ -462,7 +467,7 @@ FOREIGN_TO_SFT: dict[str, str] = {
             "num_iterations",
             "minibatches",
             "schedule",
-            "lag",
+            "max_off_policy_steps",
             "max_prompt_length",
             "max_completion_length",
             "beta",

@@ -120,7 +120,7 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
         return _of_server(config.run.server, "training", config, longest_prompt)
     layout = _of_tunix(config) if config.model.backend == "tunix" else _layout(config)
     layout = replace(layout, key_length=key_length(config, longest_prompt))
-    return replace(layout, slots=config.sampler.slots or _slots(config, layout))
+    return replace(layout, slots=config.sampler.max_num_seqs or _slots(config, layout))
 
 
 def _slots(config: RunConfig, layout: Layout) -> int:
@@ -168,7 +168,7 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
     return (
         f"{layout.all_threads} threads of {layout.processes} process{'es' * (layout.processes > 1)} compute on {cores} "
         f"core{'s' * (cores > 1)}: those that share a core wait for each other, which is slower than fewer. Lower run.threads and "
-        "run.processes, scale.learners or scale.samplers, or leave them out"
+        "run.processes, distributed.learners or distributed.samplers, or leave them out"
     )
 
 
@@ -216,7 +216,7 @@ def _layout(config: AnyConfig) -> Layout:
         processes=processes,
         learners=learners,
         samplers=samplers,
-        strategy=config.scale.strategy,
+        strategy=config.distributed.strategy,
     )
 
 
@@ -235,8 +235,8 @@ def refuse_on_server(config: AnyConfig) -> None:
             "groupwise rl itself."
         )
     for key, asked, usual in (
-        ("scale.learners", config.scale.learners, 1),
-        ("scale.samplers", samplers_of(config), 0),
+        ("distributed.learners", config.distributed.learners, 1),
+        ("distributed.samplers", samplers_of(config), 0),
     ):
         if asked > usual:
             raise UsageError(
@@ -247,18 +247,18 @@ def refuse_on_server(config: AnyConfig) -> None:
 
 def samplers_of(config: AnyConfig) -> int:
     """Processes that only sample; a supervised run has none."""
-    return config.scale.samplers if isinstance(config, RunConfig) else 0
+    return config.distributed.samplers if isinstance(config, RunConfig) else 0
 
 
 def _apart(config: AnyConfig, device: str) -> tuple[int, int]:
     """As many learners and samplers as are asked for. UsageError where another number was started, ConfigError where GPUs are missing."""
-    learners, samplers, place = config.scale.learners, samplers_of(config), launched()
+    learners, samplers, place = config.distributed.learners, samplers_of(config), launched()
     refuse_other_number(place, learners)
     needed = (place.local_count if place is not None else learners) + samplers
     if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):
-        more = f" and scale.samplers is {samplers}" if samplers else ""
+        more = f" and distributed.samplers is {samplers}" if samplers else ""
         raise ConfigError(
-            f"scale.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
+            f"distributed.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
             f"there {'are' if there != 1 else 'is'} {there}. Ask for fewer, start the run by torchrun on several machines, or set "
             "CUDA_VISIBLE_DEVICES= to compute on the CPU."
         )

@@ -23,7 +23,7 @@ from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
 from groupwise.engine.backends.tunix.config import sft_conflicts
 from groupwise.engine.backends.unsloth import config as unsloth
-from groupwise.engine.distributed.config import ScaleConfig, scale_conflicts
+from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.runs.config import RunSection
@@ -225,7 +225,7 @@ class SftConfig(Strict):
     eval: SftEvalConfig = SftEvalConfig()
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
-    scale: ScaleConfig = ScaleConfig()
+    distributed: DistributedConfig = DistributedConfig()
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
@@ -237,7 +237,7 @@ class SftConfig(Strict):
         if self.model.backend == "unsloth":
             yield from unsloth.conflicts(self)
         step = self.training.examples_per_step
-        yield from scale_conflicts(self, step, ("training.examples_per_step",))
+        yield from distributed_conflicts(self, step, ("training.examples_per_step",))
         for key in ("num_completions_to_print", "log_unique_prompts"):
             if (value := getattr(self.run, key)) != RunSection.model_fields[key].default:
                 yield Conflict(
@@ -286,8 +286,10 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     above = config.model_dump(mode="json", exclude_unset=True)
     shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
     inherited = {"task": above["task"]} if "task" in above else {}
-    if scale := {k: v for k, v in above.get("scale", {}).items() if k in ScaleConfig.model_fields}:
-        inherited["scale"] = scale
+    if distributed := {
+        k: v for k, v in above.get("distributed", {}).items() if k in DistributedConfig.model_fields
+    }:
+        inherited["distributed"] = distributed
     values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
     run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
     run |= {"dir": config.run.dir, "server": config.run.server}

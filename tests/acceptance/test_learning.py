@@ -133,7 +133,7 @@ def trained(
     config = {
         "model": {"name": str(model), "dtype": "float32"},
         "lora": lora,
-        "sampler": {"max_completion_length": 2, "slots": 48, **(sampler or {})},
+        "sampler": {"max_completion_length": 2, "max_num_seqs": 48, **(sampler or {})},
         "algorithm": {"type": algorithm},
         "training": {
             "max_steps": steps,
@@ -201,8 +201,8 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
 
 
 OFF_POLICY: dict[str, dict[str, Any]] = {
-    "lag": {"lag": 1},
-    "free": {"schedule": "free", "lag": 2, "num_iterations": 2, "minibatches": 2},
+    "lag": {"max_off_policy_steps": 1},
+    "free": {"schedule": "free", "max_off_policy_steps": 2, "num_iterations": 2, "minibatches": 2},
     "updates": {"num_iterations": 2, "minibatches": 2},
 }
 

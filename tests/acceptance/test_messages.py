@@ -24,7 +24,7 @@ lora:
   r: 4
 sampler:
   max_completion_length: 4
-  slots: 8
+  max_num_seqs: 8
 training:
   max_steps: 1
   prompts_per_step: 2
@@ -128,8 +128,17 @@ def case(words: str, *said: str, **more: object) -> Case:
     return Case(words, said, **more)  # type: ignore[arg-type]
 
 
-BOTH_WRONG = CONFIG.replace("max_steps", "max_step").replace("slots", "slotz") + "trainig: {}\n"
-MISSPELT = ("c.yaml:9", "training.max_step", "c.yaml:7", "sampler.slotz", "slots", "trainig")
+BOTH_WRONG = (
+    CONFIG.replace("max_steps", "max_step").replace("num_seqs", "num_seqz") + "trainig: {}\n"
+)
+MISSPELT = (
+    "c.yaml:9",
+    "training.max_step",
+    "c.yaml:7",
+    "sampler.max_num_seqz",
+    "max_num_seqs",
+    "trainig",
+)
 HOOK = "def get_rl_dataset(config):"
 HUB = "(the hub cannot be reached) as 'nobody/nothing-1b'"
 REFUSED = [
@@ -169,7 +178,7 @@ REFUSED = [
     case("rl run.report_to=nowhere", "run.report_to", "tensorboard"),
     case("rl callbacks=[early_stopp]", "No callback `early_stopp`", "early_stop"),
     case("rl callbacks=[nowhere.py:Own]", "nowhere.py:Own"),
-    case("sft sampler.slots=8", "sampler", "groupwise rl"),
+    case("sft sampler.max_num_seqs=8", "sampler", "groupwise rl"),
     # the ways of starting
     case("rl --resume --resume-from r@1", "exclude each other"),
     case("rl --resume", "no run"),

@@ -202,7 +202,7 @@ def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
     config = load_config(
         {
             "model": {"name": "tiny", "dtype": "float32"}, "lora": lora, "algorithm": {"beta": 0.1},
-            "sampler": {"slots": 8, "max_completion_length": 40}, "training": {"seed": 1},
+            "sampler": {"max_num_seqs": 8, "max_completion_length": 40}, "training": {"seed": 1},
         }
     ).config  # fmt: skip
     layout = placement.choose_layout(config, 24)
@@ -252,7 +252,7 @@ def _tunix(family: str, layers: int | None, folder: Path) -> Pair:
         {
             "model": {"name": str(model_of(family, layers)), "backend": "tunix"},
             "lora": {"r": 4, "alpha": 8},
-            "sampler": {"slots": 16, "max_completion_length": 40},
+            "sampler": {"max_num_seqs": 16, "max_completion_length": 40},
             "training": {"seed": 1},
         }
     ).config

@@ -81,7 +81,7 @@ async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         return made[-1]
 
     config = {
-        "model": {"name": "tiny"}, "lora": {"r": 4, "alpha": 8}, "sampler": {"max_completion_length": 6, "slots": 8},
+        "model": {"name": "tiny"}, "lora": {"r": 4, "alpha": 8}, "sampler": {"max_completion_length": 6, "max_num_seqs": 8},
         "training": {"max_steps": STEPS, "num_generations": MEMBERS, "learning_rate": 0.05, "seed": SEED},
         "run": {"name": "contract", "dir": str(tmp_path), "save_steps": SAVE_STEPS, "threads": 1},
     }  # fmt: skip

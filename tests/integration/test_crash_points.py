@@ -32,7 +32,8 @@ from tests.rotation import turn
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 WAYS: dict[str, dict[str, Any]] = {
-    "lag 0": {"lag": 0}, "lag 1": {"lag": 1}, "lag 2": {"lag": 2}, "free": {"schedule": "free", "lag": 2, "max_steps": 6},
+    "lag 0": {"max_off_policy_steps": 0}, "lag 1": {"max_off_policy_steps": 1}, "lag 2": {"max_off_policy_steps": 2},
+    "free": {"schedule": "free", "max_off_policy_steps": 2, "max_steps": 6},
 }  # fmt: skip
 
 

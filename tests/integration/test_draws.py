@@ -84,7 +84,7 @@ def rewards_of(group: Group) -> list[float]:
 @pytest.mark.parametrize("lag", [2, pytest.param(0, marks=pytest.mark.soak(suite="training"))])
 def test_what_is_scored_first_does_not_matter(tmp_path, monkeypatch, lag):
     """Rewards of a group take as long as they like; the run is the same to the bit."""
-    trained(tmp_path / "plain", 5, prompts_per_step=4, lag=lag, max_steps=4)
+    trained(tmp_path / "plain", 5, prompts_per_step=4, max_off_policy_steps=lag, max_steps=4)
     score, dice = drawing.score, random.Random(5)
     begun: list[int] = []
     ended: list[int] = []
@@ -97,7 +97,7 @@ def test_what_is_scored_first_does_not_matter(tmp_path, monkeypatch, lag):
         return await score(run, group, step)
 
     monkeypatch.setattr(drawing, "score", slow)
-    trained(tmp_path / "slow", 5, prompts_per_step=4, lag=lag, max_steps=4)
+    trained(tmp_path / "slow", 5, prompts_per_step=4, max_off_policy_steps=lag, max_steps=4)
     assert begun != ended
     plain, late = (what_must_be_equal(tmp_path / name / "toy") for name in ("plain", "slow"))
     assert late == plain

@@ -1,4 +1,4 @@
-"""Runs whose learners have a part of the weights each (`scale.strategy: fsdp2`).
+"""Runs whose learners have a part of the weights each (`distributed.strategy: fsdp2`).
 
 1. A run with two is that of one process up to rounding: adapters, all weights with a reference, supervised; with as many micro-batches as
    it may be, in each learner another number; with gradient checkpointing.
@@ -53,7 +53,7 @@ def divided(runs: Path, learners: int = 2, **training) -> dict[str, Any]:
     settings = scaled(runs, learners, **training)
     if learners > 1:
         settings["run"]["threads"] = learners + 1
-        settings["scale"] |= {"samplers": 1, "strategy": "fsdp2"}
+        settings["distributed"] |= {"samplers": 1, "strategy": "fsdp2"}
     return settings
 
 
@@ -126,7 +126,7 @@ def test_supervised_runs(tmp_path, lora):
         settings = {**supervised(tmp_path / str(count), 1), "lora": lora}
         settings["run"] |= {"processes": None, "threads": count}
         if count > 1:
-            settings["scale"] = {"learners": 2, "strategy": "fsdp2"}
+            settings["distributed"] = {"learners": 2, "strategy": "fsdp2"}
         assert groupwise.sft(settings, SFT).exit_code == 0
     file = ALL_WEIGHTS if lora is None else WEIGHTS
     assert_close(tmp_path / "1/sft", tmp_path / "2/sft", file)

@@ -129,4 +129,4 @@ def test_a_model_that_does_not_fit_is_said_and_the_thriftiest_settings_are_writt
     assert summary["file"] == "toy_task.yaml"
     written = load_config("toy_task.yaml").config
     assert written.training.gradient_checkpointing
-    assert (written.sampler.slots, written.training.max_tokens_per_microbatch) == (8, 512)
+    assert (written.sampler.max_num_seqs, written.training.max_tokens_per_microbatch) == (8, 512)

@@ -67,7 +67,7 @@ def forked(words: list[str], talk: Path) -> int:
 def command(runs: Path, lag: int, resume: bool) -> list[str]:
     settings = runs / "config.yaml"
     runs.mkdir(parents=True, exist_ok=True)
-    written = config(runs, max_steps=8, lag=lag)
+    written = config(runs, max_steps=8, max_off_policy_steps=lag)
     if lag == 0:  # another way to score them
         written["rewards"] = {"workers": 1}
     settings.write_text(json.dumps(written))

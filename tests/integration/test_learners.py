@@ -1,4 +1,4 @@
-"""Runs with several learners, each with a model of its own (`scale.learners`).
+"""Runs with several learners, each with a model of its own (`distributed.learners`).
 
 1. A run with two is that of one process up to rounding.
 2. It goes on with another number of them, 2 → 1 → 2, and after each load all ranks have the same weights.
@@ -58,7 +58,7 @@ def scaled(runs: Path, learners: int = 2, **training) -> dict:
     settings = config(runs, lr_scheduler_type="constant", **training)
     settings["run"]["threads"] = learners
     settings["model"] |= {"dtype": "float32"}
-    return {**settings, "scale": {"learners": learners}}
+    return {**settings, "distributed": {"learners": learners}}
 
 
 NAMES = ("reward", "loss", "grad_norm", "completions/mean_length")
@@ -151,7 +151,7 @@ def lost_by_a_kill(
 ) -> Killed:
     """A run ends with code 75 because a learner was killed."""
     killed = Killed(patch, rank, step, moment)
-    which = rf"Learner {rank + 1} of {settings['scale']['learners']}(.|\n)*SIGKILL"
+    which = rf"Learner {rank + 1} of {settings['distributed']['learners']}(.|\n)*SIGKILL"
     with pytest.raises(WorkerLostError, match=which) as lost:
         groupwise.rl(settings, TOY)
     assert (lost.value.exit_code, lost.value.code) == (75, "worker_lost")
@@ -263,7 +263,7 @@ def test_other_trainings_have_learners_too(tmp_path, kind):
             settings = supervised(runs, 1)
             del settings["run"]["processes"]
             settings["run"]["threads"] = learners
-            groupwise.sft({**settings, "scale": {"learners": learners}}, SFT)
+            groupwise.sft({**settings, "distributed": {"learners": learners}}, SFT)
             folders.append(runs / "sft")
         else:
             groupwise.rl({**scaled(runs, learners), "lora": None}, TOY)

@@ -34,8 +34,8 @@ def names(folder: Path, step: int) -> set[str]:
 
 
 def test_a_profiled_run_is_the_same_run_and_its_trace_shows_what_was_done(tmp_path, capfd):
-    groupwise.rl(settings(tmp_path / "plain", None, lag=1, max_steps=3), TOY)
-    groupwise.rl(settings(tmp_path / "traced", [1], lag=1, max_steps=3), TOY)
+    groupwise.rl(settings(tmp_path / "plain", None, max_off_policy_steps=1, max_steps=3), TOY)
+    groupwise.rl(settings(tmp_path / "traced", [1], max_off_policy_steps=1, max_steps=3), TOY)
     traced = tmp_path / "traced/toy"
     assert what_must_be_equal(traced) == what_must_be_equal(tmp_path / "plain/toy")
     assert {path.name for path in (traced / "profile").iterdir()} == {"step-1.json", "step-1.txt"}

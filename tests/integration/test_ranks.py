@@ -192,10 +192,10 @@ def test_an_evaluation_has_ranks_too(uninterrupted, tmp_path, policy):
 KINDS: dict[str, Any] = {
     "two stages, with a lag": (
         TOY,
-        {"lag": 1},
+        {"max_off_policy_steps": 1},
         {
             "rollout": {"type": "two_stage", "max_reasoning_length": 5, "max_answer_length": 3},
-            "sampler": {"slots": 8},
+            "sampler": {"max_num_seqs": 8},
         },
     ),
     "games": (

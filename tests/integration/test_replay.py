@@ -82,8 +82,8 @@ WAYS: dict[str, dict[str, Any]] = {
             "kl_horizon": 30.0,
         },
     },
-    "lag": {"training": {"lag": 1}},
-    "free": {"training": {"schedule": "free", "lag": 1}},
+    "lag": {"training": {"max_off_policy_steps": 1}},
+    "free": {"training": {"schedule": "free", "max_off_policy_steps": 1}},
     "reference": {"algorithm": {"type": "grpo", "beta": 0.5}},
     "dynamic sampling": {
         "training": {"prompts_per_step": 4, "num_generations": 2},

@@ -110,7 +110,7 @@ WAYS = {
     "dynamic sampling ahead": {
         "algorithm": {"type": "dapo"},
         "sampler": {"max_completion_length": 1},
-        "training": {"lag": 1},
+        "training": {"max_off_policy_steps": 1},
     },
     "importance correction": {
         "algorithm": {"type": "gspo", "importance_sampling_correction": "sequence_mask"}
@@ -122,22 +122,22 @@ WAYS = {
         "rollout": {"type": "two_stage", "max_reasoning_length": 6, "max_answer_length": 3},
         "sampler": {"max_completion_length": 256},
     },
-    "a step ahead": {"training": {"lag": 1}},
+    "a step ahead": {"training": {"max_off_policy_steps": 1}},
     "an environment": {"rollout": {"type": "environment", "max_turns": 3}},
     "an environment ahead": {
         "rollout": {"type": "environment", "max_turns": 3, "in_process": True},
-        "training": {"lag": 1},
+        "training": {"max_off_policy_steps": 1},
     },
     "easy pool": {"data": {"easy_pool": EASY}},
     "prompts again": {"data": {"replay": REPLAY}},
-    "prompts again ahead": {"data": {"replay": REPLAY}, "training": {"lag": 2}},
+    "prompts again ahead": {"data": {"replay": REPLAY}, "training": {"max_off_policy_steps": 2}},
     "completions again": {"data": {"replay": {**REPLAY, "mode": "completions"}}},
     "curriculum": {"data": {"curriculum": {"success_threshold": 0.2}}},
-    "temperature": {"sampler": {"temperature_schedule": {"steps": 3, "end": 0.5, "hot_every": 4}}},
+    "temperature": {"sampler": {"temperature_schedule": {"steps": 3, "end": 0.5, "high_temperature_every": 4}}},
     "all at once, dynamic sampling ahead": {
         "algorithm": {"type": "dapo"},
         "sampler": {"max_completion_length": 1, "temperature_schedule": {"steps": 3}},
-        "training": {"lag": 1},
+        "training": {"max_off_policy_steps": 1},
         "data": {
             "easy_pool": EASY,
             "replay": {**REPLAY, "mode": "completions"},

@@ -1,10 +1,10 @@
-"""Runs whose completions are drawn by processes that only sample (`scale.samplers`).
+"""Runs whose completions are drawn by processes that only sample (`distributed.samplers`).
 
 1. A run with one learner and samplers is that of one process to the bit, whichever schedule it has; with several learners up to rounding.
 2. With a lag, sampling goes on while learners learn.
 3. Learners hold no sampler, samplers no learner.
 4. A sampler that is killed is replaced, at whatever moment, and the run is the undisturbed one to the bit; one that ends again and again
-   ends the run, with the reason. One that hangs is killed after `scale.patience`.
+   ends the run, with the reason. One that hangs is killed after `distributed.sampler_timeout`.
 5. A learner that is killed ends the run with code 75 and leaves no process; resumed, it equals the undisturbed run to the bit.
 6. So it does when the main process is killed.
 7. A run goes on with other numbers of both; after each load all learners have the same weights.
@@ -58,7 +58,7 @@ def forked(monkeypatch):
 def apart(runs: Path, learners: int = 1, samplers: int = 2, **training) -> dict:
     settings = scaled(runs, learners, **training)
     settings["run"]["threads"] = learners + samplers
-    return {**settings, "scale": {"learners": learners, "samplers": samplers}}
+    return {**settings, "distributed": {"learners": learners, "samplers": samplers}}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def alone(tmp_path_factory):
     found = {}
     for lag in (0, 1):
         runs = tmp_path_factory.mktemp(f"lag-{lag}")
-        assert groupwise.rl(scaled(runs, 1, lag=lag), TOY).exit_code == 0
+        assert groupwise.rl(scaled(runs, 1, max_off_policy_steps=lag), TOY).exit_code == 0
         found[lag] = runs / "toy"
     return found
 
@@ -84,7 +84,7 @@ def test_the_run_of_one_process_to_the_bit(alone, tmp_path, monkeypatch, lag):
 
     monkeypatch.setattr(build, "_of_halves", noted)
     monkeypatch.setattr(Hosted, "parts_there", parts_there, raising=False)
-    assert groupwise.rl(apart(tmp_path, lag=lag), TOY).exit_code == 0
+    assert groupwise.rl(apart(tmp_path, max_off_policy_steps=lag), TOY).exit_code == 0
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[lag])
     assert found == {"learners": [(False, True)], "samplers": [(True, False)] * 2}
 
@@ -129,7 +129,7 @@ def test_sampling_goes_on_while_learners_learn(tmp_path, monkeypatch, schedule):
 
     monkeypatch.setattr(RankSampler, "generate", noted)
     monkeypatch.setattr(RankLearner, "forward_backward", held_up)
-    settings = apart(tmp_path, lag=1, schedule=schedule)
+    settings = apart(tmp_path, max_off_policy_steps=1, schedule=schedule)
     settings["eval"] = {"before_and_after": False}
     assert groupwise.rl(settings, TOY).exit_code == 0
     assert steps == [*range(STEPS)]
@@ -172,11 +172,13 @@ class Lost:
 ])  # fmt: skip
 def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, name, numbers):
     lost = Lost(monkeypatch, rank, name, *numbers)
-    assert groupwise.rl(apart(tmp_path, lag=lag), TOY).exit_code == 0
+    assert groupwise.rl(apart(tmp_path, max_off_policy_steps=lag), TOY).exit_code == 0
     assert lost.killed == len(numbers)
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[lag])
     log = (tmp_path / "toy/log.txt").read_text()
-    assert log.count(f"Sampler {rank + 1} of 2 (scale.samplers) ended: SIGKILL") == len(numbers)
+    assert log.count(f"Sampler {rank + 1} of 2 (distributed.samplers) ended: SIGKILL") == len(
+        numbers
+    )
     assert len(lost.seen) == 2 + len(numbers)
     assert all_gone(lost.seen)
 
@@ -204,15 +206,18 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
     monkeypatch.setattr(Samplers, "_ask", ask)
     monkeypatch.setattr(TorchSampler, "_decode_one_token", hanging)
     settings = apart(tmp_path)
-    settings["scale"]["patience"] = 2.0
+    settings["distributed"]["sampler_timeout"] = 2.0
     assert groupwise.rl(settings, TOY).exit_code == 0
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[0])
     log = (tmp_path / "toy/log.txt").read_text()
-    assert "2 of 2 (scale.samplers) ended" in log
+    assert "2 of 2 (distributed.samplers) ended" in log
     if not much:
         assert hangs.exists()
         for sampler in (1, 2):
-            assert f"Sampler {sampler} of 2 (scale.samplers) ended: it gave no sign of life" in log
+            assert (
+                f"Sampler {sampler} of 2 (distributed.samplers) ended: it gave no sign of life"
+                in log
+            )
     assert all_gone(stopped)
 
 

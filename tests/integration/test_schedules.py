@@ -98,7 +98,7 @@ def test_lag_0_equals_taking_turns(whole_toy, tmp_path, monkeypatch):
 @pytest.mark.parametrize("lag", [0, 2, 7])
 def test_the_groups_of_a_step_come_from_the_policy_that_the_lag_says(tmp_path, lag):
     """And their rewards are told the step that they are drawn for."""
-    assert groupwise.rl(config(tmp_path, lag=lag), STEPPED).exit_code == 0
+    assert groupwise.rl(config(tmp_path, max_off_policy_steps=lag), STEPPED).exit_code == 0
     for record, ages in steps(tmp_path / "toy"):
         assert set(ages) == {min(record.step, lag)}
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
@@ -116,7 +116,7 @@ def lagged(request, tmp_path_factory):
     points: list[str] = []
     atomic_files.on_write = points.append
     try:
-        folder = trained(runs, lag=request.param)
+        folder = trained(runs, max_off_policy_steps=request.param)
     finally:
         atomic_files.on_write = lambda name: None
     return request.param, what_must_be_equal(folder), points
@@ -133,8 +133,8 @@ def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "commit", stop)
-        assert groupwise.rl(config(tmp_path, lag=lag), TOY).exit_code == 130
-    assert groupwise.rl(config(tmp_path, lag=lag), TOY, resume=True).exit_code == 0
+        assert groupwise.rl(config(tmp_path, max_off_policy_steps=lag), TOY).exit_code == 130
+    assert groupwise.rl(config(tmp_path, max_off_policy_steps=lag), TOY, resume=True).exit_code == 0
     resumed = what_must_be_equal(tmp_path / "toy")
     assert resumed["record"] == whole["record"]
     final = "final/adapter_model.safetensors"
@@ -149,7 +149,8 @@ def test_a_lagged_run_survives_a_crash_at_its_durable_writes(lagged, tmp_path):
     failed = [
         f"{number} {points[number]}"
         for number in chosen
-        if crashed_and_resumed(config(tmp_path / str(number), lag=lag), number) != whole
+        if crashed_and_resumed(config(tmp_path / str(number), max_off_policy_steps=lag), number)
+        != whole
     ]
     assert not failed
 
@@ -179,7 +180,7 @@ def slow_rewards(monkeypatch):
 
 
 def test_the_free_schedule_loses_nobody_also_over_crashes(tmp_path, slow_rewards):
-    settings = config(tmp_path, schedule="free", lag=2, max_steps=8)
+    settings = config(tmp_path, schedule="free", max_off_policy_steps=2, max_steps=8)
     assert crash_at(40, lambda: start(settings)) == 17
     assert crash_at(18, lambda: go_on(settings)) == 17
     go_on(settings)

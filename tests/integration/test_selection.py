@@ -86,7 +86,13 @@ def said_by_learner(rollout: Rollout) -> list[tuple[float, ...] | None]:
 
 
 def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):
-    schedule = {"start": 1.0, "end": 0.4, "steps": 2, "hot_every": 4, "hot": 2.0}
+    schedule = {
+        "start": 1.0,
+        "end": 0.4,
+        "steps": 2,
+        "high_temperature_every": 4,
+        "high_temperature": 2.0,
+    }
     steps = trained(tmp_path, sampler={"temperature_schedule": schedule})
     found = [
         {
@@ -105,7 +111,7 @@ def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):
 def test_the_free_schedule_loses_and_repeats_nothing(tmp_path, part):
     """Draws are asked for one by one there; one that a crash cut off is asked for again, and gets the same."""
     settings = {
-        **config(tmp_path, schedule="free", lag=2),
+        **config(tmp_path, schedule="free", max_off_policy_steps=2),
         "data": {"easy_pool": EASY, "replay": {**REPLAY, "mode": "completions"}},
     }
     points: list[str] = []
@@ -154,7 +160,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"data": {"replay": {}}}, r"warmup_entries is 500.* prompts is \d+"),
     ({"data": {"replay": {"max_share": 0.4}}}, "max_share is 0.4"),
     ({"sampler": {"temperature": 0.7, "temperature_schedule": {}}}, "temperature_schedule"),
-    ({"sampler": {"temperature_schedule": {"hot_every": None, "hot": 1.5}}}, "hot_every is null"),
+    ({"sampler": {"temperature_schedule": {"high_temperature_every": None, "high_temperature": 1.5}}}, "high_temperature_every is null"),
 ]  # fmt: skip
 
 

@@ -174,11 +174,11 @@ def test_resume_refuses_another_config_another_task_and_other_data(half, tmp_pat
 def test_resume_takes_free_keys_and_warns_of_another_layout(half, caplog):
     """And results that are measured otherwise are not compared."""
     settings = config(half)
-    settings["sampler"]["slots"] = 16
+    settings["sampler"]["max_num_seqs"] = 16
     settings["run"]["save_total_limit"] = None
     settings["eval"]["max_completion_length"] = 3
     plan = groupwise.rl(settings, TOY, resume=True, dry_run=True).summary["plan"]
-    (change,) = [each for each in plan["warnings"] if "sampler.slots was 8, is 16" in each]
+    (change,) = [each for each in plan["warnings"] if "sampler.max_num_seqs was 8, is 16" in each]
     result = groupwise.rl(settings, TOY, resume=True)
     assert [each.getMessage() for each in caplog.records].count(change) == 1
     assert read_config(half / "toy")["run"]["save_total_limit"] is None

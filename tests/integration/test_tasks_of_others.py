@@ -44,7 +44,7 @@ def test_a_task_of_others_trains_and_pays_for_what_is_right(
     turns = {"type": "environment", "max_turns": 2} if name == "trl_tools" else {}
     config = {
         "model": {"name": "tiny"},
-        "sampler": {"max_completion_length": 6, "slots": 8},
+        "sampler": {"max_completion_length": 6, "max_num_seqs": 8},
         "training": {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2},
         "rollout": turns,
         "run": {"name": "others", "threads": 1},

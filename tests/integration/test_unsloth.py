@@ -26,7 +26,7 @@ from tests.integration.toy_run import TOY, config, what_must_be_equal
 SFT = str(Path(__file__).with_name("sft_task.py"))
 WORDS = ("model.name=tiny", "model.backend=unsloth", "run.threads=1", "model.dtype=float32")
 RL = ("training.max_steps=2", "training.prompts_per_step=2", "training.num_generations=4",
-      "sampler.max_completion_length=6", "sampler.slots=8", "run.name=tried")  # fmt: skip
+      "sampler.max_completion_length=6", "sampler.max_num_seqs=8", "run.name=tried")  # fmt: skip
 COMMANDS = {
     "rl": ("rl", "--json", "--task-module", TOY, *RL),
     "eval": ("eval", "--json", "--task-module", TOY, "--policy", "tried", *RL),

@@ -68,7 +68,7 @@ def settings(runs: Path, *urls: str, learners: int = 1, **sampler: Any) -> dict[
         **sampler,
     }
     made["run"]["threads"] = learners
-    return {**made, "scale": {"learners": learners}}
+    return {**made, "distributed": {"learners": learners}}
 
 
 def trained(made: dict[str, Any], **more: Any) -> Path:
@@ -159,7 +159,10 @@ def test_another_base_ends_the_run_before_it_learns(tmp_path, server, learners):
 def test_a_policy_is_evaluated_by_the_server_as_here(server, whole, policy):
     runs = whole[0].parent
     there = groupwise.evaluate(settings(runs, server.url, learners=2), TOY, policy=policy)
-    alone = {**settings(runs, server.url), "sampler": {"max_completion_length": 6, "slots": 8}}
+    alone = {
+        **settings(runs, server.url),
+        "sampler": {"max_completion_length": 6, "max_num_seqs": 8},
+    }
     assert there.rows == groupwise.evaluate(alone, TOY, policy=policy).rows
     assert server.adapters == []
 
@@ -178,7 +181,7 @@ def test_completions_of_a_server_are_weighed_unless_the_config_says_otherwise(tm
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["sampler.url=null"], "url"), (["sampler.url=[http://x, http://x]"], "url"), (["sampler.slots=16"], "slots"),
+    (["sampler.url=null"], "url"), (["sampler.url=[http://x, http://x]"], "url"), (["sampler.max_num_seqs=16"], "max_num_seqs"),
     (["lora=null"], "lora"), (["run.processes=2", "run.threads=2"], r"run\.processes"), (["run.server=http://y"], r"run\.server"),
     (["model.backend=tunix"], r"model\.backend"),
 ])  # fmt: skip

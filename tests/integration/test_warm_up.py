@@ -11,7 +11,7 @@ import pytest
 import groupwise
 from groupwise.cli.main import main
 from groupwise.core.errors import ConfigError, UsageError
-from groupwise.engine.distributed.config import ScaleConfig
+from groupwise.engine.distributed.config import DistributedConfig
 from groupwise.runs.store import Store
 from groupwise.training.config import load_config
 from groupwise.training.loops import sft as loop
@@ -105,8 +105,8 @@ def test_what_is_wrong_with_the_second_stage_is_told_before_the_first(tmp_path, 
 
 
 def test_a_warm_up_has_no_samplers_of_its_own():
-    given = {**config(Path("runs")), "scale": {"samplers": 1}, "run": {}}
-    assert config_of_warm_up(load_config(given)).config.scale == ScaleConfig()
+    given = {**config(Path("runs")), "distributed": {"samplers": 1}, "run": {}}
+    assert config_of_warm_up(load_config(given)).config.distributed == DistributedConfig()
 
 
 def test_a_dry_run_shows_both_and_sft_makes_the_first_alone(tmp_path, task):

@@ -40,7 +40,7 @@ def config(**data: Any) -> dict[str, Any]:
     return {
         "model": {"name": "tiny"},
         "lora": {"r": 4, "alpha": 8},
-        "sampler": {"max_completion_length": 6, "slots": 8},
+        "sampler": {"max_completion_length": 6, "max_num_seqs": 8},
         "training": {
             "max_steps": 4, "prompts_per_step": 3, "num_generations": 2, "learning_rate": 0.01,
         },

@@ -25,7 +25,7 @@ def config(runs: Path, **training: Any) -> dict[str, Any]:
     return {
         "model": {"name": "tiny"},
         "lora": {"r": 4, "alpha": 8},
-        "sampler": {"max_completion_length": 6, "slots": 8},
+        "sampler": {"max_completion_length": 6, "max_num_seqs": 8},
         "training": {
             "max_steps": STEPS,
             "prompts_per_step": 2,

@@ -27,8 +27,8 @@ KEY_OF_ANOTHER_ALGORITHM = "algorithm.scale_rewards=group"
 WRONG_VALUES = """
 model.name=null model.dtype=x lora.r=0 sampler.engine=sglang sampler.temperature=0 sampler.stop=x sampler.min_completion_length=-1
 algorithm.type=reinforce-pp algorithm.preset=dapo_papr algorithm.beta=-1 algorithm.kl_estimator=k9
-training.learning_rate=.nan training.num_generations=.inf training.max_steps=ten training.schedule=fixed training.lag=-1
-training.num_generations=0 training.max_steps=0 training.seed=.nan lora.dropout=1 lora.target_modules=all sampler.slots=7
+training.learning_rate=.nan training.num_generations=.inf training.max_steps=ten training.schedule=fixed training.max_off_policy_steps=-1
+training.num_generations=0 training.max_steps=0 training.seed=.nan lora.dropout=1 lora.target_modules=all sampler.max_num_seqs=7
 eval.top_p=1 run.name=run@3 run.name=../x
 data.max_prompt_length=0 rewards.workers=0 rewards.time_limit=0 rollout.type=twostage rollout.max_turns=0
 eval.temperature=cold eval.samples_per_prompt=0 eval.top_k=0 eval.pass_at_k=[0] run.name=a/b run.threads=0
@@ -76,7 +76,7 @@ DECIDES: dict[str, list[str]] = {
     "algorithm.preset=dapo_papr": UNSURE_TYPE,
     "algorithm.typ=reinforce_pp": [*UNSURE_TYPE, OTHER_PRESET], OTHER_PRESET: UNSURE_TYPE,
     "algorithm.beta=-1": ["algorithm.kl_target=0.1"],
-    "training.lag=-1": ["training.schedule=free", "algorithm.importance_sampling_cap=2.0"],
+    "training.max_off_policy_steps=-1": ["training.schedule=free", "algorithm.importance_sampling_cap=2.0"],
     "training.num_generation=1": [COMPARES_NOBODY], "rollout.type=twostage": [LEAST, ANSWER],
     "rollout.typ=two_stage": [LEAST, ANSWER, *TWO_STAGE_AND],
     'smapler={"max_completion_length":900}': [LEAST, TWO_STAGE_AND[1]],

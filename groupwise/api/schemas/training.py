@@ -74,7 +74,7 @@ ONE_PLACE: Mapping[str, str] = {
     "training.learning_rate": "give `learning_rate` instead",
     "training.num_generations": "give `num_completions_per_prompt` instead",
     "training.prompts_per_step": "give `groups_per_step` instead",
-    "training.lag": "give `staleness` instead",
+    "training.max_off_policy_steps": "give `staleness` instead",
     "training.schedule": "the clients decide which groups a step has; `staleness` says how old they may be",
 }
 """Keys of the nested sections that have a flat name or no meaning here, and what to do instead."""

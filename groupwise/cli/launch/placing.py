@@ -341,8 +341,8 @@ def _processes(asked: Asked) -> int:
     if not gang.is_one:
         if gang.processes is not None:
             raise UsageError(
-                "--nproc-per-node is for several machines (--nodes). On one machine the command starts its own processes: scale.learners=N "
-                "behind the verb."
+                "--nproc-per-node is for several machines (--nodes). On one machine the command starts its own processes: "
+                "distributed.learners=N behind the verb."
             )
         return 1
     verb = asked.behind.words[0] if asked.behind.script is None else None

@@ -1,4 +1,4 @@
-"""The `scale` section: how many processes with a model of their own do a run's work."""
+"""The `distributed` section: how many processes with a model of their own do a run's work."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 from groupwise.core.settings.schema import Conflict, Strict, setting
 
 
-class ScaleConfig(Strict):
+class DistributedConfig(Strict):
     """Several GPUs, or several machines."""
 
     refused: ClassVar[Mapping[str, str]] = {
         "samplers": "a supervised run samples nothing",
-        "patience": "a supervised run has no samplers to wait for",
+        "sampler_timeout": "a supervised run has no samplers to wait for",
     }
 
     learners: int = setting(
@@ -32,24 +32,24 @@ class ScaleConfig(Strict):
     )
 
 
-PATIENCE = 300.0
+SAMPLER_TIMEOUT = 300.0
 """Longer than anything that a sampler does in one piece, as reading weights or computing the prompts of a step."""
 
 
-class SampledScaleConfig(ScaleConfig):
+class SampledDistributedConfig(DistributedConfig):
     """Several GPUs, or several machines, where there is something to sample."""
 
     refused: ClassVar[Mapping[str, str]] = {}
 
     samplers: int = setting(
         0,
-        "Processes that only sample, on the GPUs of this machine that come after the learners'. Learners then only learn, and with a "
-        "training.lag both work at the same time. One that ends is replaced. 0: learners sample.",
+        "Processes that only sample, on the GPUs of this machine that come after the learners'. Learners then only learn, and with "
+        "training.max_off_policy_steps both work at the same time. One that ends is replaced. 0: learners sample.",
         on_resume="warn",
         ge=0,
     )
-    patience: float = setting(
-        PATIENCE,
+    sampler_timeout: float = setting(
+        SAMPLER_TIMEOUT,
         "Seconds without a sign of life after which a sampler is killed and replaced. It gives one between any two tokens, so that this "
         "has to be longer than what it does in one piece: reading weights, computing prompts.",
         on_resume="free",
@@ -57,32 +57,35 @@ class SampledScaleConfig(ScaleConfig):
     )
 
 
-def scale_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[Conflict]:
+def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[Conflict]:
     """What does not go together with several processes of either kind in a config of a training whose steps have so many rows, by
     these keys."""
-    learners: int = config.scale.learners
-    samplers: int = getattr(config.scale, "samplers", 0)
+    learners: int = config.distributed.learners
+    samplers: int = getattr(config.distributed, "samplers", 0)
     if learners > 1:
-        yield from _conflicts(config, "scale.learners", learners, rows, keys)
+        yield from _conflicts(config, "distributed.learners", learners, rows, keys)
     if samplers > 0:
-        yield from _conflicts(config, "scale.samplers", samplers, rows, keys)
-    elif getattr(config.scale, "patience", PATIENCE) != PATIENCE:
+        yield from _conflicts(config, "distributed.samplers", samplers, rows, keys)
+    elif getattr(config.distributed, "sampler_timeout", SAMPLER_TIMEOUT) != SAMPLER_TIMEOUT:
         yield Conflict(
-            f"scale.patience is {config.scale.patience:g}, for samplers, but scale.samplers is 0. Give the run samplers, or leave "
-            "scale.patience out.",
-            ("scale.patience", "scale.samplers"),
+            f"distributed.sampler_timeout is {config.distributed.sampler_timeout:g}, for samplers, but distributed.samplers is 0. Give the "
+            "run samplers, or leave distributed.sampler_timeout out.",
+            ("distributed.sampler_timeout", "distributed.samplers"),
         )
-    if config.scale.strategy == "fsdp2":
+    if config.distributed.strategy == "fsdp2":
         yield from _cannot_be_divided(
-            learners, samplers if hasattr(config.scale, "samplers") else None
+            learners, samplers if hasattr(config.distributed, "samplers") else None
         )
     together, threads = learners + samplers, config.run.threads
     if together > 1 and threads is not None and threads < together:
-        counted = [f"scale.learners is {learners}", *[f"scale.samplers is {samplers}"][:samplers]]
+        counted = [
+            f"distributed.learners is {learners}",
+            *[f"distributed.samplers is {samplers}"][:samplers],
+        ]
         yield Conflict(
             f"{' and '.join(counted)}, but run.threads is {threads}: the threads are those of all processes together, and each needs one. "
             f"Set run.threads to {together} or more, or leave it out.",
-            ("scale.learners", *["scale.samplers"][:samplers], "run.threads"),
+            ("distributed.learners", *["distributed.samplers"][:samplers], "run.threads"),
         )
 
 
@@ -90,19 +93,19 @@ def _cannot_be_divided(learners: int, samplers: int | None) -> Iterator[Conflict
     """`samplers`: None where nothing is sampled."""
     if learners == 1:
         yield Conflict(
-            "scale.strategy is fsdp2, which divides weights among several learners, but scale.learners is 1. Raise it, or leave "
-            "scale.strategy out.",
-            ("scale.strategy", "scale.learners"),
+            "distributed.strategy is fsdp2, which divides weights among several learners, but distributed.learners is 1. Raise it, or "
+            "leave distributed.strategy out.",
+            ("distributed.strategy", "distributed.learners"),
         )
     if samplers == 0:
         yield Conflict(
-            "scale.strategy is fsdp2, but learners that hold a part of the model cannot sample, and scale.samplers is 0. Give the run "
-            "samplers, or leave scale.strategy out.",
-            ("scale.strategy", "scale.samplers"),
+            "distributed.strategy is fsdp2, but learners that hold a part of the model cannot sample, and distributed.samplers is 0. Give "
+            "the run samplers, or leave distributed.strategy out.",
+            ("distributed.strategy", "distributed.samplers"),
         )
 
 
-_WORK = {"scale.learners": "learn", "scale.samplers": "draw"}
+_WORK = {"distributed.learners": "learn", "distributed.samplers": "draw"}
 
 
 def _conflicts(

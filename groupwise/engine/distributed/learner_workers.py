@@ -114,7 +114,7 @@ class Peers(Started):
         return PeerSetup(rank, self.count, self._made, meeting, calls, tells=rank == 0), handed
 
     def _ended(self, rank: int) -> WorkerLostError:
-        who = f"Learner {rank + 1} of {self.count} (scale.learners) ended"
+        who = f"Learner {rank + 1} of {self.count} (distributed.learners) ended"
         if rank not in self._started:
             return WorkerLostError(f"{who}, or its machine, which torchrun's log tells. {RESUME}")
         code, words = self._reaped(rank)

@@ -38,7 +38,7 @@ BEGINS = 1800.0
 """Seconds that one may take until it has made its model: a large one comes slowly from a shared disk."""
 _BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
 _LOOKS = 8
-"""At samplers, and signs of life of each, in the time of `scale.patience`."""
+"""At samplers, and signs of life of each, in the time of `distributed.sampler_timeout`."""
 
 
 class Samplers(Started):
@@ -170,7 +170,7 @@ class Samplers(Started):
 
     @property
     def _hangs(self) -> str:
-        return f"it gave no sign of life for {self._patience:g} s (scale.patience), and was killed."
+        return f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
 
     def _ended(self, rank: int, hangs: str = "") -> RunError | None:
         """Replace it. `hangs`: what is said of one that is there."""
@@ -188,7 +188,7 @@ class Samplers(Started):
             os.killpg(self._started[rank].pid, signal.SIGKILL)
         code, words = self._reaped(rank)
         self._ends[rank] += 1
-        who = f"Sampler {rank + 1} of {self.count} (scale.samplers) ended"
+        who = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
         so = hangs or how(code)
         if self._ends[rank] == MOST_ENDS:
             return RunError(

@@ -63,8 +63,8 @@ def refuse_other_number(found: Launched | None, learners: int) -> None:
     if found is None or found.count == learners:
         return
     raise UsageError(
-        f"{found.count} processes of this run were started (WORLD_SIZE), but scale.learners is {learners}. Set "
-        f"scale.learners={found.count}, have torchrun start {learners}, or start the command without "
+        f"{found.count} processes of this run were started (WORLD_SIZE), but distributed.learners is {learners}. Set "
+        f"distributed.learners={found.count}, have torchrun start {learners}, or start the command without "
         "torchrun, which begins its own processes on this machine."
     )
 

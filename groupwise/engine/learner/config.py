@@ -134,10 +134,10 @@ class TrainingConfig(OptimisationConfig):
     )
     schedule: Literal["fixed_lag", "free"] = setting(
         "fixed_lag",
-        "fixed_lag: step n is sampled by the policy after n - lag steps, and repeats exactly. free: each step takes the "
-        "groups that are finished first, none older than lag steps; the order is recorded.",
+        "fixed_lag: step n is sampled by the policy after n - max_off_policy_steps steps, and repeats exactly. free: each step takes the "
+        "groups that are finished first, none older than max_off_policy_steps; the order is recorded.",
     )
-    lag: int = setting(
+    max_off_policy_steps: int = setting(
         0,
         "Steps that sampling may be ahead of learning. 0: they take turns. 1: the next step is sampled while this one is "
         "learned and scored. With a lag, algorithm.importance_sampling_correction is token_truncate where it is not given.",
@@ -158,9 +158,9 @@ class TrainingConfig(OptimisationConfig):
                 "and an update takes whole ones.",
                 ("minibatches", "prompts_per_step"),
             )
-        if self.schedule == "free" and self.lag == 0:
+        if self.schedule == "free" and self.max_off_policy_steps == 0:
             yield Conflict(
-                "schedule is free with lag 0, which leaves nothing free: every step would wait for its own groups. "
-                "Set lag to 1 or more, or schedule to fixed_lag.",
-                ("schedule", "lag"),
+                "schedule is free with max_off_policy_steps 0, which leaves nothing free: every step would wait for its own groups. "
+                "Set max_off_policy_steps to 1 or more, or schedule to fixed_lag.",
+                ("schedule", "max_off_policy_steps"),
             )

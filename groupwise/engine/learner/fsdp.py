@@ -120,8 +120,8 @@ def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Paramet
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
-            f"scale.strategy is fsdp2, but nothing says which modules of a {model.config.model_type} model are its layers, so that its "
-            "weights cannot be gathered one layer after another. Set scale.strategy=ddp, for which the model must fit on one GPU."
+            f"distributed.strategy is fsdp2, but nothing says which modules of a {model.config.model_type} model are its layers, so that "
+            "its weights cannot be gathered one layer after another. Set distributed.strategy=ddp, for which the model must fit on one GPU."
         )
     for each in whole:
         each.data = each.data.to(mesh.device_type)

@@ -16,7 +16,7 @@ from groupwise.core.errors import OutOfMemoryError
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 """In the words of torch: of a GPU, of a processor, of a library on a GPU."""
 NEEDS_LESS = (
-    "lower training.max_tokens_per_microbatch, sampler.slots or run.processes, set training.gradient_checkpointing, "
+    "lower training.max_tokens_per_microbatch, sampler.max_num_seqs or run.processes, set training.gradient_checkpointing, "
     "set model.dtype to bfloat16, or take a smaller model"
 )
 REMEDY = f"To need less, {NEEDS_LESS}; `groupwise doctor` says how much a run needs and how much there is."

@@ -12,32 +12,35 @@ from groupwise.core.settings.schema import Conflict, Strict, setting
 
 
 class TemperatureSchedule(Strict):
-    """The section `sampler.temperature_schedule`: falls in a straight line, then stays, but for a hot step now and then."""
+    """The section `sampler.temperature_schedule`: falls in a straight line, then stays low, but for a step now and then."""
 
     start: float = setting(1.0, "Temperature of the first step.", gt=0)
     end: float = setting(0.3, "The floor.", gt=0)
     steps: int = setting(3000, "Steps from start to end.", ge=1)
-    hot_every: int | None = setting(
+    high_temperature_every: int | None = setting(
         5000,
-        "At the floor, each step whose index is a multiple of this is a hot one; null: none.",
+        "At the floor, each step whose index is a multiple of this has high_temperature; null: none.",
         ge=1,
     )
-    hot: float | None = setting(None, "Temperature of a hot step; null: that of the start.", gt=0)
+    high_temperature: float | None = setting(
+        None, "Temperature of these steps; null: that of the start.", gt=0
+    )
 
     def at(self, step: int) -> float:
         """The temperature of a step (from 0)."""
         if step < self.steps:
             return self.start + (self.end - self.start) * step / self.steps
-        if self.hot_every is not None and step % self.hot_every == 0:
-            return self.start if self.hot is None else self.hot
+        if self.high_temperature_every is not None and step % self.high_temperature_every == 0:
+            return self.start if self.high_temperature is None else self.high_temperature
         return self.end
 
     def conflicts(self) -> Iterator[Conflict]:
         """A temperature of hot steps that there are not."""
-        if self.hot is not None and self.hot_every is None:
+        if self.high_temperature is not None and self.high_temperature_every is None:
             yield Conflict(
-                f"hot is {self.hot:g}, but hot_every is null, so that no step is hot. Set it, or leave hot out.",
-                ("hot", "hot_every"),
+                f"high_temperature is {self.high_temperature:g}, but high_temperature_every is null, so that no step has it. Set it, or "
+                "leave high_temperature out.",
+                ("high_temperature", "high_temperature_every"),
             )
 
 
@@ -182,7 +185,7 @@ class SamplerConfig(Strict):
     stop_token_ids: tuple[int, ...] = setting(
         (), "Token ids that end a completion, besides the model's own stop tokens."
     )
-    slots: int | None = setting(
+    max_num_seqs: int | None = setting(
         None,
         "Completions decoded together in each process (run.processes); null chooses for the machine. More is faster until memory "
         "or cache runs out. Fewer than 8 would let results depend on the number.",
@@ -241,7 +244,7 @@ class SamplerConfig(Strict):
                 "adapter_folder_there has no effect without adapter_folder, which is the same folder on this machine. Set it, too.",
                 ("adapter_folder", "adapter_folder_there"),
             )
-        for key in ("slots", "enforce_eager"):
+        for key in ("max_num_seqs", "enforce_eager"):
             if value := getattr(self, key):
                 yield Conflict(
                     f"{key} is {json.dumps(value)}, which has no effect with the engine vllm, whose servers have settings of their own. "

@@ -38,7 +38,7 @@ SENT = "file:"
 RESULT = "evaluation.json"
 
 MICROBATCH = "training.max_tokens_per_microbatch"
-SLOTS = "sampler.slots"
+SLOTS = "sampler.max_num_seqs"
 LEAST_MICROBATCH = 256
 """Tokens; a smaller one would only be slower."""
 SMALL_SLOTS = 32

@@ -97,7 +97,7 @@ class ServedRun(Run):
     @property
     def kept_policies(self) -> int:
         """See `Run.kept_policies`: as far back as a group may have been sampled."""
-        return self.config.training.lag
+        return self.config.training.max_off_policy_steps
 
     @property
     def unscored_limit(self) -> None:

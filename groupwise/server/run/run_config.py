@@ -41,7 +41,7 @@ FLAT: Mapping[str, str] = {
     "training.num_generations": "num_completions_per_prompt",
     "num_generations": "num_completions_per_prompt",
     "training.learning_rate": "learning_rate",
-    "training.lag": "staleness",
+    "training.max_off_policy_steps": "staleness",
     "run.name": "run_name",
     "run.save_steps": "save_steps",
     "run.save_total_limit": "save_total_limit",
@@ -79,7 +79,7 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
             "prompts_per_step": request.prompts_per_step,
             "num_generations": request.num_completions_per_prompt,
             "learning_rate": request.learning_rate or _rate(request.model_id),
-            "lag": request.staleness,
+            "max_off_policy_steps": request.staleness,
             "schedule": "free" if request.staleness else "fixed_lag",
         },
         "run": {

@@ -293,7 +293,7 @@ def peak(planned: float, peak_bytes: int | None) -> Finding:
             "warning",
             measured,
             "a run will need more than was planned",
-            "leave room: lower training.max_tokens_per_microbatch or sampler.slots",
+            "leave room: lower training.max_tokens_per_microbatch or sampler.max_num_seqs",
             data,
         )
     return Finding("peak memory", "ok", measured, data=data)

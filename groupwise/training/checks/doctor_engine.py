@@ -227,7 +227,7 @@ def judge_invariance(together: Group, alone: Group) -> Finding:
             "problem",
             f"{other_tokens} of {len(pairs)} completions change when they are sampled without others",
             "results depend on the order of arrival, and a resumed run differs from one that was not interrupted",
-            "sampler.slots of at least 8; if that is so, please report it with the model's name",
+            "sampler.max_num_seqs of at least 8; if that is so, please report it with the model's name",
             data,
         )
     if other_bits:

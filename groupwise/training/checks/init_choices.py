@@ -240,7 +240,9 @@ def _choose_step_for_minibatches(draft: Draft) -> None:
 
 def _choose_lag_for_free(draft: Draft) -> None:
     if draft.given(("training", "schedule")) == "free":
-        draft.choose(("training", "lag"), 1, "the least that the schedule free takes")
+        draft.choose(
+            ("training", "max_off_policy_steps"), 1, "the least that the schedule free takes"
+        )
 
 
 def _choose_samples(draft: Draft) -> None:
@@ -448,7 +450,7 @@ def _choose_checkpointing(draft: Draft, wanted: bool) -> None:
 
 
 def _choose_slots(draft: Draft, count: int | None) -> None:
-    path = ("sampler", "slots")
+    path = ("sampler", "max_num_seqs")
     draft.drop(path)
     if count is not None:
         draft.choose(path, count, "completions decoded together; more do not fit into the memory")

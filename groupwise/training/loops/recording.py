@@ -113,7 +113,7 @@ def _go_on(run: Run, policy_in: Policy, metrics: Mapping[str, float]) -> None:
 def _warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
     """Sampler and learner should give a token nearly the same probability; a wide gap means that they compute different policies."""
     gap = metrics.get("sampling/logprob_gap", 0.0)
-    late = run.config.training.lag > 0 or run.config.training.updates_per_step > 1
+    late = run.config.training.max_off_policy_steps > 0 or run.config.training.updates_per_step > 1
     if gap > MAX_GAP and not run.gap_seen and not late:
         run.gap_seen = True
         logger.warning(

@@ -163,7 +163,7 @@ def _facts(
 ) -> dict[str, Any]:
     held_out = [
         config.eval.model_dump(mode="json", exclude={"eval_steps", "before_and_after"}),
-        config.sampler.model_dump(mode="json", exclude={"slots", *SERVER_KEYS}),
+        config.sampler.model_dump(mode="json", exclude={"max_num_seqs", *SERVER_KEYS}),
     ]
     return {
         "data": digest(*_told(drawn)),

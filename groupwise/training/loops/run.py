@@ -227,7 +227,7 @@ class TaskRun(Run):
     def kept_policies(self) -> int:
         """See `Run.kept_policies`."""
         training = self.config.training
-        return training.lag if training.schedule == "fixed_lag" else 0
+        return training.max_off_policy_steps if training.schedule == "fixed_lag" else 0
 
     async def settle(self) -> None:
         """See `Run.settle`."""

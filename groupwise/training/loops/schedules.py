@@ -39,7 +39,7 @@ class FixedLag:
 
     def __init__(self, run: TaskRun) -> None:
         self._run = run
-        self._lag = run.config.training.lag
+        self._lag = run.config.training.max_off_policy_steps
         self._steps: dict[int, asyncio.Task[StepBatch]] = {}
         self._sampling: dict[int, asyncio.Event] = {}
         self._ends = {run.step - 1: run.next_draw}
@@ -164,7 +164,7 @@ class Free:
 
     def __init__(self, run: TaskRun) -> None:
         self._run = run
-        self._lag = run.config.training.lag
+        self._lag = run.config.training.max_off_policy_steps
         self._next = run.next_draw
         self._again = list(run.outstanding)
         self._size = run.config.training.prompts_per_step

@@ -68,7 +68,9 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
         beside = loaded.path.parent if loaded.path else Path()
         given = load_config(beside / wanted.rl).config.model_dump(mode="json", exclude_unset=True)
     of_sft = config.model_dump(mode="json", exclude_unset=True)
-    shared = {name: of_sft[name] for name in ("model", "lora", "run", "scale") if name in of_sft}
+    shared = {
+        name: of_sft[name] for name in ("model", "lora", "run", "distributed") if name in of_sft
+    }
     sections: dict[str, Any] = {**given, **shared, "warm_up": None}
     sections.setdefault("task", of_sft.get("task", {}))
     training = {**sections.get("training", {}), **_shared_training(config)}

@@ -42,8 +42,8 @@ __all__ = ["name"]
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(540)]
 ONE = (*TRAINS[:-1], "model.dtype=float32", "run.threads=1")
 """Whose results those of all others are compared with."""
-LEARNERS = (*TRAINS[:-1], "model.dtype=float32", "run.threads=2", "scale.learners=2")
-BOTH = (*LEARNERS, "run.threads=4", "scale.samplers=2")
+LEARNERS = (*TRAINS[:-1], "model.dtype=float32", "run.threads=2", "distributed.learners=2")
+BOTH = (*LEARNERS, "run.threads=4", "distributed.samplers=2")
 """Two learners, one on each machine, and two samplers on the first."""
 TELLS = """\
 import json, os, sys, time

@@ -12,7 +12,7 @@ from tests.integration.toy_run import what_must_be_equal
 
 TRAINS = (
     *("rl", "--task-module", "task.py", "model.name=tiny", "lora.r=4", "lora.alpha=8"),
-    *("sampler.max_completion_length=6", "sampler.slots=8", "training.prompts_per_step=2"),
+    *("sampler.max_completion_length=6", "sampler.max_num_seqs=8", "training.prompts_per_step=2"),
     *("training.num_generations=4", "training.learning_rate=0.01", "training.seed=3"),
     # A long time limit, because Person.held_at makes the rewards of all trainings of a test wait.
     *("rewards.in_process=true", "rewards.time_limit=300", "run.name=toy"),

@@ -204,8 +204,8 @@ def test_a_space_that_cannot_work_is_refused_before_any_training(config, tmp_pat
         ({"learning_rate": between("a", 0.1)}, "learning_rate: .* not 'a'"), ({"beta": Between(0, True)}, "beta: .* not True"),
         ({"num_iterations": Between(0.5, 4)}, "num_iterations takes whole"),
         ({"dataset_max": Between(4, 9.5)}, "dataset_max takes whole"),
-        ({"training.lag": Between(0.5, 4)}, "training.lag takes whole"), ({"topic": Between(0, 1)}, "topic is not a key"),
-        ({"num_generations": [2, 1]}, "num_generations is 1"), ({"num_generations": "24"}, "num_generations"),
+        ({"training.max_off_policy_steps": Between(0.5, 4)}, "training.max_off_policy_steps takes whole"), ({"topic": Between(0, 1)},
+        "topic is not a key"), ({"num_generations": [2, 1]}, "num_generations is 1"), ({"num_generations": "24"}, "num_generations"),
         ({"lora_rank": 8}, "lora_rank: expected Between"), ({"hf_token": ["a"]}, "nothing that a search can vary"),
     )  # fmt: skip
     for space, said in wrong:

@@ -24,7 +24,7 @@ def digits(completions: list[str], **columns: object) -> list[float]:
 def config_of(folder: Path) -> TrainingConfig:
     return TrainingConfig(
         model="tiny", dataset="arithmetic", dataset_max=20, num_batches=2, num_generations=4, total_generation_steps=8, beta=0.0,
-        learning_rate=0.05, lora_rank=4, lora_alpha=8, checkpoint_dir=str(folder / "digits"), overrides={"sampler.slots": 8},
+        learning_rate=0.05, lora_rank=4, lora_alpha=8, checkpoint_dir=str(folder / "digits"), overrides={"sampler.max_num_seqs": 8},
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 WAYS: dict[str, dict[str, Any]] = {
     "two processes, a step ahead": {
         "run": {"processes": 2},
-        "training": {"lag": 1},
+        "training": {"max_off_policy_steps": 1},
         "algorithm": {"beta": 0.1},
     },
     "all weights": {"lora": None, "algorithm": {"beta": 0.1}},

@@ -19,7 +19,7 @@ ID = "spoilt-calls"
 CONFIG = {
     "model": {"name": "tiny", "dtype": "float32"},
     "lora": {"r": 2},
-    "sampler": {"max_completion_length": 8, "slots": 8},
+    "sampler": {"max_completion_length": 8, "max_num_seqs": 8},
     "algorithm": {"beta": 0.1},
 }
 ROW = {

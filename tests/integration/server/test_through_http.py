@@ -26,7 +26,7 @@ SIZE = 8
 SETTINGS: dict[str, Any] = {
     "model_id": "tiny", "adapter": "new", "lora": {"r": 4, "alpha": 8}, "max_completion_length": 6,
     "num_completions_per_prompt": 4, "groups_per_step": SIZE, "learning_rate": 0.01,
-    "max_steps": STEPS, "staleness": 0, "max_prompt_length": 16, "sampler": {"slots": 8},
+    "max_steps": STEPS, "staleness": 0, "max_prompt_length": 16, "sampler": {"max_num_seqs": 8},
     "training": {"seed": 3}, "replace": True,
 }  # fmt: skip
 
@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training by `groupwise rl`, laid out as this machine suggests, as the server does."""
     config = {
-        "model": {"name": "tiny"}, "lora": {"r": 4, "alpha": 8}, "sampler": {"max_completion_length": 6, "slots": 8},
+        "model": {"name": "tiny"}, "lora": {"r": 4, "alpha": 8}, "sampler": {"max_completion_length": 6, "max_num_seqs": 8},
         "training": {"max_steps": STEPS, "prompts_per_step": SIZE, "num_generations": 4, "learning_rate": 0.01, "seed": 3},
         "rewards": {"in_process": True}, "eval": {"before_and_after": False},
         "run": {"name": "alone", "dir": str(tmp_path_factory.mktemp("alone"))},

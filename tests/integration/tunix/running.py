@@ -40,7 +40,7 @@ def config_of(
             **({} if mesh is None else {"mesh": mesh}),
         },
         "lora": {"r": 4, "alpha": 8},
-        "sampler": {"slots": 16, "max_completion_length": 24},
+        "sampler": {"max_num_seqs": 16, "max_completion_length": 24},
         "training": {"seed": 1},
         "run": {} if backend == "tunix" else {"processes": 1},
     }

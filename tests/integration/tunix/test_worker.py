@@ -56,7 +56,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     values = {
         "model": {"name": str(model_of("llama", layers=2)), "backend": "tunix"},
         "lora": {"r": 4, "alpha": 8},
-        "sampler": {"slots": 16, "max_completion_length": 24},
+        "sampler": {"max_num_seqs": 16, "max_completion_length": 24},
         "run": {"threads": 1},
     }
     config = load_config(values).config

@@ -85,5 +85,5 @@ def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
     config = load_config({"model": {"name": "tiny"}, "training": training}).config
     layout = placement.choose_layout(config, 512 - config.sampler.max_completion_length)
     assert (layout.key_length, layout.slots) == (512, expected)
-    asked = load_config({"model": {"name": "tiny"}, "sampler": {"slots": 300}}).config
+    asked = load_config({"model": {"name": "tiny"}, "sampler": {"max_num_seqs": 300}}).config
     assert placement.choose_layout(asked, 12).slots == 300

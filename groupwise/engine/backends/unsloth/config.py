@@ -46,5 +46,5 @@ def _several(config: Any) -> Iterator[tuple[str, Any, Any]]:
     """Keys that have other processes compute, with their usual value."""
     yield "run.server", config.run.server, None
     yield "run.processes", config.run.processes, 1
-    yield "scale.learners", config.scale.learners, 1
-    yield "scale.samplers", getattr(config.scale, "samplers", 0), 0
+    yield "distributed.learners", config.distributed.learners, 1
+    yield "distributed.samplers", getattr(config.distributed, "samplers", 0), 0

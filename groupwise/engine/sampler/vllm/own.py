@@ -217,7 +217,7 @@ def gpus_beside(
     if learners > 1:
         raise UsageError(
             f"{learners} learners of this machine and sampler.tensor_parallel_size {parallel} need {learners + parallel} GPUs, and there "
-            f"are {len(there)}. Lower scale.learners, or add GPUs."
+            f"are {len(there)}. Lower distributed.learners, or add GPUs."
         )
     if parallel > 1:
         raise UsageError(

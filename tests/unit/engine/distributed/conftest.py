@@ -13,7 +13,7 @@ from tests.forked_zygote import fork_zygotes
 CONFIG = {
     "model": {"name": "tiny", "dtype": "float32"},
     "lora": {"r": 4, "alpha": 8},
-    "sampler": {"max_completion_length": 12, "slots": 8},
+    "sampler": {"max_completion_length": 12, "max_num_seqs": 8},
     "run": {"threads": 1},
 }
 

@@ -140,7 +140,9 @@ async def test_the_end_of_one_is_the_end_of_all(own, victim):
     os.kill(own.zygote if victim == "zygote" else own.processes[victim], signal.SIGKILL)
     who = "process that holds the model" if victim == "zygote" else f"worker {victim + 1} of 2"
     for call in calls:
-        with pytest.raises(RunError, match=rf"{who} ended: SIGKILL.*sampler\.slots(.|\n)*--resume"):
+        with pytest.raises(
+            RunError, match=rf"{who} ended: SIGKILL.*sampler\.max_num_seqs(.|\n)*--resume"
+        ):
             await call
     with pytest.raises(RunError, match=who):
         await own.call(0, "add", 1)

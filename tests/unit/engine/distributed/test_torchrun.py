@@ -37,7 +37,7 @@ def test_the_environment_says_what_a_process_is():
         launched({**TORCHRUN, "RANK": "five"})
     refuse_other_number(None, 4)
     refuse_other_number(found, 8)
-    with pytest.raises(UsageError, match=r"scale\.learners is 2"):
+    with pytest.raises(UsageError, match=r"distributed\.learners is 2"):
         refuse_other_number(found, 2)
 
 
@@ -49,21 +49,21 @@ def test_each_rank_sees_its_own_gpu(monkeypatch):
     assert gpu_of(0) == {}
 
 
-TWO = {"model": {"name": "tiny"}, "scale": {"learners": 2}}
-APART = {"model": {"name": "tiny"}, "scale": {"learners": 1, "samplers": 2}}
+TWO = {"model": {"name": "tiny"}, "distributed": {"learners": 2}}
+APART = {"model": {"name": "tiny"}, "distributed": {"learners": 1, "samplers": 2}}
 DIVIDED = {"learners": 2, "samplers": 1, "strategy": "fsdp2"}
 TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
 
 
 @pytest.mark.parametrize(("given", "more", "words"), [
-    (TWO, {"scale": {"learners": 65}}, r"65, but a step has only 64 rows"), (TWO, {"run": {"processes": 2}}, r"run\.processes is 2"),
+    (TWO, {"distributed": {"learners": 65}}, r"65, but a step has only 64 rows"), (TWO, {"run": {"processes": 2}}, r"run\.processes is 2"),
     (TWO, {"run": {"threads": 1}}, r"run\.threads is 1"), (TWO, {"run": {"server": "http://there"}}, r"run\.server"),
     (TWO, TUNIX, "tunix"), (APART, {"run": {"processes": 2}}, r"samplers is 2 and run\.processes is 2"),
     (APART, {"run": {"threads": 2}}, r"samplers is 2, but run\.threads is 2"),
     (APART, {"run": {"server": "http://there"}}, r"samplers is 2(.|\n)*run\.server"),
-    (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but scale\.samplers"),
-    (TWO, {"scale": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
-    (TWO, {"scale": {**DIVIDED, "samplers": 0}}, r"scale\.samplers is 0"),
+    (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but distributed\.samplers"),
+    (TWO, {"distributed": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
+    (TWO, {"distributed": {**DIVIDED, "samplers": 0}}, r"distributed\.samplers is 0"),
 ])  # fmt: skip
 def test_what_does_not_go_together(given, more, words):
     with pytest.raises(ConfigError, match=words):
@@ -75,14 +75,14 @@ def test_each_learner_needs_room_for_its_part_of_the_weights():
         planned_sizes(config, placement.choose_layout(config, 12)).memory
         for config in (
             load_config(
-                {"model": {"name": "tiny"}, "scale": {**DIVIDED, **more}, "lora": None}
+                {"model": {"name": "tiny"}, "distributed": {**DIVIDED, **more}, "lora": None}
             ).config
             for more in ({"strategy": "ddp"}, {})
         )
     )
     assert divided.trained == whole.trained / 2
     alone = {"learners": 2, "strategy": "fsdp2"}
-    config = load_sft_config({"model": {"name": "tiny"}, "scale": alone}).config
+    config = load_sft_config({"model": {"name": "tiny"}, "distributed": alone}).config
     layout = placement.supervised_layout(config)
     assert (layout.parts, layout.sharing) == (2, 1)
     base = prefork.all_parameters(config.model) * bytes_of(layout.dtype) / 2**20

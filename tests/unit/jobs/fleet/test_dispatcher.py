@@ -134,8 +134,8 @@ async def test_of_a_job_that_keeps_its_last_checkpoints_each_is_mirrored(
 async def test_a_part_that_crashes_stops_nothing_else(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three looks at wishes, three adoptions and the first drive of the job fail by a bug."""
-    left = {"wishes": 3, "adopt": 3, "snapshots": 1}
+    """Three looks at what members ask for, three adoptions and the first drive of the job fail by a bug."""
+    left = {"pending_requests": 3, "adopt": 3, "snapshots": 1}
 
     def buggy(name: str) -> Callable[..., Any]:
         real = getattr(records, name)

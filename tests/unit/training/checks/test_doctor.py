@@ -17,7 +17,7 @@ from groupwise.training.checks.doctor import doctor
 from groupwise.training.checks.findings import Report
 
 SMALL: dict[str, Any] = {
-    "model": {"name": "tiny"}, "lora": {"r": 4}, "sampler": {"max_completion_length": 8, "slots": 8},
+    "model": {"name": "tiny"}, "lora": {"r": 4}, "sampler": {"max_completion_length": 8, "max_num_seqs": 8},
     "training": {"max_steps": 3, "prompts_per_step": 2, "num_generations": 2}, "run": {"threads": 1},
 }  # fmt: skip
 

@@ -43,7 +43,7 @@ def values(chosen: Draft, *keys: str) -> tuple[object, ...]:
     ("sampler.min_completion_length=300", {LEAST: 300, LONGEST: 304}), ("sampler.min_completion_length=100", {LONGEST: 112}),
     ("algorithm.type=dapo; algorithm.soft_punish_cache=100", {LONGEST: 512}),
     ("training.minibatches=12", {"training.prompts_per_step": 12}), ("training.minibatches=3", {"training.prompts_per_step": 3}),
-    ("training.schedule=free", {"training.lag": 1}), ("rollout.max_answer_length=20", {"rollout.type": "two_stage"}),
+    ("training.schedule=free", {"training.max_off_policy_steps": 1}), ("rollout.max_answer_length=20", {"rollout.type": "two_stage"}),
     ("rollout.max_turns=3", {"rollout.type": "environment"}),
     ("rollout.max_answer_length=600; sampler.min_completion_length=400", {"rollout.type": "two_stage", LONGEST: 256}),
     ("eval.samples_per_prompt=4", {"eval.temperature": 1.0}), ("eval.top_p=0.9", {"eval.temperature": 1.0, "eval.top_p": 0.9}),
@@ -110,7 +110,7 @@ def needed(chosen: Draft) -> Callable[[], float]:
     def plan() -> float:
         config = chosen.config
         share = 0.1 if config.training.gradient_checkpointing else 1.0
-        slots = config.sampler.slots or 64
+        slots = config.sampler.max_num_seqs or 64
         return share * config.training.max_tokens_per_microbatch + 100 * slots
 
     return plan
@@ -126,6 +126,6 @@ def test_memory_takes_the_fastest_settings_that_fit(free, expected):
     fit_memory(chosen, needed(chosen), free, BUDGETS, SLOTS)
     config = chosen.config
     training = config.training
-    found = (training.max_tokens_per_microbatch, config.sampler.slots)
+    found = (training.max_tokens_per_microbatch, config.sampler.max_num_seqs)
     assert (*found, training.gradient_checkpointing) == expected
     assert free in (None, 100) or needed(chosen)() <= 0.8 * free

@@ -144,7 +144,7 @@ def _needs_less(order: Any) -> str:
     if isinstance(order, Open):
         return "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
     if isinstance(order, Generate):
-        return "generating. Lower sampler.slots or sampler.max_completion_length."
+        return "generating. Lower sampler.max_num_seqs or sampler.max_completion_length."
     return "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
 
 

@@ -19,8 +19,8 @@ BACKEND = "model.backend=unsloth"
 @pytest.mark.parametrize(("word", "told"), [
     ("lora=null", "the backend unsloth trains adapters"), ("lora.dropout=0.1", "Unsloth computes without its own kernels"),
     ("run.server=http://127.0.0.1:1", "one process samples and learns"), ("run.processes=2", "one process samples and learns"),
-    ("scale.learners=2", "one process samples and learns"), ("model.load_in_8bit=true", "load_in_4bit and load_in_8bit are both true"),
-    ("model.mesh=[1,1]", "no effect with the backend unsloth"),
+    ("distributed.learners=2", "one process samples and learns"), ("model.load_in_8bit=true",
+    "load_in_4bit and load_in_8bit are both true"), ("model.mesh=[1,1]", "no effect with the backend unsloth"),
 ])  # fmt: skip
 def test_what_cannot_take_effect_is_refused(load: Any, word: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
