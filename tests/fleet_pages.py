@@ -31,7 +31,7 @@ from tests.processes import wait_until
 from tests.ssh_hosts import Host, loopback_hosts
 
 T = TypeVar("T")
-ROLES = ("up", "poller", "dispatcher", "requeue", "tracker", "api")
+ROLES = ("poller", "dispatcher", "requeue", "tracker", "api")
 API = "http://127.0.0.1:8010"
 TIMEOUT_S = 120.0
 QUICK = {"POLL_SECONDS": "1", "SWEEP_SECONDS": "0.5"}
@@ -86,7 +86,9 @@ class FleetDocRunner:
         """A command of `groupwise fleet`, as words behind these two."""
         words = [self._here(word.replace("JOB", self.job)) for word in words]
         match words:
-            case [role, *options] if role in ROLES:
+            case ["up", *options]:
+                self._begin("up", options)
+            case ["run", role, *options] if role in ROLES:
                 self._begin(role, options)
             case ["vm", "add", vm, *options] if "--engine" in options:
                 self._run(["vm", "add", vm, *self._of_engine(options)])
@@ -150,9 +152,10 @@ class FleetDocRunner:
             options = [*options[:place], *options[place + 2 :]]
         if role in ("up", "api"):
             options = [*options, "--port", "0"]
+        of_role = () if role == "up" else ("run",)
         with (self._logs / role).open("wb") as log:
             self._running[role] = subprocess.Popen(
-                [sys.executable, "-m", "groupwise", "fleet", role, *options],
+                [sys.executable, "-m", "groupwise", "fleet", *of_role, role, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -83,7 +83,14 @@ class Control:
             output.write(f"{BEGINS}\n".encode())
             output.flush()
             self._process = subprocess.Popen(
-                [*with_parent_death_signal("KILL"), sys.executable, *script, "fleet", self.role],
+                [
+                    *with_parent_death_signal("KILL"),
+                    sys.executable,
+                    *script,
+                    "fleet",
+                    "run",
+                    self.role,
+                ],
                 env={**self.environment, **further},
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -319,7 +326,7 @@ class RealFleet(FleetProcesses):
         self.database.run(lambda s: verb(s, OPERATOR, job) and None)
 
     def lose(self, vm: str) -> None:
-        """`fleet vm lost`."""
+        """`fleet vm mark-lost`."""
         self.record("lost", vm=vm)
         self.database.run(lambda s: machine_verbs.lost(s, OPERATOR, vm) and None)
 

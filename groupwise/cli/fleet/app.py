@@ -35,11 +35,17 @@ app.command("prune")(jobs.prune)
 app.command("status")(roles.status)
 app.command("doctor")(roles.doctor)
 app.command("migrate")(roles.migrate)
-app.command("poller")(roles.poller)
-app.command("dispatcher")(roles.dispatcher)
-app.command("requeue")(roles.requeue)
-app.command("tracker")(roles.tracker)
-app.command("api")(roles.api)
+run = typer.Typer(
+    help="A role of the control plane in a process of its own; `fleet up` runs all of them.",
+    no_args_is_help=True,
+)
+run.command("poller")(roles.poller)
+run.command("dispatcher")(roles.dispatcher)
+run.command("requeue")(roles.requeue)
+run.command("tracker")(roles.tracker)
+run.command("api")(roles.api)
+run.command("up", hidden=True)(roles.up)  # so that one unit of systemd begins any of them by its name
+app.add_typer(run, name="run")
 machines.machines.command("prepare")(prepare.prepare)
 app.add_typer(machines.machines, name="vm")
 app.add_typer(machines.projects, name="project")

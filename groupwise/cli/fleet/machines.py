@@ -331,7 +331,7 @@ def uncordon(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = Fa
     _change("uncordon", vm, told, as_json)
 
 
-@machines.command("lost")
+@machines.command("mark-lost")
 def lost(
     vm: MachineArgument,
     told: FleetOption = None,
@@ -346,7 +346,7 @@ def lost(
         asks = _asks()
         if asks is None:
             raise UsageError(
-                f"`vm lost {vm}` gives up all that runs there; say --yes where nobody can be asked."
+                f"`vm mark-lost {vm}` gives up all that runs there; say --yes where nobody can be asked."
             )
         if not asks(f"Is {vm} gone for good? Its jobs begin anew elsewhere."):
             raise typer.Exit(1)

@@ -260,7 +260,7 @@ def lose_the_machine(fleet: WholeFleet, job_id: str, for_good: bool) -> None:
     fleet.hosts[DOOMED].power_loss()
     only(fleet, SAFE)
     if for_good:
-        fleet.cli("vm", "lost", DOOMED, "--yes")
+        fleet.cli("vm", "mark-lost", DOOMED, "--yes")
     else:
         fleet.hosts[DOOMED].start()
         fleet.until(lambda: fleet.attempts(job_id)[0].state == "ended", "the end of its attempt")

@@ -81,7 +81,7 @@ def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, di
 def held_back_by(session: Session, job_id: str) -> list[str]:
     """What keeps a job from beginning, in words."""
     return [
-        f"{vm_id} runs {each['detail']}, which stands in no table: it begins once that has ended, or `groupwise fleet vm lost {vm_id}`"
+        f"{vm_id} runs {each['detail']}, which stands in no table: it begins once that has ended, or `groupwise fleet vm mark-lost {vm_id}`"
         for vm_id, each in on_machines(session)
         if each["job_id"] == job_id
     ]

@@ -478,7 +478,7 @@ def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") ->
         "It was declared lost: a dispatcher gives them up within seconds, if one is running."
         if vm.lost_at is not None
         else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish{then and f', {then}'}; if the machine never comes back, "
-        f"`groupwise fleet vm lost {vm.vm_id}`."
+        f"`groupwise fleet vm mark-lost {vm.vm_id}`."
     )
     raise Refusal("vm_in_use", f"{vm.vm_id} is still used by {named}{more}{what}. {remedy}")
 

@@ -261,7 +261,7 @@ def _machines(session: Session) -> Iterator[Document]:
             yield _alarm(
                 "unreachable",
                 f"{vm.vm_id} does not answer{since}: {vm.problem or 'no connection'}",
-                f"its jobs are left as they are; `groupwise fleet vm lost {vm.vm_id}` if it never comes back",
+                f"its jobs are left as they are; `groupwise fleet vm mark-lost {vm.vm_id}` if it never comes back",
                 **about,
             )
         if vm.degraded:

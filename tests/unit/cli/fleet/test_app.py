@@ -281,7 +281,7 @@ def test_mistakes_are_told(still: Command) -> None:
         ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
         ((*add, "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
         ((*add, "--slots", "2"), "say which, as --engine slurm"),
-        (("vm", "lost", "vm-1"), "say --yes"),
+        (("vm", "mark-lost", "vm-1"), "say --yes"),
         (("project", "set", "p", "--weight", "0"), "a number above 0"),
         (("key", "new", "train"), "there are read, act, admin"),
         (("up", "--host", "0.0.0.0"), "only with --port"),

@@ -95,7 +95,7 @@ def test_a_machine_in_use_is_not_removed(small: Any) -> None:
     small.machine("vm-1")
     job = small.job("running")
     small.attempt(job, "vm-1", state="ended", cleanup="leaking")
-    with pytest.raises(Refusal, match=f"{job} .*cleanup leaking.*vm drain vm-1.*vm lost vm-1"):
+    with pytest.raises(Refusal, match=f"{job} .*cleanup leaking.*vm drain vm-1.*vm mark-lost vm-1"):
         small.do(machines.remove, "vm-1")
     assert small.vm("vm-1").active
     small.do(machines.lost, "vm-1")
