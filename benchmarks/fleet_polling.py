@@ -33,7 +33,7 @@ from groupwise.jobs.fleet.store import database as databases
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM
 from groupwise.jobs.fleet.tasks import ended
-from groupwise.jobs.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Request
+from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 GPUS = 8
 THINKING = 0.02
@@ -185,7 +185,7 @@ class _Simulated:
         self._name = machine.vm_id
         self._kind = shape.kind(int(machine.vm_id.removeprefix("vm-")))
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """See `Host`."""
         if self._kind == "dead":
             await asyncio.sleep(min(5.0, timeout))
@@ -194,7 +194,7 @@ class _Simulated:
             await asyncio.sleep(timeout)
             raise OutcomeUnknown("no answer")
         await asyncio.sleep(THINKING)
-        return Answer(json.loads(json.dumps(observed(self._name))))
+        return RunnerResponse(json.loads(json.dumps(observed(self._name))))
 
     async def close(self) -> None:
         """See `Host`."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from groupwise.jobs.hosts.port import Answer, Request
+from groupwise.jobs.hosts.port import Request, RunnerResponse
 
 ATTEMPT = {"job": "j", "epoch": 1, "place": "0123abcd99", "folder": "/srv/attempts/j.1"}
 WAITS = {"state": "queued", "same_boot": False, "age": 0.0}
@@ -16,21 +16,23 @@ class Head:
         self.voided: str | None = None
         self.forgotten = False
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         assert timeout > 0
         body = request.body
         if request.verb == "run":
-            return Answer(self.ran(body["arguments"]))
+            return RunnerResponse(self.ran(body["arguments"]))
         if request.verb == "hello":
             texts = ("python", "boot_id", "home", "root")
-            return Answer({**dict.fromkeys(texts, "x"), "protocols": [1], "hostname": "head"})
+            return RunnerResponse(
+                {**dict.fromkeys(texts, "x"), "protocols": [1], "hostname": "head"}
+            )
         if request.verb == "void" and self.state["state"] == "queued":
             self.voided = body["because"]
             refused = {"code": "voided", "message": self.voided}
             self.state.update(state="voided", refused=refused if self.voided else None)
         if request.verb == "forget":
             self.forgotten = True
-        return Answer({"attempts": [self.state]} if request.verb == "wait" else self.state)
+        return RunnerResponse({"attempts": [self.state]} if request.verb == "wait" else self.state)
 
     def ran(self, arguments: list[str]) -> dict[str, Any]:
         raise NotImplementedError

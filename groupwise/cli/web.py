@@ -97,10 +97,10 @@ def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
         return
     from groupwise.api.client import TrainingClient
     from groupwise.dashboard.sources.cached_values import ending
-    from groupwise.dashboard.sources.server import PATIENCE, TIMEOUT, WatchedServer
+    from groupwise.dashboard.sources.server import RETRY_TIMEOUT, TIMEOUT, WatchedServer
 
     with (
-        TrainingClient(url, patience=PATIENCE, timeout=TIMEOUT) as client,
+        TrainingClient(url, patience=RETRY_TIMEOUT, timeout=TIMEOUT) as client,
         ending(WatchedServer(client)) as watched,
     ):
         yield watched

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 TOGETHER = 1.0
 """Seconds in which several signals are one; a terminal's Ctrl-C too reaches torchrun and the process that torchrun passes it on to."""
-PATIENCE = 5.0
+CLEANUP_TIMEOUT = 5.0
 """Seconds after the signal to hurry in which tasks may clean up, before they are left as they are."""
 
 
@@ -102,7 +102,9 @@ class Interruption:
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self._hurries(number):
             # Raised between two steps of the loop, it may cost a task its next step, so that it would be waited for for ever.
-            self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, _interrupt, self._loop)
+            self._loop.call_soon_threadsafe(
+                self._loop.call_later, CLEANUP_TIMEOUT, _interrupt, self._loop
+            )
             raise KeyboardInterrupt(number)
         self.ask(number)
 
@@ -114,7 +116,7 @@ class Interruption:
 
 def _interrupt(loop: asyncio.AbstractEventLoop) -> None:
     """And once more, where what was raised before was lost (in a finaliser, say), and this one but cancels tasks."""
-    loop.call_later(PATIENCE, _interrupt, loop)
+    loop.call_later(CLEANUP_TIMEOUT, _interrupt, loop)
     raise KeyboardInterrupt
 
 

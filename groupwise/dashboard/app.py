@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.dashboard import sign_in
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.fleet import jobs as fleet_jobs
 from groupwise.dashboard.fleet import machines as fleet_machines
 from groupwise.dashboard.live import Streams, live
@@ -53,7 +53,7 @@ KEPT = "public, max-age=31536000, immutable"
 """Of files whose address has their content's hash."""
 
 
-def make_app(place: Place) -> ASGIApp:
+def make_app(place: DashboardContext) -> ASGIApp:
     """The application. Its `state.place` is what all pages are made of."""
     routes = [
         Route("/", _first),

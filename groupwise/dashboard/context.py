@@ -24,7 +24,7 @@ class Ending(Protocol):
 
 
 @dataclass(slots=True)
-class Place:
+class DashboardContext:
     """All that pages are made of."""
 
     runs: RunsIndex

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.pages import visitor_of
 from groupwise.dashboard.sources.runs import changed, stamp_of
 from groupwise.runs.folder import RESULTS
@@ -52,7 +52,7 @@ class Streams:
 
 async def live(request: Request) -> Response:
     """The stream of what the address names: `?run=NAME` (also several), `?fleet` or `?server`; without, of all runs and their results."""
-    place: Place = request.app.state.place
+    place: DashboardContext = request.app.state.place
     if visitor_of(request) is None:
         raise Refusal("unauthorised")
     look = look_of(place, request)
@@ -65,7 +65,7 @@ async def live(request: Request) -> Response:
     )
 
 
-def look_of(place: Place, request: Request) -> Look:
+def look_of(place: DashboardContext, request: Request) -> Look:
     """What the page of this address depends on."""
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
@@ -76,13 +76,13 @@ def look_of(place: Place, request: Request) -> Look:
     return place.runs.stamp
 
 
-def _of_run(place: Place, path: Path) -> Any:
+def _of_run(place: DashboardContext, path: Path) -> Any:
     """Its record, the results that evaluations have left beside it, and whether a process works on it."""
     return stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state
 
 
 async def _events(
-    place: Place, look: Look, streams: Streams, request: Request
+    place: DashboardContext, look: Look, streams: Streams, request: Request
 ) -> AsyncGenerator[bytes]:
     """Until the browser goes, or the dashboard ends."""
     try:

@@ -18,7 +18,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import StatusAnswer
 from groupwise.dashboard.access import Door
 from groupwise.dashboard.app import make_app
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import TIMEOUT, WatchedServer
 from groupwise.server.routes.declared import Serving
@@ -37,7 +37,7 @@ def in_front(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
 
     def put(behind: ASGIApp, serving: Serving) -> ASGIApp:
         server = WatchedServer(Here(serving, asyncio.get_running_loop()))
-        place = Place(
+        place = DashboardContext(
             RunsIndex(config.folder / RUNS), Door(keys), server=server, ending=serving.ending
         )
         return _Below(make_app(place), behind)

@@ -24,7 +24,7 @@ from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import MEDIA_TYPE, Refusal
 from groupwise.core.errors import GroupwiseError, RunNotFoundError, UsageError
 from groupwise.dashboard.access import Visitor, cookie_name
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.templates import render
 
 Q = TypeVar("Q", bound="Query")
@@ -80,7 +80,7 @@ class Page:
 class Visit:
     """A request for a page."""
 
-    place: Place
+    place: DashboardContext
     request: Request
     visitor: Visitor
 
@@ -137,13 +137,13 @@ def done(path: str, do: Do, role: Role = Role.ACT) -> Route:
 
 def visitor_of(request: Request) -> Visitor | None:
     """See `Door.visitor`."""
-    place: Place = request.app.state.place
+    place: DashboardContext = request.app.state.place
     cookie = request.cookies.get(cookie_name(request.headers, above(request)))
     return place.door.visitor(request.headers, cookie)
 
 
 async def _do(do: Do, role: Role, request: Request) -> Response:
-    place: Place = request.app.state.place
+    place: DashboardContext = request.app.state.place
     visitor = visitor_of(request)
     if visitor is None:
         raise Refusal("unauthorised")
@@ -156,7 +156,7 @@ async def _do(do: Do, role: Role, request: Request) -> Response:
 
 
 async def _answer(show: Show, request: Request) -> Response:
-    place: Place = request.app.state.place
+    place: DashboardContext = request.app.state.place
     visitor = visitor_of(request)
     if visitor is None:
         return _sign_in_first(request)
@@ -239,7 +239,7 @@ async def failed(request: Request, error: Exception) -> Response:
         }
         content = json.dumps(body).encode()  # half a letter of somebody is written as its number
         return Response(content, status, headers, media_type=MEDIA_TYPE)
-    place: Place | None = getattr(request.app.state, "place", None)
+    place: DashboardContext | None = getattr(request.app.state, "place", None)
     parts = {
         "has_fleet": place is not None and place.fleet is not None,
         "has_server": place is not None and place.server is not None,

@@ -17,7 +17,7 @@ from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.dashboard.access import Door
 from groupwise.dashboard.app import make_app
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.fleet import WatchedFleet
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import WatchedServer
@@ -84,13 +84,16 @@ def serve(
         raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
     check_tls(settings.certificate, settings.key)
     door = Door(keys_of(settings, plain), acts=settings.acts)
-    place = Place(RunsIndex(settings.runs), door, fleet, server)
+    place = DashboardContext(RunsIndex(settings.runs), door, fleet, server)
     with bound(settings.host, settings.port) as listening:
         return asyncio.run(_served(place, settings, listening, say))
 
 
 async def _served(
-    place: Place, settings: Settings, listening: socket.socket, say: Callable[[str], None]
+    place: DashboardContext,
+    settings: Settings,
+    listening: socket.socket,
+    say: Callable[[str], None],
 ) -> int:
     await asyncio.to_thread(place.runs.known, FIRST_LOOK)
     http = Uvicorn(

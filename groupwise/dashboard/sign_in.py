@@ -10,14 +10,14 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from groupwise.dashboard.access import LASTS, cookie_name, refuse_other_sites
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.pages import above, read_form, visitor_of
 from groupwise.dashboard.templates import render
 
 
 async def show(request: Request) -> Response:
     """The form."""
-    place: Place = request.app.state.place
+    place: DashboardContext = request.app.state.place
     there = _here(request, request.query_params.get("next"))
     if place.door.is_open or visitor_of(request):
         return RedirectResponse(there, 303)
@@ -26,7 +26,7 @@ async def show(request: Request) -> Response:
 
 async def enter(request: Request) -> Response:
     """Take the key, and give a cookie for it. Whoever may sign in has a key, so that no other site could make somebody do it."""
-    place: Place = request.app.state.place
+    place: DashboardContext = request.app.state.place
     refuse_other_sites(request.headers)
     form = await read_form(request)
     address = request.client.host if request.client else ""
@@ -51,7 +51,7 @@ async def enter(request: Request) -> Response:
 async def leave(request: Request) -> Response:
     """Forget the cookie."""
     refuse_other_sites(request.headers)
-    place: Place = request.app.state.place
+    place: DashboardContext = request.app.state.place
     response = RedirectResponse(above(request) + "/sign-in", 303)
     name = cookie_name(request.headers, above(request))
     place.door.leave(request.cookies.get(name))

@@ -10,7 +10,7 @@ from groupwise.training.callbacks.base import Callback, RunHandle
 
 TABLES = 8
 """Into so many stretches a training is cut; each ends with a table."""
-SHOWN = 4
+MAX_ROWS = 4
 """Completions of a table."""
 LONGEST = 70
 """Characters shown of one, and half as many of what was asked, so that a line of the table stays one on a screen."""
@@ -24,5 +24,5 @@ class Completions(Callback):
         stretch = math.ceil(run.max_steps / TABLES)
         ends = run.step % stretch == 0 or run.step == run.max_steps
         if ends or run.step == run.first_step + 1:
-            found = Record(run.folder).table(run.step - 1, SHOWN, LONGEST)
+            found = Record(run.folder).table(run.step - 1, MAX_ROWS, LONGEST)
             run.say(str(replace(found, title=f"Completions of step {run.step}")))

@@ -20,7 +20,7 @@ from typing import Any
 from groupwise.api.client.calls import status
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.core.errors import UsageError
-from groupwise.engine.backends.remote.session import FIRST_PATIENCE, Line
+from groupwise.engine.backends.remote.session import FIRST_PATIENCE, RequestThread
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import prepare_datasets, register_dataset
 from groupwise.notebook.evaluation import evaluate
@@ -178,7 +178,7 @@ def connect(url: str, api_key: str | None = None) -> Connection:
     key = _outside[0] if api_key is None else api_key
     _use(key)
     try:
-        with Line(url) as line:
+        with RequestThread(url) as line:
             line.now(line.ask(status(), patience=FIRST_PATIENCE))
             return Connection(line.connection.url, key)
     except BaseException:

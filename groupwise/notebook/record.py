@@ -19,7 +19,7 @@ from groupwise.runs.folder import RECORD, read_summary
 from groupwise.runs.records import RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
-SHOWN = 300
+MAX_CHARACTERS_IN_TABLE = 300
 """Characters of a completion in a table."""
 
 
@@ -75,7 +75,9 @@ class Record:
         title = f"{self.folder.name}: {metric}"
         return Plot(title, svg_curve(with_mean(EACH, points), title=title))
 
-    def table(self, step: int | None = None, limit: int = 8, longest: int = SHOWN) -> Table:
+    def table(
+        self, step: int | None = None, limit: int = 8, longest: int = MAX_CHARACTERS_IN_TABLE
+    ) -> Table:
         """Completions with their rewards, for reading, of one step (counted from 0: what is shown as step 1 while it trains is 0 here).
 
         `longest`: characters shown of one. Raises UsageError for a step not done yet.
@@ -125,7 +127,9 @@ class Plot:
 
 
 def completions_table(
-    rollouts: Sequence[RolloutView], prompts: Mapping[int, Prompt], longest: int = SHOWN
+    rollouts: Sequence[RolloutView],
+    prompts: Mapping[int, Prompt],
+    longest: int = MAX_CHARACTERS_IN_TABLE,
 ) -> Table:
     """What was asked, once for each group of completions; reward, its parts, and what was said. `prompts`: by the draw."""
     draws = [None, *(each.draw for each in rollouts)]

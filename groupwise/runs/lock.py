@@ -19,7 +19,7 @@ from groupwise.core.errors import RunInUseError, UsageError
 
 LOCK = "lock"
 
-PATIENCE = (0.0, 0.01, 0.02, 0.05, 0.1)
+RETRY_DELAYS = (0.0, 0.01, 0.02, 0.05, 0.1)
 """Seconds between attempts: `holder` of another process holds the lock for an instant while it looks."""
 
 
@@ -87,7 +87,7 @@ def holder(folder: Path) -> Holder | None:
 
 
 def _take(descriptor: int, kind: int) -> bool:
-    for pause in PATIENCE:
+    for pause in RETRY_DELAYS:
         time.sleep(pause)
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import label
 from groupwise.runs.records import RolloutFilter
-from groupwise.runs.search_terms import Wanted, wanted_of
+from groupwise.runs.search_terms import RequiredTerms, wanted_of
 from groupwise.runs.tables import task_label
 
 USUAL_MEMBERS = 8
@@ -256,7 +256,7 @@ def _text(wanted: RolloutFilter, plan: Plan, having: str) -> tuple[str, Row]:
     return f"({completion} OR {prompt})", (*2 * [*matched, *words.plain],)
 
 
-def _has(words: Wanted, having: str, text: str) -> str:
+def _has(words: RequiredTerms, having: str, text: str) -> str:
     matched = [having] if words.matched else []  # first: a text is read only where the index has it
     plain = [f"instr({_small(each, text)}, ?)" for each in words.plain]
     return f"({' AND '.join([*matched, *plain]) or 'TRUE'})"

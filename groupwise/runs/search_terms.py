@@ -30,7 +30,7 @@ CODE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequiredTerms:
     """What a text must hold, all of it."""
 
     matched: str = ""
@@ -39,7 +39,7 @@ class Wanted:
     """In small letters, to be looked for as they stand."""
 
 
-def wanted_of(words: str, *, indexed: bool, signs: bool) -> Wanted:
+def wanted_of(words: str, *, indexed: bool, signs: bool) -> RequiredTerms:
     """The meaning of a search; without the index everything is looked for as it stands. `signs`: the index has them."""
     phrases: list[str] = []
     plain: list[str] = []
@@ -51,10 +51,10 @@ def wanted_of(words: str, *, indexed: bool, signs: bool) -> Wanted:
         elif term:
             plain.append(term.lower())
     if not signs:
-        return Wanted(" AND ".join(phrases), tuple(plain))
+        return RequiredTerms(" AND ".join(phrases), tuple(plain))
     columns = {"words": [*phrases, *_between(plain)], "signs": sorted(_narrowest(plain))}
     asked = [f"{name} : ({' AND '.join(terms)})" for name, terms in columns.items() if terms]
-    return Wanted(" AND ".join(asked), tuple(plain))
+    return RequiredTerms(" AND ".join(asked), tuple(plain))
 
 
 def words_of(text: str | bytes) -> str:

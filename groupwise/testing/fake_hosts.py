@@ -22,11 +22,11 @@ from enum import StrEnum
 from typing import Any
 
 from groupwise.jobs.hosts.port import (
-    Answer,
     HostUnreachable,
     OutcomeUnknown,
     Request,
     RunnerRefused,
+    RunnerResponse,
 )
 
 PROTOCOL = 1
@@ -372,14 +372,14 @@ class FakeHost:
 
     # The port
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """As `Host.call`."""
         await asyncio.sleep(0)
         if not (self.powered and self.connected):
             raise HostUnreachable(f"{self.name}: no connection")
         await self._go_wrong(request)
         if request.verb == "wait":
-            return Answer(await self._wait(request.body, timeout))
+            return RunnerResponse(await self._wait(request.body, timeout))
         answer = self.perform(request)
         self.wake()
         await asyncio.sleep(0)
@@ -418,7 +418,7 @@ class FakeHost:
                 return fault
         return None
 
-    def perform(self, request: Request) -> Answer:
+    def perform(self, request: Request) -> RunnerResponse:
         """The verb, at once and whole; no fault comes between."""
         self.calls.append(request)
         body = request.body
@@ -427,7 +427,7 @@ class FakeHost:
         if request.verb in self._raw:
             return self._raw[request.verb](body)
         if request.verb in self._plain:
-            return Answer(self._plain[request.verb](body))
+            return RunnerResponse(self._plain[request.verb](body))
         raise RunnerRefused("unknown_verb", request.verb)
 
     # Verbs
@@ -477,7 +477,7 @@ class FakeHost:
             "quarantined": [],
         }
 
-    def _put(self, body: Mapping[str, Any], payload: bytes) -> Answer:
+    def _put(self, body: Mapping[str, Any], payload: bytes) -> RunnerResponse:
         position = 0
         for sha256, size in body["blobs"]:
             content = payload[position : position + size]
@@ -485,7 +485,7 @@ class FakeHost:
             if hashlib.sha256(content).hexdigest() != sha256:
                 raise RunnerRefused("bad_blob", f"{sha256} is not what came")
             self.blobs[sha256] = content
-        return Answer({"stored": len(body["blobs"])})
+        return RunnerResponse({"stored": len(body["blobs"])})
 
     def _launch(self, body: Mapping[str, Any]) -> dict[str, Any]:
         job, epoch = body["job"], body["epoch"]
@@ -619,10 +619,10 @@ class FakeHost:
         folder.leaked = False
         return self._state(folder)
 
-    def _log(self, body: Mapping[str, Any]) -> Answer:
+    def _log(self, body: Mapping[str, Any]) -> RunnerResponse:
         folder = self._folder(body)
         begin = body["offset"]
-        return Answer({"size": len(folder.log)}, folder.log[begin : begin + body["limit"]])
+        return RunnerResponse({"size": len(folder.log)}, folder.log[begin : begin + body["limit"]])
 
     def _manifest(self, body: Mapping[str, Any]) -> dict[str, Any]:
         folder = self._folder(body)
@@ -632,14 +632,14 @@ class FakeHost:
         }
         return {"files": files, "refused": [], "checkpoints": []}
 
-    def _read(self, body: Mapping[str, Any]) -> Answer:
+    def _read(self, body: Mapping[str, Any]) -> RunnerResponse:
         content = self._folder(body).artefacts.get(body["path"])
         if content is None:
             raise RunnerRefused("not_found", body["path"])
         begin = body["offset"]
-        return Answer({"size": len(content)}, content[begin : begin + body["limit"]])
+        return RunnerResponse({"size": len(content)}, content[begin : begin + body["limit"]])
 
-    def _gather(self, body: Mapping[str, Any]) -> Answer:
+    def _gather(self, body: Mapping[str, Any]) -> RunnerResponse:
         artefacts = self._folder(body).artefacts
         found = [(artefacts.get(path), sha256) for path, sha256, _ in body["files"]]
         whole = [
@@ -647,7 +647,7 @@ class FakeHost:
             for data, sha256 in found
         ]
         came = [data or b"" for n, (data, _) in enumerate(found) if whole[n]]
-        return Answer({"whole": whole}, b"".join(came))
+        return RunnerResponse({"whole": whole}, b"".join(came))
 
     def _release(self, body: Mapping[str, Any]) -> dict[str, Any]:
         folder = self.folders.get(f"{body['job']}.{body['epoch']}")

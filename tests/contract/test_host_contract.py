@@ -20,12 +20,12 @@ import pytest
 
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import (
-    Answer,
     Host,
     HostUnreachable,
     OutcomeUnknown,
     Request,
     RunnerRefused,
+    RunnerResponse,
 )
 from groupwise.jobs.hosts.ssh import Address, SshHost
 from tests import ssh_hosts
@@ -93,7 +93,7 @@ async def connected(host: Host) -> Host:
     return host
 
 
-async def ask(host: Host, verb: str, payload: bytes = b"", **fields: Any) -> Answer:
+async def ask(host: Host, verb: str, payload: bytes = b"", **fields: Any) -> RunnerResponse:
     return await host.call(request(verb, payload, **fields), timeout=TIMEOUT_S)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from groupwise.core.types import Row, SamplingParams
-from groupwise.engine.learner.forward import Targets, Wanted
+from groupwise.engine.learner.forward import ForwardOutputs, Targets
 from groupwise.engine.learner.native import fused_attention, padded_attention
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
@@ -173,8 +173,8 @@ def batch_of() -> FlatBatch:
 @pytest.mark.parametrize(
     ("recompute", "wanted"),
     [
-        (True, Wanted(entropy_gradient=True, accuracy=True)),
-        pytest.param(False, Wanted(), marks=SOAK),
+        (True, ForwardOutputs(entropy_gradient=True, accuracy=True)),
+        pytest.param(False, ForwardOutputs(), marks=SOAK),
     ],
 )
 def test_a_gradient_is_made(device, name, dtype, recompute, wanted):

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import groupwise
 from groupwise.engine.distributed.learner import RankLearner
-from groupwise.engine.distributed.messages import Line
+from groupwise.engine.distributed.messages import MessageChannel
 from groupwise.engine.distributed.worker_state import Hosted
 from groupwise.engine.learner.torch_learner import TorchLearner
 from tests.forked_zygote import fork_peers
@@ -182,7 +182,7 @@ def test_a_run_goes_on_with_another_number(alone, tmp_path, loaded, more):  # no
 def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
     """One of them hears of it before its first pass is over: nothing comes between the passes that both make together."""
     settings = divided(tmp_path, **SMALL)
-    given_up, backward, receive = threading.Event(), TorchLearner._backward, Line.receive
+    given_up, backward, receive = threading.Event(), TorchLearner._backward, MessageChannel.receive
 
     def received(line):
         message = receive(line)
@@ -218,7 +218,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
         return await together(self, calls)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Line, "receive", received)
+        patch.setattr(MessageChannel, "receive", received)
         patch.setattr(TorchLearner, "_backward", slow)
         patch.setattr(TorchLearner, "forward_backward", learned)
         patch.setattr(TorchLearner, "discard", discarded)

@@ -25,7 +25,7 @@ from groupwise.api.client import calls
 from groupwise.api.client.calls import Rewards, RewardsEntry, Sampling
 from groupwise.api.client.errors import BrokenDownload, ClientError
 from groupwise.api.client.exchange import (
-    PATIENCE,
+    RETRY_TIMEOUT,
     TIMEOUT,
     Call,
     Connection,
@@ -70,7 +70,7 @@ class AsyncTrainingClient:
         url: str | None = None,
         api_key: str | None = None,
         *,
-        patience: float = PATIENCE,
+        patience: float = RETRY_TIMEOUT,
         timeout: float = TIMEOUT,
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,

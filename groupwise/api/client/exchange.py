@@ -38,14 +38,14 @@ T = TypeVar("T")
 
 URL_VARIABLE = "GROUPWISE_URL"
 DEFAULT_URL = "http://127.0.0.1:8000"
-PATIENCE = 900.0
+RETRY_TIMEOUT = 900.0
 """Seconds from the first attempt of a call to the last one's end."""
 TIMEOUT = 300.0
 """Seconds without a byte after which an attempt counts as lost. Long, because a slow machine samples for minutes."""
 CONNECT_TIMEOUT = 10.0
 FIRST, LONGEST = 0.5, 30.0
 """Seconds: bound of the wait before the second attempt, and what doubling ends at."""
-SHOWN = 300
+MAX_CHARACTERS_IN_MESSAGE = 300
 """Characters of a strange answer that a message shows."""
 MAY_PASS = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses of answers that are no problem of ours, which a proxy gives and which may pass."""
@@ -99,7 +99,7 @@ class Connection:
 
     url: str
     key: str | None = field(default=None, repr=False)
-    patience: float = PATIENCE
+    patience: float = RETRY_TIMEOUT
     timeout: float = TIMEOUT
     timing: Timing = field(default_factory=Timing, repr=False)
     outage: Outage = field(default_factory=Outage, repr=False, compare=False)
@@ -279,7 +279,11 @@ def ended(connection: Connection) -> NoAnswer:
 def strange(response: httpx2.Response, why: str) -> StrangeAnswer:
     """What an answer is that is none."""
     text = " ".join(printable(response.content.decode("utf-8", "replace")).split())
-    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(response.content)} bytes)"
+    shown = (
+        text
+        if len(text) <= MAX_CHARACTERS_IN_MESSAGE
+        else f"{text[:MAX_CHARACTERS_IN_MESSAGE]}… ({len(response.content)} bytes)"
+    )
     return StrangeAnswer(
         f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {why}: "
         f"{shown or 'an empty body'}. Look whether the URL is that of a training server, and whether a proxy stands before it.",

@@ -78,7 +78,7 @@ class Observed:
         began = time.perf_counter()
         facts = Facts(_request_id(scope), self._table.find(scope["method"], scope["path"]))
         scope[SCOPE] = facts
-        answer = _Answer(send, facts)
+        answer = _Response(send, facts)
         try:
             await self._answer(scope, receive, answer)
         finally:
@@ -86,7 +86,7 @@ class Observed:
         if facts.code:
             await self._shared.refused(facts)
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Response) -> None:
         try:
             await self._app(scope, receive, answer.send)
         except Refusal as refusal:
@@ -128,7 +128,7 @@ class Observed:
         )
 
 
-class _Answer:
+class _Response:
     """What was sent so far."""
 
     def __init__(self, send: Send, facts: Facts) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from groupwise.core.errors import EndpointError
 from groupwise.core.plugins import printable
 
-SHOWN = 300
+MAX_CHARACTERS_IN_MESSAGE = 300
 """Characters of a strange body that a message shows."""
 
 
@@ -29,7 +29,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Choices:
     """The choices for one prompt; every tuple has one entry for each."""
 
     texts: tuple[str, ...]
@@ -41,8 +41,8 @@ class Answer:
     reasoning: tuple[str | None, ...]
     """What a reasoning model thought before its text, where the service keeps that apart."""
 
-    def __add__(self, other: Answer) -> Answer:
-        return Answer(
+    def __add__(self, other: Choices) -> Choices:
+        return Choices(
             self.texts + other.texts,
             self.finish_reasons + other.finish_reasons,
             self.usage + other.usage,
@@ -50,9 +50,9 @@ class Answer:
             self.reasoning + other.reasoning,
         )
 
-    def first(self, count: int) -> Answer:
+    def first(self, count: int) -> Choices:
         """The answer with so many of its choices; the usage is that of all, because all are billed."""
-        return Answer(
+        return Choices(
             self.texts[:count],
             self.finish_reasons[:count],
             self.usage,
@@ -72,7 +72,7 @@ def read_json(body: bytes) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value)
 
 
-def read_answer(body: bytes, asked_model: str) -> Answer:
+def read_answer(body: bytes, asked_model: str) -> Choices:
     """The choices of a body of /chat/completions or /completions, in their order. Raises EndpointError."""
     value = read_json(body)
     choices: object = value.get("choices")
@@ -80,7 +80,7 @@ def read_answer(body: bytes, asked_model: str) -> Answer:
         raise EndpointError(f"answered without choices: {shown(body)}")
     read = [_choice(choice, body) for choice in _in_order(cast("list[Any]", choices))]
     model: object = value.get("model")
-    return Answer(
+    return Choices(
         texts=tuple(text for text, _, _ in read),
         finish_reasons=tuple(reason for _, reason, _ in read),
         usage=_usage(value.get("usage")),
@@ -119,7 +119,11 @@ def error_in(body: bytes) -> tuple[str, str | None, int | None]:
     fields = _mapping(error)
     code: object = fields.get("code")
     message: object = fields.get("message") if fields else error
-    text = printable(message)[:SHOWN] if isinstance(message, str) and message else shown(body)
+    text = (
+        printable(message)[:MAX_CHARACTERS_IN_MESSAGE]
+        if isinstance(message, str) and message
+        else shown(body)
+    )
     number = isinstance(code, int) and not isinstance(code, bool)
     return text, code if isinstance(code, str) else None, cast("int", code) if number else None
 
@@ -129,7 +133,11 @@ def shown(body: bytes) -> str:
     if not body:
         return "an empty body"
     text = " ".join(printable(body.decode("utf-8", "replace")).split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(body)} bytes)"
+    return (
+        text
+        if len(text) <= MAX_CHARACTERS_IN_MESSAGE
+        else f"{text[:MAX_CHARACTERS_IN_MESSAGE]}… ({len(body)} bytes)"
+    )
 
 
 def _in_order(choices: Sequence[Any]) -> list[Any]:

@@ -27,14 +27,14 @@ from urllib.parse import urlsplit
 import httpx2
 
 from groupwise.api.openai_client.answers import (
-    Answer,
+    Choices,
     error_in,
     holds_error,
     read_answer,
     read_models,
 )
 from groupwise.api.openai_client.waiting import (
-    PATIENCE,
+    MAX_RETRY_AFTER,
     TOO_FAST,
     Pause,
     Timing,
@@ -146,7 +146,7 @@ class Client:
         stop: Sequence[str] | None = None,
         extra: Mapping[str, Any] | None = None,
         or_fewer: bool = False,
-    ) -> Answer:
+    ) -> Choices:
         """`n` answers to a conversation. What is None is left to the service.
 
         `extra` holds further fields of the request; None there takes out a field. A service that gives fewer choices than it
@@ -170,7 +170,7 @@ class Client:
         stop: Sequence[str] | None = None,
         extra: Mapping[str, Any] | None = None,
         or_fewer: bool = False,
-    ) -> Answer:
+    ) -> Choices:
         """`n` continuations of a text, to which no chat template is applied; everything else as in `chat`."""
         body = {"model": self.endpoint.model, "prompt": prompt}
         knobs = _knobs(temperature, top_p, max_tokens, stop)
@@ -196,7 +196,7 @@ class Client:
         seed: int | None,
         extra: Mapping[str, Any],
         or_fewer: bool,
-    ) -> Answer:
+    ) -> Choices:
         answer = await self._some(path, body, n, seed, extra)
         while len(answer.texts) < n and not or_fewer:
             got = len(answer.texts)
@@ -211,7 +211,7 @@ class Client:
         n: int,
         seed: int | None,
         extra: Mapping[str, Any],
-    ) -> Answer:
+    ) -> Choices:
         """At least one of `n` choices; one alone of a service that refuses to be asked for several."""
         n = 1 if self._one_at_a_time else n
         several: dict[str, Any] = {} if n == 1 else {"n": n}
@@ -227,7 +227,7 @@ class Client:
             self._one_at_a_time = True
             return answer
 
-    def _read_answer(self, body: bytes) -> Answer:
+    def _read_answer(self, body: bytes) -> Choices:
         return read_answer(body, self.endpoint.model)
 
     async def ask(
@@ -290,7 +290,7 @@ class Client:
             text = f"it has moved to {answer.headers['Location']}; change the base URL"
         if may_pass(status) and code not in OUT_OF_MONEY:
             asked = retry_after(answer.headers.get("Retry-After"), self._timing.today())
-            if asked is None or asked <= PATIENCE:
+            if asked is None or asked <= MAX_RETRY_AFTER:
                 raise _Passing(f"status {status}: {text}", status, asked)
             text = (
                 f"{text} (it wants to be asked again in {asked:,.0f} s, which is too long to wait)"

@@ -19,7 +19,7 @@ FIRST = 1.0
 """Seconds before the second attempt; each further one doubles it."""
 LONGEST = 60.0
 """Seconds that a wait grows to by doubling."""
-PATIENCE = 900.0
+MAX_RETRY_AFTER = 900.0
 """Seconds that a service may ask to be left alone; who is told more than that is better off to stop and go on later."""
 SPREAD = 0.1
 """Share of a common pause over which the callers come back one after the other."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from groupwise.api.schemas.training import Answer, EventData
+from groupwise.api.schemas.training import EventData, ResponseModel
 
 LivingState = Literal["open", "rewarded", "held", "planned"]
 MOST_GROUPS = 200
@@ -16,7 +16,7 @@ PROMPT_SHOWN = 300
 """Characters of a group's prompt."""
 
 
-class LivingGroup(Answer):
+class LivingGroup(ResponseModel):
     """A group of the run that a step may still learn from."""
 
     group_id: str = Field(description="As its client knows it.")
@@ -35,7 +35,7 @@ class LivingGroup(Answer):
     )
 
 
-class WaitingRequest(Answer):
+class WaitingRequest(ResponseModel):
     """A request for completions that waits until there is room for it."""
 
     key_id: str = Field(description="Of the API key that asks.")
@@ -46,7 +46,7 @@ class WaitingRequest(Answer):
     seconds: float = Field(description="Since it came.")
 
 
-class PlannedStep(Answer):
+class PlannedStep(ResponseModel):
     """A step whose groups are chosen, and which is not done."""
 
     step: int = Field(description="Its index, from 0.")
@@ -56,7 +56,7 @@ class PlannedStep(Answer):
     )
 
 
-class KnownClient(Answer):
+class KnownClient(ResponseModel):
     """Somebody who has asked since the server began, by their key; GET /status, /activity and /metrics only look, and do not count."""
 
     key_id: str = Field(description="Of the API key; `local` without keys.")
@@ -70,7 +70,7 @@ class KnownClient(Answer):
     idle_seconds: float = Field(description="Since their last request was answered.")
 
 
-class SessionModel(Answer):
+class SessionModel(ResponseModel):
     """A model that a client trains by verbs."""
 
     id: str = Field(description="As its client knows it.")
@@ -80,7 +80,7 @@ class SessionModel(Answer):
     waiting: int = Field(default=0, description="Calls that wait for their turn or are under way.")
 
 
-class Session(Answer):
+class Session(ResponseModel):
     """A client that trains by verbs."""
 
     id: str = Field(description="As the client knows it.")
@@ -92,7 +92,7 @@ class Session(Answer):
     samplers: int = Field(default=0, description="Weights that it samples with.")
 
 
-class LoopElsewhere(Answer):
+class LoopElsewhere(ResponseModel):
     """A loop on another machine that has sampler and learner of this server."""
 
     id: str = Field(description="Of its parts.")
@@ -101,7 +101,7 @@ class LoopElsewhere(Answer):
     calls: int = Field(default=0, description="That wait or are under way.")
 
 
-class ActivityAnswer(Answer):
+class ActivityAnswer(ResponseModel):
     """Everything at one instant."""
 
     at: float = Field(description="Seconds since 1970, by the server's clock.")

@@ -418,13 +418,13 @@ class TextRequest(_Request):
 # Answers
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """What the server answers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
-class Usage(Answer):
+class Usage(ResponseModel):
     """Numbers of tokens."""
 
     prompt_tokens: int
@@ -432,7 +432,7 @@ class Usage(Answer):
     total_tokens: int
 
 
-class TokenLogprob(Answer):
+class TokenLogprob(ResponseModel):
     """A token that was drawn."""
 
     token: str = Field(description="Its text by itself; special ones by their name.")
@@ -443,14 +443,14 @@ class TokenLogprob(Answer):
     top_logprobs: list[Any] = Field(default=[], description="Always empty.")
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseModel):
     """Of all tokens of a completion, the one that ended it included."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(ResponseModel):
     """The same in the older form."""
 
     tokens: list[str]
@@ -459,14 +459,14 @@ class TextLogprobs(Answer):
     top_logprobs: None = None
 
 
-class CalledFunction(Answer):
+class CalledFunction(ResponseModel):
     """What a call asks for."""
 
     name: str
     arguments: str = Field(description="A JSON object as text.")
 
 
-class ToolCallData(Answer):
+class ToolCallData(ResponseModel):
     """A call of a tool that the policy wrote."""
 
     id: str = Field(description="By which the message with the result names it: `tool_call_id`.")
@@ -474,7 +474,7 @@ class ToolCallData(Answer):
     function: CalledFunction
 
 
-class Reply(Answer):
+class Reply(ResponseModel):
     """What the policy says."""
 
     role: Literal["assistant"] = "assistant"
@@ -489,7 +489,7 @@ class Reply(Answer):
     )
 
 
-class _Finished(Answer):
+class _Finished(ResponseModel):
     """How a choice ended."""
 
     index: int
@@ -513,7 +513,7 @@ class TextChoice(_Finished):
     logprobs: TextLogprobs | None = None
 
 
-class _Whole(Answer):
+class _Whole(ResponseModel):
     """What answers and pieces of them have in common."""
 
     id: str = Field(description="With `store`, by which it is rewarded.")
@@ -542,7 +542,7 @@ class TextCompletion(_Whole):
     usage: Usage
 
 
-class ModelData(Answer):
+class ModelData(ResponseModel):
     """A policy that serves."""
 
     id: str
@@ -552,14 +552,14 @@ class ModelData(Answer):
     fingerprint: str = Field(description="Ours: of its weights.")
 
 
-class ModelList(Answer):
+class ModelList(ResponseModel):
     """The policies that serve."""
 
     object: Literal["list"] = "list"
     data: list[ModelData]
 
 
-class ErrorData(Answer):
+class ErrorData(ResponseModel):
     """Why a request was not answered."""
 
     message: str
@@ -568,7 +568,7 @@ class ErrorData(Answer):
     code: str = Field(description="As in the problems of ask/post; never changes its meaning.")
 
 
-class ErrorAnswer(Answer):
+class ErrorAnswer(ResponseModel):
     """The form that OpenAI's clients read."""
 
     error: ErrorData

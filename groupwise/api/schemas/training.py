@@ -92,7 +92,7 @@ class Body(FailFast, BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """What the server answers."""
 
     # Of later servers, too: a field that is not known here is passed over. What is known is read strictly.
@@ -386,7 +386,7 @@ class StartRequest(Body):
                     yield wrong(f"{section}.{key}", f"has no place here: {instead}")
 
 
-class StartAnswer(Answer):
+class StartAnswer(ResponseModel):
     """A run that has begun."""
 
     status: Literal["started"] = Field(default="started", description="Always `started`.")
@@ -398,7 +398,7 @@ class StartAnswer(Answer):
     tokenizer_hash: str = Field(description="As in GET /tokenizer.")
 
 
-class StopAnswer(Answer):
+class StopAnswer(ResponseModel):
     """A run that has ended, now or before."""
 
     status: Literal["stopped"] = Field(default="stopped", description="Always `stopped`.")
@@ -519,7 +519,7 @@ class CompletionsRequest(Body):
             raise wrong("draws", f"has {len(self.draws)} entries for {len(prompts)} prompts")
 
 
-class GroupAnswer(Answer):
+class GroupAnswer(ResponseModel):
     """The completions of one prompt, and the id under which they are rewarded."""
 
     group_id: str = Field(description="To be given with the rewards.")
@@ -539,13 +539,13 @@ class GroupAnswer(Answer):
     )
 
 
-class CompletionsBatch(Answer):
+class CompletionsBatch(ResponseModel):
     """The completions of several prompts."""
 
     groups: list[GroupAnswer] = Field(description="One for each prompt, in their order.")
 
 
-class GivenUpAnswer(Answer):
+class GivenUpAnswer(ResponseModel):
     """A group that will not be rewarded."""
 
     status: Literal["given_up"] = Field(default="given_up", description="Always `given_up`.")
@@ -664,7 +664,7 @@ RewardsRequest = Annotated[
 REWARDS_REQUEST: TypeAdapter[RewardsOfOne | RewardsOfSeveral] = TypeAdapter(RewardsRequest)
 
 
-class RewardAnswer(Answer):
+class RewardAnswer(ResponseModel):
     """What has become of the rewards of one group. The same post gets the same answer again."""
 
     group_id: str = Field(description="The group, also where it was found by its echo.")
@@ -679,7 +679,7 @@ class RewardAnswer(Answer):
     metrics: Metrics | None = Field(default=None, description="After `wait`: those of that step.")
 
 
-class RewardsBatchAnswer(Answer):
+class RewardsBatchAnswer(ResponseModel):
     """What has become of several."""
 
     groups: list[RewardAnswer] = Field(description="One for each group, in the order of the post.")
@@ -708,7 +708,7 @@ class StepRequest(Body):
         return _check_timeout(self)
 
 
-class StepAnswer(Answer):
+class StepAnswer(ResponseModel):
     """A step that was taken, or that will be."""
 
     status: Literal["accepted", "trained"] = Field(
@@ -730,7 +730,7 @@ Phase = Literal[
 ]
 
 
-class Counters(Answer):
+class Counters(ResponseModel):
     """Groups of the run, by what has become of them."""
 
     served: int = Field(default=0, description="Groups whose completions were answered.")
@@ -748,7 +748,7 @@ class Counters(Answer):
     )
 
 
-class Throughput(Answer):
+class Throughput(ResponseModel):
     """How fast it goes."""
 
     sampled_tokens: int = Field(default=0, description="Tokens sampled since the engine began.")
@@ -763,7 +763,7 @@ class Throughput(Answer):
     )
 
 
-class Memory(Answer):
+class Memory(ResponseModel):
     """What the processes hold."""
 
     server_bytes: int | None = Field(default=None, description="Most bytes of the HTTP process.")
@@ -772,7 +772,7 @@ class Memory(Answer):
     )
 
 
-class Quarantined(Answer):
+class Quarantined(ResponseModel):
     """A step that ended the engine twice and was left out."""
 
     step: int = Field(description="Its index, from 0.")
@@ -780,7 +780,7 @@ class Quarantined(Answer):
     reason: str = Field(description="How the engine ended.")
 
 
-class ByVerbs(Answer):
+class ByVerbs(ResponseModel):
     """What clients train by verbs, beside the run or without one."""
 
     sessions: int = Field(default=0, description="Clients that have not ended their session.")
@@ -788,7 +788,7 @@ class ByVerbs(Answer):
     waiting: int = Field(default=0, description="Their calls that wait or are under way.")
 
 
-class StatusAnswer(Answer):
+class StatusAnswer(ResponseModel):
     """Where the server and its run stand."""
 
     training_settings: dict[str, Any] | None = Field(
@@ -866,7 +866,7 @@ class EventKind(StrEnum):
     """Something that the reader should know; `message` says it."""
 
 
-class EventData(Answer):
+class EventData(ResponseModel):
     """One event of GET /events: the `data` of a server-sent event, whose `id` and `event` are `id` and `kind`."""
 
     id: int = Field(description="Rises with each event; `Last-Event-ID` resumes after it.")
@@ -906,7 +906,7 @@ class CheckpointRequest(Body):
     )
 
 
-class CheckpointAnswer(Answer):
+class CheckpointAnswer(ResponseModel):
     """A checkpoint."""
 
     name: str | None = Field(
@@ -917,13 +917,13 @@ class CheckpointAnswer(Answer):
     address: str = Field(description="What `resume_from` takes: the name, or `run@step`.")
 
 
-class CheckpointsAnswer(Answer):
+class CheckpointsAnswer(ResponseModel):
     """All checkpoints that can be gone on from."""
 
     checkpoints: list[CheckpointAnswer] = Field(description="The oldest first.")
 
 
-class TokenizerAnswer(Answer):
+class TokenizerAnswer(ResponseModel):
     """What a client needs to render and tokenise as the server does."""
 
     hash: str = Field(description="Of tokenizer and template; `tokenizer_hash` of a request.")
@@ -941,7 +941,7 @@ class TokenizerAnswer(Answer):
     stop_token_ids: list[int] = Field(default=[], description="Tokens that end a completion.")
 
 
-class HealthAnswer(Answer):
+class HealthAnswer(ResponseModel):
     """Of /healthz and /readyz."""
 
     status: Literal["ok", "not_ready"] = Field(description="Whether requests are answered.")

@@ -60,7 +60,7 @@ _PYDANTIC = ("Input should ", "String should ", "List should ", "Tuple should ",
 def worded(detail: Mapping[str, Any], location: Location, model: Any = None) -> str:
     """What was expected. `model`: the type of the body (or of what `location` begins in), where it is known."""
     kind = str(detail.get("type", ""))
-    place = _Place(model, location)
+    place = _FieldLocation(model, location)
     if kind == "extra_forbidden" and (owners := place.owners()):
         return _unknown(str(location[-1]), owners)
     if not [part for part in location if not _is_label(part)]:
@@ -106,7 +106,7 @@ def _is_label(part: int | str) -> bool:
     return str(part).startswith("(")
 
 
-class _Place:
+class _FieldLocation:
     """Where a location leads in a model."""
 
     def __init__(self, model: Any, location: Location) -> None:

@@ -44,7 +44,9 @@ run.command("dispatcher")(roles.dispatcher)
 run.command("requeue")(roles.requeue)
 run.command("tracker")(roles.tracker)
 run.command("api")(roles.api)
-run.command("up", hidden=True)(roles.up)  # so that one unit of systemd begins any of them by its name
+run.command("up", hidden=True)(
+    roles.up
+)  # so that one unit of systemd begins any of them by its name
 app.add_typer(run, name="run")
 machines.machines.command("prepare")(prepare.prepare)
 app.add_typer(machines.machines, name="vm")

@@ -43,7 +43,7 @@ CANCELLED_CODE = 130
 """What shells say of a program that was interrupted."""
 
 
-class _Asked(Protocol):
+class _LogSource(Protocol):
     """A fleet, as far as whoever reads a log or follows a job asks it."""
 
     def progress(self, job_id: str) -> dict[str, Any]: ...
@@ -96,7 +96,7 @@ class _Reading:
     offset: int = 0
     to: LogWriter = field(default_factory=LogWriter)
 
-    def copy(self, access: _Asked, wait: float) -> bool:
+    def copy(self, access: _LogSource, wait: float) -> bool:
         """Write all that is new; False where it would go on with another attempt than the one that is wanted."""
         while True:
             epoch = self.only if self.epoch is None else self.epoch
@@ -166,7 +166,7 @@ def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
     return epoch is not None and (found["status"] != "running" or found["epochs"][-1:] != [epoch])
 
 
-def _look(access: _Asked, job_id: str, epoch: int | None) -> dict[str, Any]:
+def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
     """How far it is. Raises UsageError where it has no such attempt."""
     found = access.progress(job_id)
     if epoch is not None and epoch not in found["epochs"]:
@@ -175,7 +175,7 @@ def _look(access: _Asked, job_id: str, epoch: int | None) -> dict[str, Any]:
     return found
 
 
-def _say_what_it_waits_for(access: _Asked, found: dict[str, Any], before: str) -> str:
+def _say_what_it_waits_for(access: _LogSource, found: dict[str, Any], before: str) -> str:
     """Why there is no log yet, once for each reason."""
     reasons = access.show(found["job_id"])["waiting"]
     text = f"{found['job_id']} is {found['status']}" + (
@@ -187,7 +187,7 @@ def _say_what_it_waits_for(access: _Asked, found: dict[str, Any], before: str) -
     return without_numbers
 
 
-def _say_why_empty(access: _Asked, found: dict[str, Any]) -> None:
+def _say_why_empty(access: _LogSource, found: dict[str, Any]) -> None:
     if not found["epochs"]:
         _say_what_it_waits_for(access, found, "")
     else:
@@ -216,7 +216,7 @@ def until_ended(
         sleep(ASK_SECONDS)
 
 
-def _looked_at(access: _Asked, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _looked_at(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How far they are, a portion with each question. Raises the fleet's refusal where one of them is not there any more."""
     listed: dict[str, dict[str, Any]] = {}
     for start in range(0, len(job_ids), PORTION):
@@ -225,7 +225,7 @@ def _looked_at(access: _Asked, job_ids: Sequence[str]) -> dict[str, dict[str, An
     return {job_id: listed.get(job_id) or access.progress(job_id) for job_id in job_ids}
 
 
-def _tell_change(access: _Asked, job: dict[str, Any], *, why: bool) -> None:
+def _tell_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
     if job["status"] in ("queued", "pending", "held"):
         if why:
             _say_what_it_waits_for(access, job, "")

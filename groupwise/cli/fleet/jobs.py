@@ -112,7 +112,7 @@ class _Verb:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _JobFilter:
     """Jobs that are chosen by what they are."""
 
     status: list[str] | None
@@ -146,7 +146,7 @@ class _Wanted:
 
 
 def _do(
-    told: str | None, ids: Sequence[str] | None, wanted: _Wanted, verb: _Verb, as_json: bool
+    told: str | None, ids: Sequence[str] | None, wanted: _JobFilter, verb: _Verb, as_json: bool
 ) -> None:
     """One that is named alone is done or refused; of several each, whatever becomes of the others."""
     given = wanted.given()
@@ -233,7 +233,7 @@ def cancel(
         lambda access, ids: access.cancel_all(ids, reason),
         _cancelled,
     )
-    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
+    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def _cancelled(job: dict[str, Any]) -> str:
@@ -268,7 +268,7 @@ def retry(
         lambda access, ids: access.retry_all(ids),
         lambda job: f"{_is_now(job)} again",
     )
-    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
+    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def hold(
@@ -292,7 +292,7 @@ def hold(
         lambda access, ids: access.hold_all(ids),
         _is_now,
     )
-    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
+    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def release(
@@ -316,7 +316,7 @@ def release(
         lambda access, ids: access.release_all(ids),
         _is_now,
     )
-    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
+    _do(told, job, _JobFilter(status, project, name, label), verb, as_json)
 
 
 def logs(

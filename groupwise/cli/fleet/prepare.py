@@ -89,7 +89,7 @@ def prepare(
     interpreter. What is there already is left as it is. The machine needs Python 3.11 or newer with venv.
     """
     from groupwise.cli.fleet import words
-    from groupwise.jobs.fleet.machines.plans import Asked, plan_of
+    from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
 
     if as_json and dry_run:
         raise UsageError("--dry-run prints a lock for pip, which is no JSON; leave --json away.")
@@ -97,7 +97,7 @@ def prepare(
     with fleet_here(told) as fleet:
         machines = fleet.read(_machines, names)
         plan = plan_of(
-            Asked(
+            PrepareOptions(
                 extras=extra or (),
                 also=also or (),
                 lock=lock,
@@ -155,9 +155,9 @@ def _contents(plan: Plan) -> str:
 
 def usual_plan() -> Plan:
     """Of `vm prepare` without options. Raises UsageError."""
-    from groupwise.jobs.fleet.machines.plans import Asked, plan_of
+    from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
 
-    return plan_of(Asked())
+    return plan_of(PrepareOptions())
 
 
 def prepare_new(fleet: DirectFleet, vm: str, plan: Plan) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import typer
 
 from groupwise.cli.launch.options import place_command
 from groupwise.cli.launch.placing import (
-    Asked,
+    CommonOptions,
     Environment,
     asked,
     environment,
@@ -83,7 +83,7 @@ def aws(
     *,
     packages: Environment,
     rented: dict[str, bool],
-    job: Asked,
+    job: CommonOptions,
 ) -> None:
     """On a machine of AWS that is started for it.
 
@@ -93,7 +93,7 @@ def aws(
     groupwise launch aws --key-name K --security-group SG -- rl --config C.yaml --task-module task.py
     """
     from groupwise.jobs.clouds.ec2_types import gpus_of
-    from groupwise.jobs.launch.places import AWS, Place
+    from groupwise.jobs.launch.places import AWS, JobBackend
 
     for module in ("asyncssh", "boto3"):
         if find_spec(module) is None:
@@ -113,4 +113,4 @@ def aws(
     given = {"ami": ami, "spot": spot, "max_price": job.max_price if spot else None, **rented}
     asks = {"instance_type": instance_type} | {name: each for name, each in given.items() if each}
     gpus = job.gpus or gpus_of(instance_type)
-    launch(Place(AWS, detail), replace(job, environment=plan, gpus=gpus, asks=asks))
+    launch(JobBackend(AWS, detail), replace(job, environment=plan, gpus=gpus, asks=asks))

@@ -20,7 +20,7 @@ from groupwise.cli.launch.options import (
     With,
     place_command,
 )
-from groupwise.cli.launch.placing import Asked, Environment, asked, launch
+from groupwise.cli.launch.placing import CommonOptions, Environment, asked, launch
 from groupwise.cli.launch.words import environment_of
 from groupwise.core.errors import UsageError
 
@@ -93,7 +93,7 @@ def modal(
     *,
     calls: Calls,
     packages: Environment,
-    job: Asked,
+    job: CommonOptions,
 ) -> None:
     """In a container of Modal, with a GPU of its own.
 
@@ -101,7 +101,7 @@ def modal(
     """
     from groupwise.jobs.clouds.modal.port import NAMED
     from groupwise.jobs.clouds.modal.prices import check_gpu
-    from groupwise.jobs.launch.places import MODAL, Place
+    from groupwise.jobs.launch.places import MODAL, JobBackend
 
     plan = packages.plan()
     assert plan is not None, "an image has packages"
@@ -113,7 +113,7 @@ def modal(
     }
     hours = calls.timeout / 3600 if calls.is_all else job.max_hours
     given = replace(job, gpus=job.gpus or 1, max_hours=hours, asks=asks)
-    launch(Place(MODAL, {"profile": profile}), given)
+    launch(JobBackend(MODAL, {"profile": profile}), given)
 
 
 def _named(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from groupwise.core.errors import UsageError
 if TYPE_CHECKING:
     from groupwise.cli.fleet.reach import Trust, Where
     from groupwise.jobs.launch.local_registry import Note
-    from groupwise.jobs.launch.places import Place
+    from groupwise.jobs.launch.places import JobBackend
 
 
 def note_of(
@@ -35,9 +35,9 @@ def note_of(
     return local_registry.find(name)
 
 
-def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) -> Place:
+def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) -> JobBackend:
     """The place of that word. Raises UsageError."""
-    from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, Place
+    from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, JobBackend
 
     kind, _, rest = at.partition(":")
     if profile is not None and kind not in (AWS, MODAL):
@@ -45,7 +45,7 @@ def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) 
             f"--profile {profile}: it is for --at aws:REGION and --at modal, whose credentials have profiles, and --at is {at}."
         )
     if kind == LOCAL and not rest:
-        return Place(LOCAL)
+        return JobBackend(LOCAL)
     if kind == SSH and rest:
         return machines_together([_named(each, key, trust) for each in rest.split(",")], None)
     if kind in (SLURM, RAY):
@@ -57,9 +57,9 @@ def _place_at(at: str, key: str | None, trust: str | None, profile: str | None) 
         if not api:
             return slurm_cluster(login, shared)
     if kind == AWS and rest and trust is None:
-        return Place(AWS, {"region": rest, "profile": profile, "key_path": key})
+        return JobBackend(AWS, {"region": rest, "profile": profile, "key_path": key})
     if kind == MODAL:
-        return Place(MODAL, {"profile": _one_profile(rest, profile)})
+        return JobBackend(MODAL, {"profile": _one_profile(rest, profile)})
     raise UsageError(
         f"--at {at}: a place is wanted, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, slurm:USER@HOST:PORT/SHARED, "
         "ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; of the last three all behind the first word may be left out."
@@ -74,18 +74,18 @@ def _one_profile(in_word: str, profile: str | None) -> str | None:
     return in_word or profile
 
 
-def _named(word: str, key: str | None, trust: str | None) -> Place:
+def _named(word: str, key: str | None, trust: str | None) -> JobBackend:
     """The machine of USER@HOST:PORT; of nothing, this one."""
-    from groupwise.jobs.launch.places import LOCAL, Place
+    from groupwise.jobs.launch.places import LOCAL, JobBackend
 
     if not word:
-        return Place(LOCAL)
+        return JobBackend(LOCAL)
     return machine(word, None, None, key, trust_of(trust, None), None)
 
 
-def machines_together(machines: Sequence[Place], meets_at: str | None) -> Place:
+def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> JobBackend:
     """One place of them all; `meets_at`: where the others reach the first one. Raises UsageError for one that is named twice."""
-    from groupwise.jobs.launch.places import SSH, Place
+    from groupwise.jobs.launch.places import SSH, JobBackend
 
     words = [str(each) for each in machines]
     if twice := sorted({each for each in words if words.count(each) > 1}):
@@ -94,7 +94,7 @@ def machines_together(machines: Sequence[Place], meets_at: str | None) -> Place:
     if not others:
         return first
     more = {"others": [dict(each.detail) for each in others], "meets_at": meets_at}
-    return Place(SSH, {**first.detail, **more})
+    return JobBackend(SSH, {**first.detail, **more})
 
 
 def login_machine(
@@ -105,9 +105,9 @@ def login_machine(
     trust: str | None,
     trust_jump: str | None,
     python: str | None,
-) -> Place:
+) -> JobBackend:
     """From which a cluster is given its jobs: the named one, else this. Raises UsageError."""
-    from groupwise.jobs.launch.places import LOCAL, Place
+    from groupwise.jobs.launch.places import LOCAL, JobBackend
 
     if host is not None:
         return machine(host, user, port, key, trust_of(trust, trust_jump), python)
@@ -116,25 +116,25 @@ def login_machine(
             "--user, --port, --key, --trust and --trust-jump are of the machine that jobs are given to the cluster from: --host names it. "
             "Without it the cluster is asked here."
         )
-    return Place(LOCAL, {"python": python} if python else {})
+    return JobBackend(LOCAL, {"python": python} if python else {})
 
 
-def slurm_cluster(login: Place, shared: str | None) -> Place:
+def slurm_cluster(login: JobBackend, shared: str | None) -> JobBackend:
     """The Slurm that jobs are given to on this machine. Raises UsageError."""
-    from groupwise.jobs.launch.places import SLURM, Place
+    from groupwise.jobs.launch.places import SLURM, JobBackend
 
-    return Place(SLURM, {**login.detail, **_shared(shared)})
+    return JobBackend(SLURM, {**login.detail, **_shared(shared)})
 
 
-def ray_cluster(login: Place, shared: str | None, address: str | None) -> Place:
+def ray_cluster(login: JobBackend, shared: str | None, address: str | None) -> JobBackend:
     """The Ray whose head this machine reaches by that address. Raises UsageError."""
     from groupwise.jobs.clouds.ray import checked_address
     from groupwise.jobs.hosts.ray import ADDRESS
-    from groupwise.jobs.launch.places import RAY, Place
+    from groupwise.jobs.launch.places import RAY, JobBackend
 
     found = checked_address(address or ADDRESS)
     detail = {**login.detail, **_shared(shared)}
-    return Place(RAY, detail if found == ADDRESS else {**detail, "address": found})
+    return JobBackend(RAY, detail if found == ADDRESS else {**detail, "address": found})
 
 
 def _shared(folder: str | None) -> dict[str, str]:
@@ -176,12 +176,12 @@ def machine(
     key: str | None,
     trust: Trust,
     python: str | None,
-) -> Place:
+) -> JobBackend:
     """The machine that `ssh HOST` leads to, by its pinned key."""
     if find_spec("asyncssh") is None:
         raise UsageError("Other machines are reached by asyncssh: pip install 'groupwise[launch]'.")
     from groupwise.cli.fleet.reach import Way
-    from groupwise.jobs.launch.places import AGENT, SSH, Place
+    from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
 
     before, _, name = host.rpartition("@")
     name, port = _with_port(name, port)
@@ -205,7 +205,7 @@ def machine(
             "key": jump["ssh_key_path"],
             "host_key": jump["host_key"],
         }
-    return Place(SSH, detail)
+    return JobBackend(SSH, detail)
 
 
 def _with_port(name: str, port: int | None) -> tuple[str, int | None]:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.files import BlobStore
     from groupwise.jobs.launch.local_registry import Note
     from groupwise.jobs.launch.packaging import Packed
-    from groupwise.jobs.launch.places import Place
+    from groupwise.jobs.launch.places import JobBackend
     from groupwise.jobs.launch.preflight import Tried
 
 UNWATCHED = (
@@ -65,7 +65,7 @@ UNWATCHED = (
 )
 SHARED = ("rl", "sft")
 """Verbs whose work several machines share."""
-SHOWN = 5
+MAX_FILES_LISTED = 5
 """Files that stay here, of which each is told."""
 
 
@@ -100,7 +100,7 @@ def gang(nodes: Nodes = None, nproc_per_node: Processes = None) -> Gang:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CommonOptions:
     """What all places are asked alike."""
 
     behind: Behind
@@ -138,9 +138,9 @@ def asked(
     detach: Detach = False,
     no_preflight: NoPreflight = False,
     as_json: AsJson = False,
-) -> Asked:
+) -> CommonOptions:
     """The options of every place."""
-    return Asked(
+    return CommonOptions(
         behind(ctx, script),
         name,
         gpus,
@@ -177,7 +177,7 @@ class Environment:
 
     def plan(self) -> EnvironmentPlan | None:
         """What is to be made there; None: `python` has it. Raises UsageError."""
-        from groupwise.jobs.fleet.machines.plans import Asked as OfPlan
+        from groupwise.jobs.fleet.machines.plans import PrepareOptions as OfPlan
         from groupwise.jobs.fleet.machines.plans import plan_of
 
         if self.python is None:
@@ -238,7 +238,7 @@ class Login:
         """Of the environment that is made there; None: there is one, as on this machine. Raises UsageError."""
         return packages.plan() if self.host is not None or packages.is_made else None
 
-    def machine(self, packages: Environment) -> Place:
+    def machine(self, packages: Environment) -> JobBackend:
         """The machine itself. Raises UsageError."""
         return login_machine(
             self.host, self.user, self.port, self.key, self.trust, self.trust_jump, packages.python
@@ -268,7 +268,7 @@ def rental(
     return {name: True for name, given in asks.items() if given}
 
 
-def launch(place: Place, asked: Asked) -> None:
+def launch(place: JobBackend, asked: CommonOptions) -> None:
     """From the words to the result."""
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
@@ -284,7 +284,7 @@ def launch(place: Place, asked: Asked) -> None:
     name = asked.name or new_name(asked.behind)
     store = packaging.files_here()
     packed = packaging.pack(
-        packaging.Wanted(
+        packaging.JobRequest(
             name,
             project,
             asked.behind.command,
@@ -335,7 +335,7 @@ def launch(place: Place, asked: Asked) -> None:
     watch(note, asked.to, as_json=asked.as_json, stop=True, again=again if plan.paid else None)
 
 
-def _processes(asked: Asked) -> int:
+def _processes(asked: CommonOptions) -> int:
     """On each machine. Raises UsageError for a command that several cannot share, and for an option without effect."""
     gang = asked.gang
     if not gang.is_one:
@@ -412,7 +412,7 @@ def _expect_no_other(note: Note) -> None:
         )
 
 
-def _tried(asked: Asked, project: Path, secrets: Mapping[str, str]) -> Tried:
+def _tried(asked: CommonOptions, project: Path, secrets: Mapping[str, str]) -> Tried:
     """What the command says of itself; UsageError where it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
     from groupwise.jobs.clouds.modal.port import NAMED
@@ -452,10 +452,10 @@ def _tell_of_project(packed: Packed) -> None:
 
     bundle = packed.bundle
     say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
-    for path, why in [*bundle.left_out.items()][:SHOWN]:
+    for path, why in [*bundle.left_out.items()][:MAX_FILES_LISTED]:
         say(f"  {one_line(path)} stays here: {why}")
-    if len(bundle.left_out) > SHOWN:
-        say(f"  and {len(bundle.left_out) - SHOWN} more")
+    if len(bundle.left_out) > MAX_FILES_LISTED:
+        say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
 
 
 def _refuse_price(plan: Plan, most: float | None) -> None:
@@ -472,7 +472,7 @@ def _refuse_price(plan: Plan, most: float | None) -> None:
         )
 
 
-def _show_plan(plan: Plan, packed: Packed, asked: Asked) -> None:
+def _show_plan(plan: Plan, packed: Packed, asked: CommonOptions) -> None:
     """What would be done, for people or programs."""
     unknown = "nobody could say what" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"

@@ -12,7 +12,7 @@ import typer
 from groupwise.cli.launch.options import place_command
 from groupwise.cli.launch.places import ray_cluster
 from groupwise.cli.launch.placing import (
-    Asked,
+    CommonOptions,
     Environment,
     Gang,
     Login,
@@ -57,7 +57,7 @@ def ray(
     by: Login,
     packages: Environment,
     machines: Gang,
-    job: Asked,
+    job: CommonOptions,
 ) -> None:
     """On a node of a Ray cluster, or several, as a job of Ray.
 

@@ -60,7 +60,7 @@ def render(
 
     groupwise launch render --image IMG --gpus 8 --pvc runs -- rl --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.launch.kubernetes import Asked, as_yaml, manifests
+    from groupwise.jobs.launch.kubernetes import ManifestOptions, as_yaml, manifests
     from groupwise.jobs.launch.packaging import refuse_shown_secrets
     from groupwise.jobs.launch.preflight import check_verb
 
@@ -74,7 +74,7 @@ def render(
         raise UsageError(f"--secret {secret}: what is taken of it, --env-file says by its names.")
     named = secret or f"{called}-env"
     documents = manifests(
-        Asked(
+        ManifestOptions(
             called,
             found.command,
             image,

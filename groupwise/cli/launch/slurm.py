@@ -10,7 +10,7 @@ import typer
 from groupwise.cli.launch.options import place_command
 from groupwise.cli.launch.places import slurm_cluster
 from groupwise.cli.launch.placing import (
-    Asked,
+    CommonOptions,
     Environment,
     Gang,
     Login,
@@ -51,7 +51,7 @@ def slurm(
     by: Login,
     packages: Environment,
     machines: Gang,
-    job: Asked,
+    job: CommonOptions,
 ) -> None:
     """On a node of a cluster, or several, given to Slurm.
 

@@ -9,7 +9,15 @@ import typer
 
 from groupwise.cli.launch.options import Key, Port, TrustHost, TrustJump, User, place_command
 from groupwise.cli.launch.places import machine, machines_together, trust_of
-from groupwise.cli.launch.placing import Asked, Environment, Gang, asked, environment, gang, launch
+from groupwise.cli.launch.placing import (
+    CommonOptions,
+    Environment,
+    Gang,
+    asked,
+    environment,
+    gang,
+    launch,
+)
 from groupwise.core.errors import UsageError
 
 Hosts = Annotated[
@@ -42,7 +50,7 @@ def ssh(
     *,
     packages: Environment,
     machines: Gang,
-    job: Asked,
+    job: CommonOptions,
 ) -> None:
     """On a machine that is reached by SSH, or on several at once.
 

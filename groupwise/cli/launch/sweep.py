@@ -15,7 +15,7 @@ from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend
-    from groupwise.jobs.launch.places import Place
+    from groupwise.jobs.launch.places import JobBackend
     from groupwise.jobs.launch.rentals import Swept
 
 At = Annotated[
@@ -81,9 +81,9 @@ def _tell(found: list[tuple[str, Swept]], *, dry_run: bool) -> None:
             say(f"nothing is there ({place})")
 
 
-def _places(at: list[str] | None, profile: str | None) -> list[Place]:
+def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
     from groupwise.jobs.launch import local_registry
-    from groupwise.jobs.launch.places import AWS, MODAL, RENTING, Place
+    from groupwise.jobs.launch.places import AWS, MODAL, RENTING, JobBackend
 
     if at is None:
         if profile is not None:
@@ -96,7 +96,7 @@ def _places(at: list[str] | None, profile: str | None) -> list[Place]:
         return [*{_account(each): each for each in known}.values()]
     if find_spec("boto3") is None:
         raise UsageError("AWS is asked by boto3: pip install 'groupwise[launch,aws]'.")
-    places: list[Place] = []
+    places: list[JobBackend] = []
     for word in at:
         kind, _, region = word.partition(":")
         if kind != AWS or not region:
@@ -106,11 +106,11 @@ def _places(at: list[str] | None, profile: str | None) -> list[Place]:
             raise UsageError(
                 f"--at {word}: {why}a place that rents machines is wanted, aws:REGION."
             )
-        places.append(Place(AWS, {"region": region, "profile": profile}))
+        places.append(JobBackend(AWS, {"region": region, "profile": profile}))
     return places
 
 
-def _account(place: Place) -> tuple[str, Any]:
+def _account(place: JobBackend) -> tuple[str, Any]:
     return str(place), place.detail.get("profile")
 
 

@@ -20,7 +20,7 @@ from groupwise.core.terminal.text import one_line
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend, Fetched, Handle, Status
     from groupwise.jobs.launch.local_registry import Note
-    from groupwise.jobs.launch.places import Place
+    from groupwise.jobs.launch.places import JobBackend
     from groupwise.jobs.launch.watching import Watch
 
 CANCELLED_CODE = 130
@@ -29,7 +29,7 @@ STOP_GRACE = 60.0
 Answer = TypeVar("Answer")
 
 
-def ask(place: Place, question: Callable[[Backend], Awaitable[Answer]]) -> Answer:
+def ask(place: JobBackend, question: Callable[[Backend], Awaitable[Answer]]) -> Answer:
     """One question to a place."""
     from groupwise.jobs.launch.places import reach
 

@@ -110,7 +110,7 @@ class Logged:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FunctionResult:
     """What one function said about a group: for each member a value (None: does not apply) or a reason for none."""
 
     values: tuple[float | None, ...]
@@ -248,7 +248,7 @@ async def call(
     function: RewardCallable,
     request: ScoreRequest,
     started: Callable[[str], None],
-) -> Answer:
+) -> FunctionResult:
     """Ask one function about a group. `started` hears its name just before it runs."""
     count, logged = len(request.completions), Logged()
     try:
@@ -376,14 +376,14 @@ def _entries(answer: Any, count: int) -> list[Any]:
     return entries
 
 
-def _answer(name: str, entries: list[Any], logged: Logged) -> Answer:
+def _answer(name: str, entries: list[Any], logged: Logged) -> FunctionResult:
     values: list[float | None] = []
     failures: list[str | None] = []
     for entry in entries:
         value, problem = _number(entry)
         values.append(value)
         failures.append(problem and printable(f"reward `{name}` {problem}"))
-    return Answer(tuple(values), tuple(failures), logged)
+    return FunctionResult(tuple(values), tuple(failures), logged)
 
 
 def _number(entry: Any) -> tuple[float | None, str | None]:
@@ -405,8 +405,8 @@ def _number(entry: Any) -> tuple[float | None, str | None]:
     return value, None
 
 
-def _failed(count: int, reason: str) -> Answer:
-    return Answer((None,) * count, (printable(reason),) * count)
+def _failed(count: int, reason: str) -> FunctionResult:
+    return FunctionResult((None,) * count, (printable(reason),) * count)
 
 
 def _kind(value: object) -> str:

@@ -141,7 +141,7 @@ def leaves(model: type[BaseModel], above: KeyPath = (), kind: str = "") -> Itera
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SchemaLocation:
     """A spot in the schema: where an error is, seen from the schema instead of from pydantic's location."""
 
     path: KeyPath
@@ -154,10 +154,10 @@ class Place:
     """All models that could stand where `section` stands, as `sections_in` names them."""
 
 
-def locate(root: type[BaseModel], location: Sequence[int | str]) -> Place:
+def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocation:
     """The spot in a schema that pydantic's location of an error means."""
     variants: Mapping[str, type[BaseModel]] = {"": root}
-    place = Place((), root, None, variants)
+    place = SchemaLocation((), root, None, variants)
     section = root
     for part in location:
         if part in variants and (len(variants) > 1 or part not in keys_of(section)):
@@ -166,7 +166,7 @@ def locate(root: type[BaseModel], location: Sequence[int | str]) -> Place:
         if not variants:
             break
         key = keys_of(section).get(str(part))
-        place = Place((*place.path, str(part)), section, key, variants)
+        place = SchemaLocation((*place.path, str(part)), section, key, variants)
         if key is None:
             break
         variants = sections_in(key.annotation)

@@ -25,8 +25,8 @@ from groupwise.core.settings.schema import (
     EACH_VALUE_ALONE,
     Conflict,
     KeyPath,
-    Place,
     Problems,
+    SchemaLocation,
     Strict,
     keys_of,
     later_keys,
@@ -173,7 +173,7 @@ class _Search:
             return []
         return [(*place.path[:-1], key) for key in place.section.type_from]
 
-    def _replace(self, place: Place, kind: str) -> None:
+    def _replace(self, place: SchemaLocation, kind: str) -> None:
         path = place.path
         given, above = _inside(self._left, path), _inside(self._left, path[:-1])
         inner = sections_in(place.key.annotation) if place.key else {}
@@ -257,7 +257,7 @@ def _explain(
         yield f"{tree.origin(path)}: {_explain_value(model, place, detail, tree, at)}"
 
 
-def _explain_missing(place: Place, at: KeyPath) -> Iterator[str]:
+def _explain_missing(place: SchemaLocation, at: KeyPath) -> Iterator[str]:
     assert place.key is not None
     inner = sections_in(place.key.annotation)
     if len(inner) != 1:
@@ -267,10 +267,12 @@ def _explain_missing(place: Place, at: KeyPath) -> Iterator[str]:
     (section,) = inner.values()
     for name, info in keys_of(section).items():
         if info.is_required():
-            yield from _explain_missing(Place((*place.path, name), section, info, inner), at)
+            yield from _explain_missing(
+                SchemaLocation((*place.path, name), section, info, inner), at
+            )
 
 
-def _explain_type(place: Place, tree: Tree, at: KeyPath) -> str:
+def _explain_type(place: SchemaLocation, tree: Tree, at: KeyPath) -> str:
     assert place.key is not None
     path = ".".join(at + place.path)
     variants = sections_in(place.key.annotation)
@@ -288,7 +290,7 @@ def _explain_type(place: Place, tree: Tree, at: KeyPath) -> str:
 
 
 def _explain_value(
-    model: type[BaseModel], place: Place, detail: ErrorDetails, tree: Tree, at: KeyPath
+    model: type[BaseModel], place: SchemaLocation, detail: ErrorDetails, tree: Tree, at: KeyPath
 ) -> str:
     path = at + place.path
     dotted = ".".join(path) or tree.source
@@ -328,7 +330,7 @@ class _Unknown:
     """The keys or sections that it may have been written for, from the root of the schema."""
 
 
-def _explain_unknown(root: type[BaseModel], place: Place, at: KeyPath = ()) -> _Unknown:
+def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath = ()) -> _Unknown:
     """The most certain advice first."""
     *above, key = at + place.path
     dotted = ".".join((*above, key))
@@ -377,7 +379,7 @@ def _foreign_name(root: type[BaseModel], key: str) -> str | None:
     return root.foreign.get(key) or next(by_start, None)
 
 
-def _explain_variant(place: Place, at: KeyPath) -> _Unknown | None:
+def _explain_variant(place: SchemaLocation, at: KeyPath) -> _Unknown | None:
     """For a section that comes in several types: whether another type has the key."""
     if len(place.variants) < 2:
         return None
@@ -417,7 +419,7 @@ def _late_path(root: type[BaseModel], key: str) -> str | None:
     return None
 
 
-def _nearest(root: type[BaseModel], place: Place) -> KeyPath | None:
+def _nearest(root: type[BaseModel], place: SchemaLocation) -> KeyPath | None:
     key = place.path[-1]
     known = keys_of(place.section)
     near = difflib.get_close_matches(key, known, n=1)

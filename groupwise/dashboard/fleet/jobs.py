@@ -44,7 +44,7 @@ ACTIONS: Mapping[str, Action] = {
 """What may be done with a job."""
 
 
-class Asked(Query):
+class JobsQuery(Query):
     """Which jobs."""
 
     status: str | None = None
@@ -63,7 +63,7 @@ class Log(Query):
 
 def jobs(visit: Visit) -> Page:
     """A page of the list, the newest first."""
-    asked = visit.query(Asked)
+    asked = visit.query(JobsQuery)
     wanted = {**asked.model_dump(), "status": None if asked.status is None else [asked.status]}
     found = of(visit).ask(lambda fleet: fleet.jobs(**wanted, limit=PER_PAGE + 1))
     data: dict[str, Any] = {

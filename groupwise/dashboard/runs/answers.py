@@ -43,7 +43,7 @@ Key = tuple[int, str] | str
 """Of a prompt: with the number of its example where both sides have the same data, else its text alone."""
 
 
-class Asked(Query):
+class AnswersQuery(Query):
     """Which two, and which prompts: a side is `RUN`, or `RUN@STEP` for its answers until that step."""
 
     a: str = ""
@@ -84,7 +84,7 @@ class Pair:
 
 def compare(visit: Visit) -> Page:
     """A page of the prompts that both have answered."""
-    asked = visit.query(Asked)
+    asked = visit.query(AnswersQuery)
     side_a, side_b = _sides(visit, asked)
     with (
         Store.open(visit.place.run(side_a.run) / RECORD, readonly=True) as store_a,
@@ -118,7 +118,7 @@ def compare(visit: Visit) -> Page:
     return Page("answers_compare.html", data)
 
 
-def _sides(visit: Visit, asked: Asked) -> tuple[Side, Side]:
+def _sides(visit: Visit, asked: AnswersQuery) -> tuple[Side, Side]:
     if not asked.a or not asked.b:
         raise UsageError(
             "Say whose answers are to be compared: ?a=RUN&b=RUN, each with @STEP for those until a step."
@@ -134,12 +134,12 @@ def _side(visit: Visit, reference: str) -> Side:
     return Side(path.name, step)
 
 
-def _filter(side: Side, asked: Asked) -> AskedFilter:
+def _filter(side: Side, asked: AnswersQuery) -> AskedFilter:
     return AskedFilter(side.until, asked.example, asked.task, side.oldest, MOST_GROUPS)
 
 
 def _matched(
-    groups_a: Sequence[GroupAsked], side_b: Side, store_b: Store, asked: Asked
+    groups_a: Sequence[GroupAsked], side_b: Side, store_b: Store, asked: AnswersQuery
 ) -> tuple[list[GroupAsked], list[tuple[GroupAsked, GroupAsked]]]:
     """The groups of B that were looked at, and those that match; an example has the same number in B, or another where the data differ."""
     wanted = _filter(side_b, asked)

@@ -32,7 +32,7 @@ USUAL = (
 """What is shown of several runs unless one metric is asked for, as far as one of them has it."""
 
 
-class Asked(Query):
+class CompareQuery(Query):
     """Which runs, and what of them."""
 
     run: list[str] = Field(default_factory=list)
@@ -41,7 +41,7 @@ class Asked(Query):
 
 def compare(visit: Visit) -> Page:
     """The page."""
-    asked = visit.query(Asked)
+    asked = visit.query(CompareQuery)
     names = list(dict.fromkeys(asked.run))
     if len(names) < 2:
         raise UsageError("Choose at least two runs in the list, then press Compare.")

@@ -29,7 +29,7 @@ PART, MEAN, SPREAD = "rewards/", "/mean", "/std"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlottedMetric:
     """One curve of a plot."""
 
     metric: str
@@ -43,7 +43,7 @@ class Plot:
     """Some curves with one axis."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[PlottedMetric, ...]
     says: str = ""
     """What it means, and what is good, in a sentence."""
     section: str = "More"
@@ -52,7 +52,7 @@ class Plot:
 
 
 def _one(section: str, title: str, metric: str, says: str, spread: str = "") -> Plot:
-    return Plot(title, (Line(metric, title.lower(), spread),), says, section)
+    return Plot(title, (PlottedMetric(metric, title.lower(), spread),), says, section)
 
 
 PLOTS = (
@@ -60,7 +60,7 @@ PLOTS = (
     _one("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose members all earned the same: they teach nothing."),
     Plot(
         "Rollouts without a score",
-        (Line("rollouts/failed", "failed"), Line("rollouts/timed_out", "timed out")),
+        (PlottedMetric("rollouts/failed", "failed"), PlottedMetric("rollouts/timed_out", "timed out")),
         "They are no low rewards: they are left out. The reasons stand below.",
         "Reward",
         stacked=True,
@@ -72,7 +72,7 @@ PLOTS = (
     _one("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
     Plot(
         "Clipped tokens",
-        (Line("clip_ratio/low_mean", "from below"), Line("clip_ratio/high_mean", "from above")),
+        (PlottedMetric("clip_ratio/low_mean", "from below"), PlottedMetric("clip_ratio/high_mean", "from above")),
         "Share of tokens that the clip kept from teaching.",
         "Policy",
     ),
@@ -80,9 +80,9 @@ PLOTS = (
     Plot(
         "Completion length",
         (
-            Line("completions/mean_length", "mean"),
-            Line("completions/min_length", "shortest"),
-            Line("completions/max_length", "longest"),
+            PlottedMetric("completions/mean_length", "mean"),
+            PlottedMetric("completions/min_length", "shortest"),
+            PlottedMetric("completions/max_length", "longest"),
         ),
         "Tokens that the policy wrote.",
         "Completions",
@@ -97,15 +97,15 @@ PLOTS = (
     Plot(
         "Tokens per second",
         (
-            Line("perf/sampling_tokens_per_second", "sampling"),
-            Line("perf/learning_tokens_per_second", "learning"),
+            PlottedMetric("perf/sampling_tokens_per_second", "sampling"),
+            PlottedMetric("perf/learning_tokens_per_second", "learning"),
         ),
         "",
         "Time",
     ),
     Plot(
         "Where the time went",
-        tuple(Line(f"time/{part}", part) for part in ("sampling", "scoring", "learning", "publishing")),
+        tuple(PlottedMetric(f"time/{part}", part) for part in ("sampling", "scoring", "learning", "publishing")),
         "Seconds of each step. Sampling of the next step may overlap with learning.",
         "Time",
         stacked=True,
@@ -129,7 +129,9 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     for name in names:
         if name not in taken and name not in _LEFT_OUT:
             section = _SECTION_OF.get(name.partition("/")[0], "More")
-            found.append(Plot(name, (Line(name, harmless(name.rpartition("/")[2])),), "", section))
+            found.append(
+                Plot(name, (PlottedMetric(name, harmless(name.rpartition("/")[2])),), "", section)
+            )
     sections = {
         section: [each for each in found if each.section == section] for section in SECTIONS
     }
@@ -142,8 +144,8 @@ def _with(plot: Plot, names: set[str]) -> Plot | None:
     return Plot(plot.title, lines, plot.says, plot.section, plot.stacked) if lines else None
 
 
-def _known(line: Line, names: set[str]) -> Line:
-    return line if line.spread in names else Line(line.metric, line.label)
+def _known(line: PlottedMetric, names: set[str]) -> PlottedMetric:
+    return line if line.spread in names else PlottedMetric(line.metric, line.label)
 
 
 def _parts(names: Sequence[str]) -> list[Plot]:
@@ -152,7 +154,7 @@ def _parts(names: Sequence[str]) -> list[Plot]:
     return [
         Plot(
             f"Part: {part.removeprefix(PART).removesuffix(MEAN)}",
-            (_known(Line(part, "mean", part.removesuffix(MEAN) + SPREAD), set(names)),),
+            (_known(PlottedMetric(part, "mean", part.removesuffix(MEAN) + SPREAD), set(names)),),
             "Mean of the part's own value, and its spread over all rollouts.",
             "Reward",
         )
@@ -163,12 +165,14 @@ def _parts(names: Sequence[str]) -> list[Plot]:
 def _pass_at(names: Sequence[str]) -> list[Plot]:
     """One for all k."""
     named = list(by_k(names, f"{EVAL}/").items())
-    lines = tuple(Line(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS])
+    lines = tuple(
+        PlottedMetric(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS]
+    )
     says = "Share of held-out prompts that at least one of k answers solves."
     return [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
 
 
-class Asked(Query):
+class CurvesQuery(Query):
     """Which curves."""
 
     run: list[str] = Field(default_factory=list, max_length=20)
@@ -190,7 +194,7 @@ def curves(visit: Visit) -> Response:
 
     With `times` each curve has `time`, when its steps of each column were done (the mean, in seconds since the run was made), and `times`
     has the same of all steps, or of all that were evaluated where nothing else is asked for."""
-    asked = visit.query(Asked)
+    asked = visit.query(CurvesQuery)
     if not asked.run or not (asked.name or asked.total):
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
@@ -207,7 +211,7 @@ Within = tuple[int, int] | None
 """The first and the last step of all columns; None: there are none."""
 
 
-def _of_run(visit: Visit, run: str, asked: Asked) -> dict[str, Any]:
+def _of_run(visit: Visit, run: str, asked: CurvesQuery) -> dict[str, Any]:
     with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
         of_evaluations = [name for name in asked.name if name.startswith(f"{EVAL}/")]
         known = evaluated_curves(store) if of_evaluations else {}
@@ -234,7 +238,7 @@ def _of_run(visit: Visit, run: str, asked: Asked) -> dict[str, Any]:
         return found
 
 
-def _of_steps(store: Store, name: str, asked: Asked, within: Within) -> dict[str, list[Any]]:
+def _of_steps(store: Store, name: str, asked: CurvesQuery, within: Within) -> dict[str, list[Any]]:
     curve = _columns(store.thinned_curve(name, asked.columns, within))
     if asked.times:
         curve["time"] = _means(store.thinned_times(asked.columns, within, name))
@@ -242,7 +246,7 @@ def _of_steps(store: Store, name: str, asked: Asked, within: Within) -> dict[str
 
 
 def _of_evaluations(
-    store: Store, points: Curve, asked: Asked, within: Within
+    store: Store, points: Curve, asked: CurvesQuery, within: Within
 ) -> dict[str, list[Any]]:
     curve = _columns(store.thinned_points(points, asked.columns, within))
     if asked.times:
@@ -251,7 +255,7 @@ def _of_evaluations(
 
 
 def _when_evaluated(
-    store: Store, steps: Iterable[int], asked: Asked, within: Within
+    store: Store, steps: Iterable[int], asked: CurvesQuery, within: Within
 ) -> list[CurvePoint]:
     known = store.seconds_after(steps)
     seconds = {step: known.get(step, math.nan) for step in steps}
@@ -272,7 +276,7 @@ def evaluated_curves(store: Store) -> dict[str, Curve]:
     return curves_of(store.evaluations(rows=False))
 
 
-def _within(store: Store, asked: Asked, steps: Collection[int]) -> Within:
+def _within(store: Store, asked: CurvesQuery, steps: Collection[int]) -> Within:
     """The same for all curves of a run, so that their columns are, too. `steps` are those of its evaluations."""
     there = [each for each in (store.range_of([*asked.name, *asked.total]),) if each]
     there += [(min(steps), max(steps))] if steps else []

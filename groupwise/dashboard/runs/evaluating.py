@@ -150,7 +150,7 @@ def _label(each: Evaluated) -> str:
     return name if each.step is None else f"{name} after {each.step} steps"
 
 
-class Asked(Query):
+class EvaluationQuery(Query):
     """Which two: `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
     `:FILE.json`, among the runs, and `:results/FILE.json`, beside them."""
 
@@ -161,7 +161,7 @@ class Asked(Query):
 
 def compare(visit: Visit) -> Page:
     """Two policies on the same held-out prompts."""
-    asked = visit.query(Asked)
+    asked = visit.query(EvaluationQuery)
     if not asked.a or not asked.b:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
     found: Comparison = compare_sides(side(visit, asked.a), side(visit, asked.b))

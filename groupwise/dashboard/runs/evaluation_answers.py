@@ -16,7 +16,7 @@ from groupwise.training.evaluation.measures import Row, by_prompt
 
 MOST_SAMPLES = 32
 """Answers to one prompt that a page shows."""
-SHOWN = {
+FILTERS = {
     "all": "all",
     "never": "no answer succeeds",
     "sometimes": "some answers do",
@@ -55,8 +55,8 @@ def answers(visit: Visit) -> Page:
         "label": found.label,
         "metrics": dict(found.metrics),
         "all": len(prompts),
-        "counts": {name: counts[name] for name in SHOWN if name != "all"},
-        "shows": SHOWN,
+        "counts": {name: counts[name] for name in FILTERS if name != "all"},
+        "shows": FILTERS,
         "prompts": here.rows,
         "page": here.page,
         "pages": here.pages,

@@ -16,7 +16,7 @@ from groupwise.core.errors import RunNotFoundError
 from groupwise.dashboard.pages import Page, Visit, shown
 from groupwise.dashboard.runs.archive import archive, files_of
 from groupwise.dashboard.runs.overview import head_of
-from groupwise.dashboard.runs.reading import Asked
+from groupwise.dashboard.runs.reading import RolloutsQuery
 from groupwise.dashboard.sources.evaluations import evaluations_of
 from groupwise.runs.find import final_step
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
@@ -75,7 +75,7 @@ def file(visit: Visit) -> Response:
 def export(visit: Visit) -> Response:
     """All rollouts that a search finds, one JSON object a line, as `groupwise runs export --to jsonl` writes them."""
     path = visit.place.run(visit.named("run"))
-    asked = visit.query(Asked)
+    asked = visit.query(RolloutsQuery)
     store = Store.open(path / RECORD, readonly=True)
     headers = {"Content-Disposition": f'attachment; filename="{_plain(path.name)}-rollouts.jsonl"'}
     return Sent(_lines(store, asked.wanted), media_type="application/x-ndjson", headers=headers)

@@ -21,7 +21,7 @@ SORTS = {
 Sort = Literal["newest", "changed", "reward", "name"]
 
 
-class Asked(Query):
+class RunsQuery(Query):
     """Which runs."""
 
     q: str = ""
@@ -33,7 +33,7 @@ class Asked(Query):
 
 def runs(visit: Visit) -> Page:
     """The list."""
-    asked, known = visit.query(Asked), visit.place.runs.known()
+    asked, known = visit.query(RunsQuery), visit.place.runs.known()
     matching = [each for each in known.runs if _matches(each, asked)]
     matching = _in_order(matching, asked.sort)
     here = cut(matching, asked.page, PER_PAGE)
@@ -52,7 +52,7 @@ def runs(visit: Visit) -> Page:
     return Page("runs.html", data, live="/live")
 
 
-def _matches(listed: Listed, asked: Asked) -> bool:
+def _matches(listed: Listed, asked: RunsQuery) -> bool:
     return asked.state in ("", listed.info.state or "broken") and has_words(listed, asked.q)
 
 

@@ -52,7 +52,7 @@ OUTCOMES = ("scored", "failed", "timed_out", "unscored", "pending")
 UNSCORED = ("failed", "timed_out")
 
 
-class Asked(Query):
+class RolloutsQuery(Query):
     """Which rollouts."""
 
     step: int | None = Field(None, ge=0, le=LARGEST)
@@ -104,7 +104,7 @@ class Asked(Query):
 def rollouts(visit: Visit) -> Page:
     """One page of what was asked for."""
     path = visit.place.run(visit.named("run"))
-    asked = visit.query(Asked)
+    asked = visit.query(RolloutsQuery)
     with Store.open(path / RECORD, readonly=True) as store:
         found = store.rollouts(asked.wanted, LISTED)
         data: dict[str, Any] = {

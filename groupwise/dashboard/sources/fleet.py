@@ -16,7 +16,7 @@ from groupwise.dashboard.sources.cached_values import MOMENT, Lately, Ticking
 
 T = TypeVar("T")
 Document = dict[str, Any]
-PATIENCE, TIMEOUT = 5.0, 10.0
+LOCK_TIMEOUT, TIMEOUT = 5.0, 10.0
 """Seconds that a page waits for others that ask, and for an answer of an API."""
 PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
 """What is another value each second, and no news."""
@@ -67,8 +67,10 @@ class WatchedFleet:
 
     @contextmanager
     def _turn(self) -> Generator[None]:
-        if not self._lock.acquire(timeout=PATIENCE):
-            raise Refusal("too_busy", "The fleet is slow to answer others.", retry_after=PATIENCE)
+        if not self._lock.acquire(timeout=LOCK_TIMEOUT):
+            raise Refusal(
+                "too_busy", "The fleet is slow to answer others.", retry_after=LOCK_TIMEOUT
+            )
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ Stamp = tuple[tuple[int, ...], ...]
 """Of the files of a record: which file it is, when it was written to and changed, and its size."""
 SPARK = 48
 """Columns of a small picture of a curve."""
-PATIENCE = 0.1
+FIRST_READ_TIMEOUT = 0.1
 """Seconds that a page waits for runs that nobody has read yet."""
 AGAIN = 10.0
 """Seconds after which one that could not be read is tried again: what was in the way may have passed."""
@@ -72,7 +72,7 @@ class RunsIndex:
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
 
-    def known(self, patience: float = PATIENCE) -> Known:
+    def known(self, patience: float = FIRST_READ_TIMEOUT) -> Known:
         """All runs; those that were not read within so many seconds are only counted."""
         stamps = {path: stamp_of(path) for path in run_folders(self.folder)}
         with self._lock:

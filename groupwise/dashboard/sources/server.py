@@ -13,7 +13,7 @@ from groupwise.dashboard.sources.cached_values import MOMENT, Lately, Ticking
 
 CLOCKS_RUN = 10.0
 """Seconds after which a page is brought up to date although nothing has happened: leases and silences grow shorter and longer."""
-PATIENCE, TIMEOUT = 3.0, 10.0
+RETRY_TIMEOUT, TIMEOUT = 3.0, 10.0
 """Seconds for which a server elsewhere is asked again, and within which it has to say something."""
 PASSING = {
     "at": True,

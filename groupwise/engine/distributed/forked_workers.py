@@ -33,8 +33,8 @@ from groupwise.engine.distributed.messages import (
     Call,
     Ended,
     Failed,
-    Line,
     LogRecordMessage,
+    MessageChannel,
     Ready,
     Setup,
 )
@@ -66,7 +66,7 @@ class Ranks(Calls):
         self._modules = modules
         self._environment = ENVIRONMENT if sees_gpus else {**ENVIRONMENT, **NO_GPU}
         ours, self._theirs = socket.socketpair()
-        self._control = Line(ours)
+        self._control = MessageChannel(ours)
         self._selector = selectors.DefaultSelector()
         self._process: Popen[bytes] | None = None
         self._output: Output | None = None
@@ -129,7 +129,7 @@ class Ranks(Calls):
     def _set_up(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
         self.count = count
-        self._lines = [Line(ours) for ours, _ in pairs]
+        self._lines = [MessageChannel(ours) for ours, _ in pairs]
         setup = Setup(
             factory,
             json.loads(json.dumps(dict(arguments))),
@@ -189,7 +189,7 @@ class Ranks(Calls):
         self._selector.register(self._control, selectors.EVENT_READ, self._control)
         while True:
             for key, _ in self._selector.select():
-                line: Line = key.data
+                line: MessageChannel = key.data
                 try:
                     messages = line.arrived()
                 except EOFError:

@@ -22,7 +22,7 @@ from typing import Any
 
 from groupwise.core.errors import WorkerLostError
 from groupwise.engine.distributed.handshake import Stranger, admit, secret_of_attempt
-from groupwise.engine.distributed.messages import Line, PeerSetup
+from groupwise.engine.distributed.messages import MessageChannel, PeerSetup
 from groupwise.engine.distributed.rpc import RESUME, how
 from groupwise.engine.distributed.spawned_workers import HERE, Started
 from groupwise.engine.distributed.torchrun import Launched, watch_for_silence
@@ -99,7 +99,7 @@ class Peers(Started):
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         watch_for_silence(connection)
-        self._know(rank, Line(connection, seal))
+        self._know(rank, MessageChannel(connection, seal))
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
         assert self._made is not None

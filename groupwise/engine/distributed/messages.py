@@ -130,7 +130,7 @@ class Failed:
     error: BaseException
 
 
-class Line:
+class MessageChannel:
     """One end of a connection: whole messages, in the order in which they were sent."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:

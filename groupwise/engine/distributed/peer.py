@@ -26,13 +26,20 @@ from groupwise.engine.distributed.handshake import (
     introduce,
     secret_of_attempt,
 )
-from groupwise.engine.distributed.messages import Failed, Line, PeerSetup, Ready, Setup, portable
+from groupwise.engine.distributed.messages import (
+    Failed,
+    MessageChannel,
+    PeerSetup,
+    Ready,
+    Setup,
+    portable,
+)
 from groupwise.engine.distributed.rank import Answering, tell_log
 from groupwise.engine.distributed.rpc import RESUME
 from groupwise.engine.distributed.torchrun import Launched, gpu_of, watch_for_silence
 from groupwise.engine.distributed.zygote import make
 
-PATIENCE = 60.0
+CONNECT_TIMEOUT = 60.0
 """Seconds in which the first rank is called again and again."""
 AGAIN = 0.2
 LINE = "groupwise/line"
@@ -45,7 +52,7 @@ def main(parent: int, descriptor: int) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform.startswith("linux"):
         signal_when_parent_ends(signal.SIGKILL, parent)
-    serve(Line(socket.socket(fileno=descriptor)))
+    serve(MessageChannel(socket.socket(fileno=descriptor)))
 
 
 def be_launched(place: Launched) -> NoReturn:
@@ -71,7 +78,7 @@ def be_launched(place: Launched) -> NoReturn:
     os._exit(status)
 
 
-def _called(told: list[str], rank: int) -> Line:
+def _called(told: list[str], rank: int) -> MessageChannel:
     """To the first rank, which each side has made sure of. Raises UsageError, WorkerLostError."""
     host, port, *word = told
     secret = secret_of_attempt()
@@ -82,12 +89,12 @@ def _called(told: list[str], rank: int) -> Line:
         )
     connection, seal = _introduced((host, int(port)), secret or word[0].encode(), rank)
     watch_for_silence(connection)
-    return Line(connection, seal)
+    return MessageChannel(connection, seal)
 
 
 def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[socket.socket, Seal]:
     """Tried again while the first rank may be busy with others: it hears one after the other."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + CONNECT_TIMEOUT
     while True:
         connection = None
         try:
@@ -104,7 +111,7 @@ def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[soc
         time.sleep(AGAIN)
 
 
-def serve(line: Line) -> NoReturn:
+def serve(line: MessageChannel) -> NoReturn:
     """Be the rank that the other end of the line wants."""
     try:
         wanted: PeerSetup = line.receive()

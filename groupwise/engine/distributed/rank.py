@@ -27,13 +27,13 @@ from groupwise.engine.distributed.messages import (
     Cancel,
     Failed,
     Leave,
-    Line,
     LogRecordMessage,
+    MessageChannel,
     portable,
 )
 
 
-def run_rank(rank: int, hosted: Any, line: Line, zygote: int, log_level: int) -> NoReturn:
+def run_rank(rank: int, hosted: Any, line: MessageChannel, zygote: int, log_level: int) -> NoReturn:
     """Be a rank until the connection ends. The first one tells what the package logs; the others would say the same."""
     try:
         signal_when_parent_ends(signal.SIGKILL, zygote)
@@ -45,7 +45,7 @@ def run_rank(rank: int, hosted: Any, line: Line, zygote: int, log_level: int) ->
     os._exit(1)
 
 
-def tell_log(line: Line | None, level: int) -> None:
+def tell_log(line: MessageChannel | None, level: int) -> None:
     """Send the package's log to the main process from now on, or keep it from being written."""
     log = logging.getLogger("groupwise")
     log.setLevel(level)
@@ -58,7 +58,7 @@ def tell_log(line: Line | None, level: int) -> None:
 class _Teller(logging.Handler):
     """Sends records, with their text made here: what it is made of may not be picklable."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: MessageChannel) -> None:
         super().__init__()
         self._line = line
 
@@ -73,7 +73,7 @@ class _Teller(logging.Handler):
 class Answering:
     """The calls that are under way."""
 
-    def __init__(self, hosted: Any, line: Line, beat: float | None = None) -> None:
+    def __init__(self, hosted: Any, line: MessageChannel, beat: float | None = None) -> None:
         """`beat`: as in `PeerSetup`."""
         self._hosted = hosted
         self._line = line

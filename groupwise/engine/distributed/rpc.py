@@ -20,7 +20,7 @@ from typing import Any
 from groupwise.core.errors import RunError
 from groupwise.core.plugins import explain
 from groupwise.core.processes.family import PLAIN, how_it_ended
-from groupwise.engine.distributed.messages import Call, Cancel, Line
+from groupwise.engine.distributed.messages import Call, Cancel, MessageChannel
 from groupwise.engine.models.memory import REMEDY
 
 ENVIRONMENT = {
@@ -48,7 +48,7 @@ class Calls:
         self._pending: dict[int, Future[Any]] = {}
         self._over: RunError | None = None
         """Why nothing can be called any more."""
-        self._lines: list[Line] = []
+        self._lines: list[MessageChannel] = []
 
     async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
         """Call something of what a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
@@ -125,7 +125,7 @@ class Calls:
         with self._lock:
             return self._pending.pop(number, None)
 
-    def _send(self, line: Line, message: Call | Cancel) -> None:
+    def _send(self, line: MessageChannel, message: Call | Cancel) -> None:
         with suppress(OSError):  # it has ended, and the thread hears why
             line.send(message)
 

@@ -24,7 +24,14 @@ from typing import Any
 
 from groupwise.core.errors import PolicyMismatchError, RunError
 from groupwise.core.types import Policy
-from groupwise.engine.distributed.messages import Answered, Call, Cancel, Failed, Line, PeerSetup
+from groupwise.engine.distributed.messages import (
+    Answered,
+    Call,
+    Cancel,
+    Failed,
+    MessageChannel,
+    PeerSetup,
+)
 from groupwise.engine.distributed.rpc import RESUME, how
 from groupwise.engine.distributed.spawned_workers import FromRank, Started
 
@@ -76,7 +83,7 @@ class Samplers(Started):
                 self._send(self._by_rank[rank], call)
         return number, future
 
-    def _send(self, line: Line, message: Call | Cancel) -> None:
+    def _send(self, line: MessageChannel, message: Call | Cancel) -> None:
         with self._turn:
             super()._send(line, message)
 
@@ -97,7 +104,7 @@ class Samplers(Started):
         tells = self._tells and rank == 0
         return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
 
-    def _know(self, rank: int, line: Line) -> None:
+    def _know(self, rank: int, line: MessageChannel) -> None:
         """See `Started._know`. Who sends has its turn, without which nobody is replaced: that must end, also where nothing is taken."""
         line.give_up_after(self._patience)
         super()._know(rank, line)

@@ -29,8 +29,8 @@ from groupwise.engine.distributed.messages import (
     Answered,
     Failed,
     Leave,
-    Line,
     LogRecordMessage,
+    MessageChannel,
     PeerSetup,
     Ready,
     Setup,
@@ -62,7 +62,7 @@ class Started(Calls):
         self.count = count
         self._called = called
         self._first_gpu = first_gpu
-        self._by_rank: dict[int, Line] = {}
+        self._by_rank: dict[int, MessageChannel] = {}
         self._started: dict[int, Popen[bytes]] = {}
         self._outputs: dict[int, Output] = {}
         self._pids: dict[int, int] = {}
@@ -222,7 +222,7 @@ class Started(Calls):
         with theirs:
             self._started[rank] = self._popen(rank, theirs.fileno())
         self._outputs[rank] = Output(self._started[rank], f"{self._called} {rank + 1}")
-        self._know(rank, Line(ours))
+        self._know(rank, MessageChannel(ours))
 
     def _popen(self, rank: int, descriptor: int) -> Popen[bytes]:
         assert self._made is not None
@@ -246,7 +246,7 @@ class Started(Calls):
         """Of their environment, what holds where the user's does not say otherwise."""
         return {}
 
-    def _know(self, rank: int, line: Line) -> None:
+    def _know(self, rank: int, line: MessageChannel) -> None:
         """Tell a rank what it is to be."""
         setup, sockets = self._setup_of(rank)
         self._by_rank[rank] = line

@@ -28,7 +28,7 @@ from groupwise.engine.distributed.messages import (
     Call,
     Ended,
     Failed,
-    Line,
+    MessageChannel,
     Ready,
     Setup,
     portable,
@@ -45,10 +45,10 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL, parent)
     _import(modules)
-    line = Line(socket.socket(fileno=descriptor))
+    line = MessageChannel(socket.socket(fileno=descriptor))
     setup = _asked_until_setup(line)
     os.environ.update(NO_GPU)  # ranks compute on the CPU, and no driver of a GPU survives a fork
-    lines = [Line(each) for each in line.taken_over()]
+    lines = [MessageChannel(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
     try:
         hosted = make(setup)
@@ -70,7 +70,7 @@ def _import(modules: Sequence[str]) -> None:
     enable()
 
 
-def _asked_until_setup(line: Line) -> Setup:
+def _asked_until_setup(line: MessageChannel) -> Setup:
     """Answer questions until it is known what to make."""
     tell_log(line, logging.INFO)
     while isinstance(message := line.receive(), Call):
@@ -88,7 +88,9 @@ def make(setup: Setup) -> Any:
     return load(setup.factory, kind="factory").object(**setup.arguments)
 
 
-def _forked(hosted: Any, line: Line, lines: Sequence[Line], log_level: int) -> tuple[int, ...]:
+def _forked(
+    hosted: Any, line: MessageChannel, lines: Sequence[MessageChannel], log_level: int
+) -> tuple[int, ...]:
     """The process numbers of the ranks, one for each line."""
     collect()
     freeze()  # a collection in a rank would write to every object, and so copy the memory that is shared
@@ -108,14 +110,14 @@ def _forked(hosted: Any, line: Line, lines: Sequence[Line], log_level: int) -> t
     return tuple(ranks)
 
 
-def _end_with(line: Line, ranks: Sequence[int]) -> None:
+def _end_with(line: MessageChannel, ranks: Sequence[int]) -> None:
     """End the ranks when the connection ends; the main process sends nothing more before that."""
     with suppress(EOFError):
         line.receive()
     _kill(ranks)
 
 
-def _wait(line: Line, ranks: Sequence[int]) -> None:
+def _wait(line: MessageChannel, ranks: Sequence[int]) -> None:
     """Reap all ranks, and end. The end of the first one is the end of all."""
     process, status = os.wait()
     with suppress(OSError):  # nobody is there to be told

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from groupwise.core.errors import WorkerLostError
 from groupwise.engine.models.memory import lacks_memory
 
-PATIENCE = timedelta(minutes=30)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
 """That ranks wait for each other: for the first one to have read its data, for models to be read, and for the rank with the longest rows.
 Whoever ends is heard of at once; this is how long one that hangs, or whose machine is gone without a word, is waited for."""
 GRACE = 5.0
@@ -37,10 +37,12 @@ _stores: list[Any] = []
 def begin(rank: int, count: int, host: str, port: int, device: str, listening: int | None) -> None:
     """Meet the other ranks at a port. `listening` is the descriptor of the first rank's socket, which listens there already."""
     first: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening}
-    store = dist.TCPStore(host, port, count, listening is not None, PATIENCE, **first)
+    store = dist.TCPStore(host, port, count, listening is not None, RENDEZVOUS_TIMEOUT, **first)
     _stores.append(store)
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=count, timeout=RENDEZVOUS_TIMEOUT
+    )
 
 
 def tell(name: str, value: str) -> None:
@@ -53,7 +55,7 @@ def heard(name: str) -> str:
     try:
         return _launchers_store().get(name).decode()
     except dist.DistError as error:
-        minutes = PATIENCE.total_seconds() / 60
+        minutes = RENDEZVOUS_TIMEOUT.total_seconds() / 60
         raise WorkerLostError(
             f"The first process of this run is gone, or has told the others nothing for {minutes:g} minutes, in which it reads its data "
             f"and checks its task. If that takes it longer, do it beforehand: `--dry-run` leaves what it has downloaded. ({error})"
@@ -61,9 +63,9 @@ def heard(name: str) -> str:
 
 
 def _launchers_store() -> Any:
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=PATIENCE)))
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
     _stores.append(store)
-    store.set_timeout(PATIENCE)
+    store.set_timeout(RENDEZVOUS_TIMEOUT)
     return store
 
 

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.forward import Forward, Wanted
+from groupwise.engine.learner.forward import Forward, ForwardOutputs
 from groupwise.engine.learner.layout import Batch
 
-Compute = Callable[[Any, Wanted], Forward]
+Compute = Callable[[Any, ForwardOutputs], Forward]
 """Log-probabilities and entropies of a micro-batch of the engine that gave it."""
 
 

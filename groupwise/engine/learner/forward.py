@@ -35,7 +35,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ForwardOutputs:
     """What a forward pass tells beside log-probabilities and entropies, because it costs more, and of which tokens."""
 
     entropy_gradient: bool = False
@@ -46,7 +46,7 @@ class Wanted:
     """Nothing of tokens that their row's mask leaves out: no loss looks at them, and logits cost a good part of a token."""
 
 
-PLAIN = Wanted()
+PLAIN = ForwardOutputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Paths:
     """Rows of different prompts behind each other in one sequence."""
     sharing: bool
     """One computation of a prompt for all its completions."""
-    wanted: Wanted = PLAIN
+    wanted: ForwardOutputs = PLAIN
 
     def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
         """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
@@ -83,7 +83,7 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
     return Paths(packing=exact, sharing=sharing)
 
 
-def shared_prompt(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -> Forward:
+def shared_prompt(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
     """The prompt once, then all its completions beside each other."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
@@ -102,7 +102,7 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -
     return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], wanted)
 
 
-def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -> Forward:
+def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
     """Each row by itself, prompt included."""
     device = decoder.device
     ids_BT = _padded_ids(batch.rows, device)
@@ -116,7 +116,7 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -> F
     return _at_tokens(decoder, batch.rows, real, wanted)
 
 
-def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: Wanted = PLAIN) -> Forward:
+def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
     """Rows behind each other: positions begin anew with each, and none sees another."""
     device = decoder.device
     ids_SL, positions_SL, owners_SL = _packed_tensors(batch, device)
@@ -196,7 +196,9 @@ def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
     return torch.arange(widest(rows), device=device) < lengths_B[:, None]
 
 
-def _at_tokens(decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, wanted: Wanted) -> Forward:
+def _at_tokens(
+    decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, wanted: ForwardOutputs
+) -> Forward:
     """From the hidden states before each completion token, one row after another, to its numbers in the padded shape."""
     asked = asked_of(rows, wanted, hidden_AH.device)
     targets = asked.targets
@@ -220,7 +222,7 @@ class Targets:
     temperatures_N: Tensor
     withheld_X2: Tensor | None
     """Pairs of a place in N and an id that could not be drawn there."""
-    wanted: Wanted = PLAIN
+    wanted: ForwardOutputs = PLAIN
 
     def part(self, start: int, end: int) -> Targets:
         """Those from `start` to `end`, with places counted from there."""
@@ -233,7 +235,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QueriedTokens:
     """The completion tokens of rows that are asked about."""
 
     targets: Targets
@@ -254,7 +256,7 @@ class Asked:
         )
 
 
-def asked_of(rows: Sequence[Row], wanted: Wanted, device: torch.device) -> Asked:
+def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) -> QueriedTokens:
     """Which tokens of the rows are asked about, and what."""
     real_BT = _real(rows, device)
     places_BT = _padded([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
@@ -268,7 +270,7 @@ def asked_of(rows: Sequence[Row], wanted: Wanted, device: torch.device) -> Asked
         withheld_X2=_withheld(rows, among_A),
         wanted=wanted,
     )
-    return Asked(targets, among_A, places_BT)
+    return QueriedTokens(targets, among_A, places_BT)
 
 
 def _withheld(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:

@@ -31,7 +31,7 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.collective import Collective
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, Wanted
+from groupwise.engine.learner.forward import Forward, ForwardOutputs
 from groupwise.engine.learner.layout import Batch, PackedBatch
 from groupwise.engine.learner.transformers_engine import TransformersEngine
 from groupwise.engine.learner.weights import TrainedWeights
@@ -90,7 +90,7 @@ class DividedEngine:
         model = self._weights.model if role == "policy" else self._weights.reference_model
         with self._engine.acting(role, gradient=gradient) as compute:
 
-            def gathered(batch: Any, wanted: Wanted) -> Forward:
+            def gathered(batch: Any, wanted: ForwardOutputs) -> Forward:
                 return Forward(*getattr(model, _PASS)(compute, batch, wanted))
 
             yield gathered
@@ -99,7 +99,7 @@ class DividedEngine:
         """Make as many passes as those who have more rows, with no effect."""
         for _ in range(self._left):
             with self.acting(role, gradient=gradient) as compute:
-                found = compute(_EMPTY, Wanted())
+                found = compute(_EMPTY, ForwardOutputs())
                 if gradient:
                     (found.logprobs_BT.sum() * 0.0).backward()
         self._left = 0
@@ -137,6 +137,6 @@ def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Paramet
     register_fsdp_forward_method(model, _PASS)
 
 
-def _numbers(compute: Compute, batch: Any, wanted: Wanted) -> Numbers:
+def _numbers(compute: Compute, batch: Any, wanted: ForwardOutputs) -> Numbers:
     found = compute(batch, wanted)
     return found.logprobs_BT, found.entropies_BT, found.right_BT

@@ -34,7 +34,7 @@ BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
 """The file in which tasks of srun are told to end."""
 TOLD = ".groupwise-told"
 """That file, in the working folder, which all nodes share."""
-PATIENCE = 1800
+RENDEZVOUS_TIMEOUT = 1800
 """Seconds that the first machine waits for the others: their environments may have to be made."""
 SAVING = 50
 """Seconds that processes have after TERM; whoever placed the job kills after 60."""
@@ -232,7 +232,7 @@ def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
         f"--master-addr={meeting.host}",
         f"--master-port={meeting.port}",
         f"--rdzv-id={meeting.name}",
-        f"--rdzv-conf=timeout={PATIENCE}",
+        f"--rdzv-conf=timeout={RENDEZVOUS_TIMEOUT}",
         f"--shutdown-timeout={SAVING}",
         "--no-python",
         *command,

@@ -36,7 +36,7 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.learner.engine import Engine
-from groupwise.engine.learner.forward import PLAIN, Forward, Wanted
+from groupwise.engine.learner.forward import PLAIN, Forward, ForwardOutputs
 from groupwise.engine.learner.fsdp import DividedEngine
 from groupwise.engine.learner.fsdp_gather import Whole, copy_parts, norm
 from groupwise.engine.learner.layout import Batch
@@ -109,7 +109,9 @@ class TorchLearner:
         found = from_spec(loss)
         sums: dict[str, float] = {}
         self._seed_dropout()
-        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy, trained_only=True)
+        wanted = ForwardOutputs(
+            found.needs_entropy_gradient, found.needs_accuracy, trained_only=True
+        )
         seen: list[tuple[Batch, Tensor]] = []
         self._trained = (rows, seen)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
@@ -186,7 +188,7 @@ class TorchLearner:
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
-        forwards = self._forwards(rows, wanted=Wanted(accuracy=True))
+        forwards = self._forwards(rows, wanted=ForwardOutputs(accuracy=True))
         logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
         right = _by_row(rows, ((batch, _there(found.right_BT)) for batch, found in forwards))
         return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
@@ -196,7 +198,7 @@ class TorchLearner:
     ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
         """What `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
         found = from_spec(loss)
-        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy)
+        wanted = ForwardOutputs(found.needs_entropy_gradient, found.needs_accuracy)
         forwards = self._forwards(rows, wanted=wanted)
         sums: dict[str, float] = {}
         for batch, forward in forwards:
@@ -205,7 +207,7 @@ class TorchLearner:
 
     @memory_explained("computing log-probabilities")
     def _forwards(
-        self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: Wanted = PLAIN
+        self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: ForwardOutputs = PLAIN
     ) -> list[tuple[Batch, Forward]]:
         """Every micro-batch with its numbers, without gradient or dropout."""
         with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
@@ -246,7 +248,7 @@ class TorchLearner:
 
     @memory_explained("learning")
     def _backward(
-        self, batch: Batch, wanted: Wanted, loss: Loss, denominators: Mapping[str, float]
+        self, batch: Batch, wanted: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
         """The sums of a micro-batch, whose gradient is added, and the log-probabilities that they are made of."""
         with self._engine.acting("policy", gradient=True) as compute:

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, Paths, Wanted, choose_paths
+from groupwise.engine.learner.forward import Forward, ForwardOutputs, Paths, choose_paths
 from groupwise.engine.learner.layout import MicroBatch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
@@ -57,7 +57,7 @@ class TransformersEngine:
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
-        def compute(batch: MicroBatch | PackedBatch, wanted: Wanted) -> Forward:
+        def compute(batch: MicroBatch | PackedBatch, wanted: ForwardOutputs) -> Forward:
             return replace(paths, wanted=wanted).forward(decoder, batch)
 
         acting = (

@@ -35,7 +35,7 @@ _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightsLocation:
     """Where a reader of the card finds the files."""
 
     name: str = "."
@@ -51,7 +51,7 @@ def model_card(
     weights: Path,
     steps: int,
     *,
-    place: Place | None = None,
+    place: WeightsLocation | None = None,
     results: Mapping[str, Any] | None = None,
     merged: bool = False,
 ) -> str:
@@ -76,7 +76,7 @@ def model_card(
         *_results(results or {}),
         *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
         "## How to load it",
-        _loading(config, base, place or Place(), adapter=adapter),
+        _loading(config, base, place or WeightsLocation(), adapter=adapter),
         "## How it was trained",
         _data(config, facts),
         f"```json\n{json.dumps(_public(config, facts), indent=2, ensure_ascii=False)}\n```",
@@ -232,7 +232,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.{DIGITS}g}"
 
 
-def _loading(config: Mapping[str, Any], base: str, place: Place, *, adapter: bool) -> str:
+def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, adapter: bool) -> str:
     """Code that runs as it stands, where the files and the base can be found under the names that it gives them."""
     if place.file is not None:
         return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."

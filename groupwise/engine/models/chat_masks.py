@@ -35,7 +35,7 @@ from groupwise.engine.models.tokens import prompt_ids, text_ids
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = {"reasoning_content", "reasoning", "thinking"}
 """Keys of a message under which templates find what was thought."""
-SHOWN = 40
+MAX_CHARACTERS_IN_MESSAGE = 40
 """Characters of a text that a message shows."""
 
 
@@ -208,7 +208,8 @@ def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> 
     if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
         raise TaskError(
             f"the text {_shown(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
-            f"{_shown(before[-SHOWN:])}: the parts make another text. Let the completion begin with a space or a line break."
+            f"{_shown(before[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a space or a line "
+            "break."
         )
     return rest
 
@@ -250,4 +251,6 @@ def _common(first: Sequence[object], second: Sequence[object]) -> int:
 
 
 def _shown(text: str) -> str:
-    return repr(text[:SHOWN] + ("…" if len(text) > SHOWN else ""))
+    return repr(
+        text[:MAX_CHARACTERS_IN_MESSAGE] + ("…" if len(text) > MAX_CHARACTERS_IN_MESSAGE else "")
+    )

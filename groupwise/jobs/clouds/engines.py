@@ -49,7 +49,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EngineRequest:
     """By a job of a fleet, of one machine."""
 
     gpus: int = 0
@@ -69,7 +69,7 @@ class EngineKind:
     title: str
     """For people."""
     door: Callable[[Way], Door]
-    options: Callable[[Wanted], tuple[str, ...]]
+    options: Callable[[EngineRequest], tuple[str, ...]]
     """What is asked of it for a job. Raises UsageError for options that are none, or not for people to set."""
     check_address: Callable[[str], object]
     """As somebody wrote it. Raises UsageError for what is none."""
@@ -82,7 +82,7 @@ def _slurm(way: Way) -> Door:
     return Door(runner, runner.jobs, runner.try_options)
 
 
-def _sbatch_options(wanted: Wanted) -> tuple[str, ...]:
+def _sbatch_options(wanted: EngineRequest) -> tuple[str, ...]:
     asks = {
         "cpus": wanted.cpus,
         "memory": None if wanted.ram_mb is None else f"{wanted.ram_mb}M",
@@ -106,7 +106,7 @@ def _ray(way: Way) -> Door:
     return Door(runner, runner.free, would)
 
 
-def _ray_options(wanted: Wanted) -> tuple[str, ...]:
+def _ray_options(wanted: EngineRequest) -> tuple[str, ...]:
     resources = ray.resources_of(wanted.options)
     if wanted.gpus and wanted.gpu_model:
         resources.setdefault(f"accelerator_type:{wanted.gpu_model}", LITTLE)

@@ -15,7 +15,7 @@ EVERY = 5.0
 """Seconds between questions, as AWS advises."""
 TO_SAVE = 90
 """Seconds of the two minutes; the rest is for bringing what was saved to whoever watches."""
-PATIENCE = 2.0
+TIMEOUT = 2.0
 
 
 def wanted_back(service: str) -> bool:
@@ -26,13 +26,13 @@ def wanted_back(service: str) -> bool:
             method="PUT",
             headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
         )
-        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(asked, timeout=TIMEOUT) as answer:
             token = answer.read().decode()
         asked = urllib.request.Request(
             service + "/latest/meta-data/spot/instance-action",
             headers={"X-aws-ec2-metadata-token": token},
         )
-        with urllib.request.urlopen(asked, timeout=PATIENCE):
+        with urllib.request.urlopen(asked, timeout=TIMEOUT):
             return True
     except (OSError, ValueError):  # 404 among them: no notice
         return False

@@ -43,7 +43,7 @@ from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
+from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
 from groupwise.jobs.fleet.retry import ASK_ON, AwayError, Patience, is_passing
 from groupwise.jobs.fleet.text_validation import require_passable
 from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
@@ -396,7 +396,7 @@ class FleetClient:
         tell: Tell = tell_nobody,
     ) -> Document:
         """Bring what it left into a folder here; each file appears whole, after its hash was found right. See `download.fetch`."""
-        wanted = Wanted(paths, checkpoints, epoch, rank)
+        wanted = DownloadRequest(paths, checkpoints, epoch, rank)
         return fetch(self, job_id, Path(folder), wanted, force=force, tell=tell)
 
     def artefact_pieces(

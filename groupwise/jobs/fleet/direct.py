@@ -22,7 +22,7 @@ from groupwise.api.schemas.keys import LOCAL
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.client import named_files
-from groupwise.jobs.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
+from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
 from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, follower_at
 from groupwise.jobs.fleet.notify.factory import doorbell_of, ring_and_leave
 from groupwise.jobs.fleet.queue.request import from_document
@@ -302,7 +302,7 @@ class DirectFleet:
         tell: Tell = tell_nobody,
     ) -> Document:
         """Bring what it left into another folder; each file appears whole, after its hash was found right."""
-        wanted = Wanted(paths, checkpoints, epoch, rank)
+        wanted = DownloadRequest(paths, checkpoints, epoch, rank)
         return fetch(self, job_id, Path(folder), wanted, force=force, tell=tell)
 
     def artefact_pieces(

@@ -60,7 +60,7 @@ LEAST_PYTHON = (3, 8)
 LEAST_DISK_MB = 5_000
 CRASHES = 3
 MACHINES_AT_ONCE = 16
-PATIENCE = 120.0
+PROBE_TIMEOUT = 120.0
 """Seconds for the tiny command to begin and end; importing torch from a slow disk takes a while."""
 NATS_SECONDS = 3.0
 LOOK = """
@@ -561,7 +561,7 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
         (runner.python, "-c", LOOK, "gpus" if gpus else "none"),
         artefacts=(),
         checkpoints=(),
-        limits=Limits(time_seconds=PATIENCE, grace_seconds=1.0),
+        limits=Limits(time_seconds=PROBE_TIMEOUT, grace_seconds=1.0),
     )
     began = time.monotonic()
     try:
@@ -575,7 +575,7 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
 
 async def _until_exited(runner: Runner, state: MemberState, began: float) -> MemberState:
     alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
-    while state.state in alive and time.monotonic() - began < PATIENCE:
+    while state.state in alive and time.monotonic() - began < PROBE_TIMEOUT:
         known = Known(state.state, state.log_size, clock=state.clock)
         for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
             state = each
@@ -605,7 +605,7 @@ def _judged(
             Seen(
                 about,
                 "problem",
-                f"a tiny job did not end within {PATIENCE:.0f} s: it is {state.state}",
+                f"a tiny job did not end within {PROBE_TIMEOUT:.0f} s: it is {state.state}",
             )
         ]
     if state.exit.code != 0:

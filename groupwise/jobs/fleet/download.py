@@ -33,7 +33,7 @@ from groupwise.jobs.hosts.spec import SHA256, FileEntry, file_entry, path_proble
 Document = dict[str, Any]
 Tell = Callable[[int, int, str], None]
 """Is told how many bytes are here, of how many, and the path of the file that is on its way; or what else is done with it."""
-SHOWN = 5
+MAX_PATHS_LISTED = 5
 """Paths in a message."""
 PART = re.compile(rf"\.{SHA256.pattern}\.part")
 """What a file is called until it is whole."""
@@ -94,7 +94,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DownloadRequest:
     """What of a job is to be fetched."""
 
     paths: Sequence[str] = ()
@@ -111,7 +111,7 @@ def fetch(
     source: Source,
     job_id: str,
     folder: Path,
-    wanted: Wanted,
+    wanted: DownloadRequest,
     *,
     force: bool = False,
     tell: Tell = tell_nobody,
@@ -125,7 +125,7 @@ def fetch(
     else:
         found = source.artefacts(job_id, epoch=wanted.epoch, rank=wanted.rank)
         there, left_out = _entries(found["files"]), found["left_out"]
-        wanted = Wanted(wanted.paths, False, found["epoch"], wanted.rank)
+        wanted = DownloadRequest(wanted.paths, False, found["epoch"], wanted.rank)
     files = chosen(there, wanted.paths, job_id)
 
     def pieces(path: str, offset: int) -> Iterator[bytes]:
@@ -148,7 +148,9 @@ def fetch(
     }
 
 
-def _of_checkpoints(found: Sequence[Document], job_id: str, wanted: Wanted) -> dict[str, FileEntry]:
+def _of_checkpoints(
+    found: Sequence[Document], job_id: str, wanted: DownloadRequest
+) -> dict[str, FileEntry]:
     """Their files. Of two attempts that wrote a checkpoint under the same path, it is the newer one's."""
     of_it = [each for each in found if wanted.epoch in (None, each["epoch"])]
     if not of_it:
@@ -200,8 +202,8 @@ def _nearest(name: str, files: Mapping[str, FileEntry]) -> str:
 
 
 def _some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-    return ", ".join(paths[:SHOWN]) + more
+    more = f" and {len(paths) - MAX_PATHS_LISTED} more" if len(paths) > MAX_PATHS_LISTED else ""
+    return ", ".join(paths[:MAX_PATHS_LISTED]) + more
 
 
 # Files
@@ -260,8 +262,10 @@ def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
 
 def _told(lacking: Mapping[str, str], of: int, folder: Path) -> str:
     names = sorted(lacking)
-    shown = "; ".join(f"{one_line(name)}: {lacking[name].rstrip('.')}" for name in names[:SHOWN])
-    more = f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    shown = "; ".join(
+        f"{one_line(name)}: {lacking[name].rstrip('.')}" for name in names[:MAX_PATHS_LISTED]
+    )
+    more = f"; and {len(names) - MAX_PATHS_LISTED} more" if len(names) > MAX_PATHS_LISTED else ""
     others = "" if len(names) == of else f" All others are in {folder}."
     return f"{len(names)} of {of} files did not come: {shown}{more}.{others}"
 

@@ -82,7 +82,7 @@ class _Trial:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Destination:
     """Where some of them go."""
 
     queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
@@ -115,7 +115,7 @@ class WebhookOutlet:
         self._resolve = resolve or addresses_of
         self._clock = clock
         self._trials: dict[int, _Trial] = {}
-        self._to: dict[tuple[str, int] | None, _Place] = {}
+        self._to: dict[tuple[str, int] | None, _Destination] = {}
         self._settled: set[int] = set()
         self._places, self._mute = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
         self._http = httpx2.AsyncClient(
@@ -158,7 +158,7 @@ class WebhookOutlet:
         now, trial = self._clock(), self._trials.setdefault(ended.event_id, _Trial())
         if trial.is_queued or trial.next_at > now or ended.event_id in self._settled:
             return
-        place = self._to.setdefault(_place(ended.webhook or ""), _Place())
+        place = self._to.setdefault(_place(ended.webhook or ""), _Destination())
         if place.next_at <= now:
             trial.is_queued = True
             place.queue[ended.event_id] = ended
@@ -185,7 +185,7 @@ class WebhookOutlet:
         if failed is not None:
             raise failed
 
-    async def _work(self, place: _Place) -> None:
+    async def _work(self, place: _Destination) -> None:
         """Try what waits for a place, one after the other; those that were tried least first."""
         while place.queue:
             event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
@@ -202,7 +202,7 @@ class WebhookOutlet:
         details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
         return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
 
-    async def _try(self, ended: Ended, place: _Place) -> None:
+    async def _try(self, ended: Ended, place: _Destination) -> None:
         trial = self._trials[ended.event_id]
         try:
             if trial.end is None:
@@ -213,7 +213,7 @@ class WebhookOutlet:
         finally:
             trial.is_queued = False
 
-    async def _ask(self, ended: Ended, trial: _Trial, place: _Place) -> None:
+    async def _ask(self, ended: Ended, trial: _Trial, place: _Destination) -> None:
         assert ended.webhook is not None
         try:
             async with asyncio.timeout(ANSWERED):
@@ -237,10 +237,10 @@ class WebhookOutlet:
             problem = _said(error)
         self._failed(trial, problem)
 
-    def _is_mute(self, place: _Place) -> None:
+    def _is_mute(self, place: _Destination) -> None:
         place.has_answered, place.mute_until = False, self._clock() + MUTE
 
-    def _is_away(self, place: _Place, problem: str) -> None:
+    def _is_away(self, place: _Destination, problem: str) -> None:
         """None of those that wait would have fared better."""
         if place.next_at <= self._clock():  # else some others have just found out
             place.failures += 1

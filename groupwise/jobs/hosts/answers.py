@@ -393,7 +393,7 @@ class Fields:
         return [Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in found]
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list, cut to SHOWN; what is no text in it is shown as text."""
+        """A list, cut to its first entries; what is no text in it is shown as text."""
         return tuple(str(entry)[:LONGEST] for entry in self.listed(name)[:SHOWN])
 
     def listed(self, name: str, most: int = MOST_LISTED) -> Sequence[object]:

@@ -28,7 +28,7 @@ from groupwise.jobs.hosts.answers import (
 )
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import SPOKEN, BadAnswer
-from groupwise.jobs.hosts.port import USUAL_BODY, Answer, Host, Request, RunnerRefused
+from groupwise.jobs.hosts.port import USUAL_BODY, Host, Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest, as_json
 
 USUAL = 30.0
@@ -384,7 +384,7 @@ class Runner:
         longest: float | None = None,
         most_body: int = USUAL_BODY,
         most_payload: int = 0,
-    ) -> Answer:
+    ) -> RunnerResponse:
         text = runner_text()
         full: dict[str, Any] = {"root": self.root, "runner": text.sha256, **(body or {})}
         request = Request(verb, full, payload, secrets or {}, longest, most_body, most_payload)
@@ -401,7 +401,7 @@ def _named(job: str, epoch: int) -> dict[str, Any]:
     return {"job": job, "epoch": epoch}
 
 
-def _state(answer: Answer) -> MemberState:
+def _state(answer: RunnerResponse) -> MemberState:
     return answers.member_state(answer.body)
 
 
@@ -414,7 +414,7 @@ def _entry(entry: FileEntry) -> list[Any]:
     return [entry.sha256, entry.mode, entry.size]
 
 
-def _listed(answer: Answer, name: str) -> list[Any]:
+def _listed(answer: RunnerResponse, name: str) -> list[Any]:
     found = answer.body.get(name)
     if not isinstance(found, list):
         raise BadAnswer(f"the answer has {name} = {found!r}; a list is expected")
@@ -443,7 +443,7 @@ def _batches(blobs: Sequence[tuple[str, int]]) -> Iterable[list[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _BlobRange:
     """Of a blob that is too large for one call."""
 
     sha256: str
@@ -451,12 +451,12 @@ class _Part:
     size: int
 
 
-def _parts(store: BlobStore, sha256: str) -> list[_Part]:
+def _parts(store: BlobStore, sha256: str) -> list[_BlobRange]:
     """Raises BlobError where the blob is damaged."""
-    parts: list[_Part] = []
+    parts: list[_BlobRange] = []
     for piece in store.pieces(sha256, piece=BATCH):
         offset = parts[-1].offset + parts[-1].size if parts else 0
-        parts.append(_Part(hashlib.sha256(piece).hexdigest(), offset, len(piece)))
+        parts.append(_BlobRange(hashlib.sha256(piece).hexdigest(), offset, len(piece)))
     return parts
 
 

@@ -18,7 +18,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from groupwise.api.http.strict_json import check_number, finite, no_constant
-from groupwise.jobs.hosts.port import Answer, HostError, OutcomeUnknown, Request, RunnerRefused
+from groupwise.jobs.hosts.port import (
+    HostError,
+    OutcomeUnknown,
+    Request,
+    RunnerRefused,
+    RunnerResponse,
+)
 
 PROTOCOL = 1
 """What this side writes."""
@@ -70,7 +76,7 @@ class AnswerReader:
         self._payload_length = 0
         self._digest = b""
         self._noise = 0
-        self.answer: Answer | None = None
+        self.answer: RunnerResponse | None = None
 
     @property
     def silent(self) -> bool:
@@ -132,7 +138,7 @@ class AnswerReader:
                 "the answer's hash does not agree with its text: it was changed on the way"
             )
         end = self._body_length + self._payload_length
-        self.answer = Answer(
+        self.answer = RunnerResponse(
             _object(document, self._request.most_body), bytes(self._buffer[self._body_length : end])
         )
         return True
@@ -163,7 +169,7 @@ def _storable(value: Any) -> Any:
     return value
 
 
-def accepted(answer: Answer) -> Answer:
+def accepted(answer: RunnerResponse) -> RunnerResponse:
     """The answer, unless it is a refusal: then RunnerRefused."""
     error = answer.body.get("error")
     if error is None:
@@ -203,7 +209,7 @@ class Exchange:
     """One request under way, told by its transport what comes from the machine; `answer` is what the caller waits for."""
 
     def __init__(self, request: Request) -> None:
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[RunnerResponse] = asyncio.get_running_loop().create_future()
         self.status: int | None = None
         """What the command on the machine ended with, once it has."""
         self._reader = AnswerReader(request)

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
-from groupwise.jobs.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Request
+from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
 ENDS_BY_ITSELF = 2.0
@@ -49,7 +49,7 @@ class LocalHost:
         self._under_way: set[_Process] = set()
         self._closed = False
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """See `Host.call`."""
         if self._closed:
             raise HostUnreachable("this connection has been closed")

@@ -66,7 +66,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RunnerResponse:
     """What the runner answered."""
 
     body: Mapping[str, Any]
@@ -76,7 +76,7 @@ class Answer:
 class Host(Protocol):
     """One machine, as the control side reaches it. Several calls may be under way at once."""
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """Ask the runner. `timeout` in seconds, for the whole call unless `request.longest` is.
 
         Raises HostUnreachable, OutcomeUnknown, HostKeyError or RunnerRefused.

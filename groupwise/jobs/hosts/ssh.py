@@ -28,12 +28,12 @@ from groupwise.jobs.hosts.bootstrap import COMMAND
 from groupwise.jobs.hosts.framing import Exchange, accepted, no_answer, request_bytes
 from groupwise.jobs.hosts.keys import HostKey, KeyWitness, parse, scan, signatures, trusting
 from groupwise.jobs.hosts.port import (
-    Answer,
     HostError,
     HostKeyError,
     HostUnreachable,
     OutcomeUnknown,
     Request,
+    RunnerResponse,
 )
 
 CONNECTS_AT_ONCE = 20
@@ -210,7 +210,7 @@ class SshHost:
         self._changed = asyncio.Event()
         self._closed = False
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """See `Host.call`."""
         session = _Session(request, self._sessions_changed)
         try:

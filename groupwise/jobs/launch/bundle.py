@@ -25,7 +25,7 @@ from groupwise.runs.folder import RECORD
 
 LARGEST = 2 << 30
 """Bytes of a bundle: what is larger is data, which is fetched where it is used."""
-SHOWN = 10
+MAX_FILES_LISTED = 10
 """Files that a message lists."""
 MADE = {
     (RECORD, "config.json"): "the folder of a run",
@@ -263,7 +263,7 @@ def _beginning(file: Path, length: int) -> bytes:
 def _refuse_too_much(root: Path, sizes: Mapping[str, int]) -> None:
     total = sum(sizes.values())
     if total > LARGEST:
-        largest = sorted(sizes, key=lambda path: -sizes[path])[:SHOWN]
+        largest = sorted(sizes, key=lambda path: -sizes[path])[:MAX_FILES_LISTED]
         shown = _listed((path, f"{sizes[path] / 1e6:.0f} MB") for path in largest)
         raise UsageError(
             f"{root} holds {total / 1e9:.1f} GB in {len(sizes)} files, and at most {LARGEST / 1e9:.1f} GB travel. Name what is not "
@@ -291,7 +291,7 @@ def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> No
     if found:
         raise UsageError(
             "files of the project hold the values of secrets, and would take them to a place where others may read them. Take them out, or "
-            f"name the files in .gitignore:{_listed((path, f'the value of {name}') for path, name in found[:SHOWN])}"
+            f"name the files in .gitignore:{_listed((path, f'the value of {name}') for path, name in found[:MAX_FILES_LISTED])}"
         )
 
 
@@ -300,8 +300,12 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
     if found:
         raise UsageError(
             "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
-            + "".join(f"\n  {path}" for path in found[:SHOWN])
-            + (f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+            + "".join(f"\n  {path}" for path in found[:MAX_FILES_LISTED])
+            + (
+                f"\n  and {len(found) - MAX_FILES_LISTED} more"
+                if len(found) > MAX_FILES_LISTED
+                else ""
+            )
             + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or let the "
             "files travel as they are: --take PATH."
         )

@@ -168,7 +168,7 @@ class _Service(_Model):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ManifestOptions:
     """What is to be rendered."""
 
     name: str
@@ -191,7 +191,7 @@ class Asked:
     memory: str | None = None
 
 
-def manifests(asked: Asked) -> list[dict[str, Any]]:
+def manifests(asked: ManifestOptions) -> list[dict[str, Any]]:
     """The documents, in the order in which they are to be made. Raises UsageError for what Kubernetes would not take."""
     _check(asked)
     try:
@@ -210,7 +210,7 @@ def _place(where: Sequence[object]) -> str:
     return ".".join(map(str, where))
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: ManifestOptions) -> None:
     if len(asked.name) > LONGEST_NAME:
         raise UsageError(
             f"--name {asked.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
@@ -228,7 +228,7 @@ def _is_text(word: str) -> bool:
     return True
 
 
-def _job(asked: Asked) -> _Job:
+def _job(asked: ManifestOptions) -> _Job:
     mode = "Indexed" if asked.nodes > 1 else "NonIndexed"
     spec = _JobSpec(
         completions=asked.nodes,
@@ -240,22 +240,22 @@ def _job(asked: Asked) -> _Job:
     return _Job(metadata=_metadata(asked), spec=spec)
 
 
-def _service(asked: Asked) -> _Service:
+def _service(asked: ManifestOptions) -> _Service:
     """Gives the first pod a name, before it is ready as well: that is when it is looked for."""
     ports = (_Port(name="meeting", port=PORT),)
     spec = _ServiceSpec(clusterIP="None", selector={JOB_NAME: asked.name}, ports=ports)
     return _Service(metadata=_metadata(asked), spec=spec)
 
 
-def _metadata(asked: Asked) -> _Metadata:
+def _metadata(asked: ManifestOptions) -> _Metadata:
     return _Metadata(name=asked.name, namespace=asked.namespace, labels=_labels(asked))
 
 
-def _labels(asked: Asked) -> dict[str, str]:
+def _labels(asked: ManifestOptions) -> dict[str, str]:
     return {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": asked.name}
 
 
-def _pod(asked: Asked) -> _PodSpec:
+def _pod(asked: ManifestOptions) -> _PodSpec:
     limits = {"nvidia.com/gpu": str(asked.gpus) if asked.gpus else None}
     limits |= {"cpu": asked.cpus, "memory": asked.memory}
     mounts = [_Mount(name=SHARED_MEMORY, mount_path="/dev/shm")]
@@ -280,7 +280,7 @@ def _pod(asked: Asked) -> _PodSpec:
     )
 
 
-def _environment(asked: Asked) -> tuple[_Variable, ...]:
+def _environment(asked: ManifestOptions) -> tuple[_Variable, ...]:
     ranks = [_Variable(name=RANK, value_from=_From(field_ref=_Field(field_path=INDEX)))]
     keys = [
         _Variable(
@@ -291,7 +291,7 @@ def _environment(asked: Asked) -> tuple[_Variable, ...]:
     return (*(ranks if asked.nodes > 1 else ()), *keys)
 
 
-def command(asked: Asked) -> tuple[str, ...]:
+def command(asked: ManifestOptions) -> tuple[str, ...]:
     """As Kubernetes is told it; several nodes meet by torchrun, at the first of them."""
     words = tuple(each.replace("$", "$$") for each in asked.command)
     if asked.nodes == 1:

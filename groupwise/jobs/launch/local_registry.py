@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.jobs.launch.places import Place
+from groupwise.jobs.launch.places import JobBackend
 from groupwise.jobs.launch.state import state_folder
 
 
@@ -21,7 +21,7 @@ class Note:
     """Of one job."""
 
     name: str
-    place: Place
+    place: JobBackend
     project: Path
     """The folder that it was launched from."""
     results: Path | None = None
@@ -93,7 +93,7 @@ def _file(name: str) -> Path:
 def _read(path: Path) -> Note | None:
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
-        place = Place.from_document(document["place"])
+        place = JobBackend.from_document(document["place"])
         results, fetched = (document.get(name) for name in ("results", "fetched"))
         return Note(
             document["name"],

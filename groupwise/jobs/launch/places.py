@@ -47,7 +47,7 @@ Containers of Modal are paid, too, but end with their calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class JobBackend:
     """One of them."""
 
     kind: str
@@ -64,7 +64,7 @@ class Place:
         word = f"{there}{detail.get('shared') or ''}{detail.get('profile') or ''}{address}"
         return f"{self.kind}:{word}" if word else self.kind
 
-    def is_same(self, other: Place) -> bool:
+    def is_same(self, other: JobBackend) -> bool:
         """Whether jobs of one name would be the same job here and there, however it is reached."""
         return self._identity == other._identity
 
@@ -105,7 +105,7 @@ class Place:
         return {"kind": self.kind, "detail": dict(self.detail)}
 
     @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Place:
+    def from_document(cls, document: Mapping[str, Any]) -> JobBackend:
         """What `document` described. Raises UsageError for a kind of another release."""
         if document["kind"] not in WAYS:
             raise UsageError(
@@ -114,12 +114,12 @@ class Place:
         return cls(document["kind"], document["detail"])
 
 
-def reach(place: Place) -> Backend:
+def reach(place: JobBackend) -> Backend:
     """A new way to it."""
     return WAYS[place.kind](place)
 
 
-def _machine(place: Place) -> Backend:
+def _machine(place: JobBackend) -> Backend:
     host, where, python = _spoken_to(place)
     runner = Runner(host, root=place.root, python=python)
     if place.meets_at is None:
@@ -128,25 +128,25 @@ def _machine(place: Place) -> Backend:
     return GangBackend(place.kind, machines, place.meets_at)
 
 
-def _other(place: Place, detail: Mapping[str, Any]) -> tuple[Runner, str]:
+def _other(place: JobBackend, detail: Mapping[str, Any]) -> tuple[Runner, str]:
     host, where = _ssh(detail)
     return Runner(host, root=place.root, python=detail.get("python") or "python3"), where
 
 
-def _slurm(place: Place) -> Backend:
+def _slurm(place: JobBackend) -> Backend:
     host, where, python = _spoken_to(place)
     runner = SlurmRunner(host, root=place.root, python=python)
     return SlurmBackend(place.kind, runner, f"Slurm, by {where}")
 
 
-def _ray(place: Place) -> Backend:
+def _ray(place: JobBackend) -> Backend:
     host, where, python = _spoken_to(place, also=TOKENS)
     address = place.detail.get("address") or ADDRESS
     runner = RayRunner(host, root=place.root, python=python, address=address)
     return RayBackend(place.kind, runner, f"Ray, by {where}")
 
 
-def _aws(place: Place) -> Backend:
+def _aws(place: JobBackend) -> Backend:
     from groupwise.jobs.clouds.aws import AwsBackend
     from groupwise.jobs.clouds.aws_checks import Access
     from groupwise.jobs.clouds.aws_state import Kept
@@ -166,13 +166,13 @@ def _ec2(region: str, profile: str | None) -> Ec2:
     return BotoEc2(region, profile)
 
 
-def _modal(place: Place) -> Backend:
+def _modal(place: JobBackend) -> Backend:
     profile = cast("str | None", place.detail.get("profile"))
     where = f"Modal (profile {profile})" if profile else "Modal"
     return ModalBackend(place.kind, ModalRunner(LiveModal(profile)), where)
 
 
-def _spoken_to(place: Place, also: Iterable[str] = ()) -> tuple[Host, str, str]:
+def _spoken_to(place: JobBackend, also: Iterable[str] = ()) -> tuple[Host, str, str]:
     """A way to the machine, its name for people, and its interpreter. `also`: variables that one of here is asked with."""
     host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
     return host, where, place.python or "python3"
@@ -201,7 +201,7 @@ def _agent(used: bool | str | None) -> str | None:
     return os.environ.get(AGENT) or (used if isinstance(used, str) else None)
 
 
-WAYS: dict[str, Callable[[Place], Backend]] = {
+WAYS: dict[str, Callable[[JobBackend], Backend]] = {
     LOCAL: _machine,
     SSH: _machine,
     SLURM: _slurm,

@@ -1,8 +1,8 @@
 """Messages between the HTTP process and its engine: pickled, because the engine is the HTTP process's own child.
 
 The HTTP process sends `Call`s, each answered by `Answered` or `Failed` with its id, in any order, and `Cancel` where nobody waits any
-more. The engine sends a `Beat` about every second from its event loop, whose silence means that the loop hangs, and `Told` for what it
-logs. The first `Beat` says that it is ready; a `Failed` with the id `MAKING` before it, that it could not be made.
+more. The engine sends a `Beat` about every second from its event loop, whose silence means that the loop hangs, and `LogRecordMessage` for
+what it logs. The first `Beat` says that it is ready; a `Failed` with the id `MAKING` before it, that it could not be made.
 
 What a call or an answer holds is pickled by itself, so that what cannot be written or read spoils that call alone.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.core.errors import GroupwiseError, RunError, StoreError
 from groupwise.core.plugins import explain
-from groupwise.engine.distributed.messages import Line, LogRecordMessage
+from groupwise.engine.distributed.messages import LogRecordMessage, MessageChannel
 from groupwise.engine.models.memory import lacks_memory, out_of_memory
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
     "CallTimedOutError",
     "Cancel",
     "Failed",
-    "Line",
     "LogRecordMessage",
+    "MessageChannel",
     "packed",
     "packed_error",
     "unpacked",

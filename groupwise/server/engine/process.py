@@ -36,7 +36,7 @@ from groupwise.server.engine.messages import (
     CallTimedOutError,
     Cancel,
     Failed,
-    Line,
+    MessageChannel,
     packed,
     packed_error,
     unpacked,
@@ -52,7 +52,7 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     tie_to_parent(parent, os.environ[MARK])
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _unheeded)
-    line = Line(socket.socket(fileno=descriptor))
+    line = MessageChannel(socket.socket(fileno=descriptor))
     tell_log(line, log_level)
     try:
         asyncio.run(_Serving(line, beat_every).forever(factory))
@@ -68,7 +68,7 @@ def _unheeded(number: int, frame: object) -> None:
 class _Serving:
     """The calls that are under way."""
 
-    def __init__(self, line: Line, beat_every: float) -> None:
+    def __init__(self, line: MessageChannel, beat_every: float) -> None:
         self._line = line
         self._beat_every = beat_every
         self._engine: Any = None

@@ -44,8 +44,8 @@ from groupwise.server.engine.messages import (
     Call,
     Cancel,
     Failed,
-    Line,
     LogRecordMessage,
+    MessageChannel,
     packed,
     unpacked,
     unpacked_error,
@@ -162,7 +162,7 @@ class EngineProcess:
         self._beat: Beat | None = None
         self._beat_at = time.monotonic()
         ours, self._theirs = socket.socketpair()
-        self._line = Line(ours)
+        self._line = MessageChannel(ours)
         self._process: Popen[bytes] | None = None
         self._output: Output | None = None
         self._outbox: queue.SimpleQueue[Call | Cancel | None] = queue.SimpleQueue()

@@ -31,14 +31,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StoredResponse:
     """What a client was told."""
 
     status: int
     body: bytes
 
 
-def stored_answer(transaction: Transaction, request: Request) -> Answer | None:
+def stored_answer(transaction: Transaction, request: Request) -> StoredResponse | None:
     """The answer that was given to this request before. Refused as `idempotency_key_reused` where the body was another."""
     row = transaction.first(
         """SELECT body_hash, status, body FROM answers
@@ -57,12 +57,12 @@ def stored_answer(transaction: Transaction, request: Request) -> Answer | None:
             f"the Idempotency-Key {request.key[:80]!r} came with another body of {request.route} within 24 hours. "
             "Make a new key for each new request.",
         )
-    return Answer(status, body)
+    return StoredResponse(status, body)
 
 
 def once(
-    transaction: Transaction, request: Request | None, work: Callable[[Transaction], Answer]
-) -> Answer:
+    transaction: Transaction, request: Request | None, work: Callable[[Transaction], StoredResponse]
+) -> StoredResponse:
     """Do the work and keep its answer, both or none; where the request was answered before, give that answer instead.
 
     What the work raises is not kept: a refused request may be sent again. Without a request the work is just done.

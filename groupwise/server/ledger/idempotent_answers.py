@@ -30,15 +30,17 @@ from groupwise.api.schemas.training import (
     StepAnswer,
     StepRequest,
 )
-from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.answers import StoredResponse
 
 
-def answer_of(model: BaseModel, status: int = 200) -> Answer:
+def answer_of(model: BaseModel, status: int = 200) -> StoredResponse:
     """A model as it is sent."""
-    return Answer(status, model.model_dump_json().encode())
+    return StoredResponse(status, model.model_dump_json().encode())
 
 
-def completions_answer(request: CompletionsRequest, groups: Sequence[GroupAnswer]) -> Answer:
+def completions_answer(
+    request: CompletionsRequest, groups: Sequence[GroupAnswer]
+) -> StoredResponse:
     """Flat for one prompt, `groups` for several."""
     if request.prompts is None:
         (only,) = groups
@@ -48,7 +50,7 @@ def completions_answer(request: CompletionsRequest, groups: Sequence[GroupAnswer
 
 def rewards_answer(
     request: RewardsOfOne | RewardsOfSeveral, answers: Sequence[RewardAnswer]
-) -> Answer:
+) -> StoredResponse:
     """Flat for one group, `groups` for several; 202 where a step was waited for in vain."""
     trained = all(answer.status == "trained" for answer in answers)
     status = 202 if request.wait and not trained else 200
@@ -58,14 +60,16 @@ def rewards_answer(
     return answer_of(RewardsBatchAnswer(groups=list(answers)), status)
 
 
-def rewards_of(request: RewardsOfOne | RewardsOfSeveral, answer: Answer) -> list[RewardAnswer]:
+def rewards_of(
+    request: RewardsOfOne | RewardsOfSeveral, answer: StoredResponse
+) -> list[RewardAnswer]:
     """From an answer that was kept back to what it says of each group."""
     if isinstance(request, RewardsOfOne):
         return [RewardAnswer.model_validate_json(answer.body)]
     return RewardsBatchAnswer.model_validate_json(answer.body).groups
 
 
-def step_answer(request: StepRequest, answer: StepAnswer) -> Answer:
+def step_answer(request: StepRequest, answer: StepAnswer) -> StoredResponse:
     """202 where it was waited for in vain."""
     return answer_of(answer, 202 if request.wait and answer.status == "accepted" else 200)
 
@@ -74,9 +78,11 @@ class UnderWay:
     """The requests with an Idempotency-Key that are being answered, in one event loop."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, str, str], tuple[str, asyncio.Future[Answer | None]]] = {}
+        self._first: dict[
+            tuple[str, str, str], tuple[str, asyncio.Future[StoredResponse | None]]
+        ] = {}
 
-    async def answer(self, caller: Caller) -> Answer | None:
+    async def answer(self, caller: Caller) -> StoredResponse | None:
         """What the first request with this key is answered, when it is; None: nobody is being answered, and the work is the caller's.
 
         Raises Refusal `idempotency_key_reused` where the first one has another body.
@@ -94,9 +100,9 @@ class UnderWay:
         return None
 
     @asynccontextmanager
-    async def first(self, caller: Caller) -> AsyncGenerator[asyncio.Future[Answer | None]]:
+    async def first(self, caller: Caller) -> AsyncGenerator[asyncio.Future[StoredResponse | None]]:
         """Be the one who is waited for. Whoever does the work puts the answer into the future, if there is one."""
-        told: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        told: asyncio.Future[StoredResponse | None] = asyncio.get_running_loop().create_future()
         named = caller.answer_key
         if named is not None:
             self._first[_name(caller, named)] = (named.body_hash, told)

@@ -29,7 +29,7 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout
 from groupwise.server.engine.port import Engine, Sampled, SampleOrder, Sampling
 from groupwise.server.ledger import runs
-from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
@@ -155,7 +155,7 @@ class OpenAIService:
 
     # --- completions -----------------------------------------------------------------------------
 
-    async def answer(self, ask: Ask, caller: Caller, render: Render) -> Answer:
+    async def answer(self, ask: Ask, caller: Caller, render: Render) -> StoredResponse:
         """The answer as a whole. What is kept is on the disk with it."""
         return (await self._kept(ask, caller, render, _Progress())).answer
 
@@ -387,6 +387,6 @@ def _news(shown: list[str], texts: Sequence[str]) -> list[Piece]:
     return pieces
 
 
-def _nothing(_: Completed) -> Answer:
+def _nothing(_: Completed) -> StoredResponse:
     """A stream renders its pieces itself."""
-    return Answer(200, b"")
+    return StoredResponse(200, b"")

@@ -10,14 +10,14 @@ from groupwise.api.http.caller import Caller
 from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.port import Sampled
 from groupwise.server.ledger import counters, groups, members
-from groupwise.server.ledger.answers import Answer, once
+from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.groups import GroupRow, NewGroup
 from groupwise.server.ledger.members import Gathering, Given
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.completed import Completed, Written
 from groupwise.server.run.ledger_operations import named
 
-Render = Callable[[Completed], Answer]
+Render = Callable[[Completed], StoredResponse]
 """What a client is sent."""
 
 
@@ -41,7 +41,7 @@ class Kept:
 
     completed: Completed | None
     """None: the request was answered before, and that answer stands."""
-    answer: Answer
+    answer: StoredResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _kept(
 ) -> Kept:
     made: list[Completed] = []
 
-    def render(transaction: Transaction) -> Answer:
+    def render(transaction: Transaction) -> StoredResponse:
         made.append(work(transaction))
         return keeping.render(made[0])
 

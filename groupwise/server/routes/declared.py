@@ -2,8 +2,8 @@
 
 Each module of this folder has a tuple `ROUTES`.
 
-A handler takes `Asked`: the service, and who asks. It returns bytes that the service may have kept before, so that a request that comes
-twice gets the same answer to the byte.
+A handler takes `RequestContext`: the service, and who asks. It returns bytes that the service may have kept before, so that a request that
+comes twice gets the same answer to the byte.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.ledger.file import DiskFull
 from groupwise.server.ledger.idempotent_answers import UnderWay
 from groupwise.server.run.activity import known_clients
@@ -148,7 +148,7 @@ class ServiceLike(Protocol):
         """A request for work was refused; told by `status`."""
         ...
 
-    async def remembered(self, caller: Caller) -> Answer | None:
+    async def remembered(self, caller: Caller) -> StoredResponse | None:
         """What the request with this Idempotency-Key was answered before."""
         ...
 
@@ -183,7 +183,7 @@ class Serving(Shared):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContext:
     """What a handler is given."""
 
     serving: Serving
@@ -196,8 +196,8 @@ class Asked:
 
     async def once(
         self,
-        work: Callable[[], Awaitable[Answer]],
-        wait_on: Callable[[Answer], Awaitable[Answer]] | None = None,
+        work: Callable[[], Awaitable[StoredResponse]],
+        wait_on: Callable[[StoredResponse], Awaitable[StoredResponse]] | None = None,
     ) -> Response:
         """The answer of the work; where the request names itself and was answered before, or is being answered, that answer.
 
@@ -219,7 +219,7 @@ class Asked:
         return sent(answer)
 
 
-async def asked(request: Request) -> Asked:
+async def asked(request: Request) -> RequestContext:
     """For handlers: who asks, with the name that the request gives itself."""
     facts = facts_of(request.scope)
     assert facts.caller is not None, "the middleware let it through"
@@ -228,13 +228,13 @@ async def asked(request: Request) -> Asked:
         name = f"{request.method} {request.url.path}"
         named = AnswerKey(name, key, body_hash(await request.body()))
         caller = Caller(caller.key_id, caller.role, caller.projects, named)
-    return Asked(request.app.state.shared, caller)
+    return RequestContext(request.app.state.shared, caller)
 
 
-AskedHere = Annotated[Asked, Depends(asked)]
+AskedHere = Annotated[RequestContext, Depends(asked)]
 
 
-def sent(answer: Answer, *, replayed: bool = False) -> Response:
+def sent(answer: StoredResponse, *, replayed: bool = False) -> Response:
     """An answer as a response."""
     headers = {REPLAYED: "true"} if replayed else None
     return Response(answer.body, answer.status, headers, "application/json")

@@ -22,7 +22,7 @@ from groupwise.api.schemas.training import (
     ModelRequest,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.ledger.idempotent_answers import answer_of
 from groupwise.server.routes.declared import AskedHere
 from groupwise.server.routes.training import OF_ENGINE
@@ -107,7 +107,7 @@ async def checkpoints(asked: AskedHere) -> Response:
 async def save_checkpoint(body: CheckpointRequest, asked: AskedHere) -> Response:
     """Write a checkpoint now, under a name. It is kept until somebody deletes it, so that it takes an admin."""
 
-    async def work() -> Answer:
+    async def work() -> StoredResponse:
         return answer_of(await asked.service.save_checkpoint(body.name, asked.caller))
 
     return await asked.once(work)

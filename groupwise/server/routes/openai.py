@@ -31,13 +31,13 @@ from groupwise.api.schemas.openai import (
 )
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
-from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.openai.answers import Kind, Pieces, event, whole
 from groupwise.server.openai.asking import Ask, Said, ask_of
 from groupwise.server.openai.completed import Completed
 from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
 from groupwise.server.openai.service import Begun, OpenAIService, Piece
-from groupwise.server.routes.declared import Asked, AskedHere
+from groupwise.server.routes.declared import AskedHere, RequestContext
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN
 
 TAG = "openai"
@@ -79,24 +79,24 @@ class _Handlers:
         return sent_model(await self.service.model(name))
 
     async def complete(
-        self, kind: Kind, body: ChatRequest | TextRequest, given: Said, asked: Asked
+        self, kind: Kind, body: ChatRequest | TextRequest, given: Said, asked: RequestContext
     ) -> Response:
         """Whole, or as a stream."""
         ask = ask_of(body, given)
         if body.stream:
             return await self._streamed(kind, body, ask, asked)
 
-        async def work() -> Answer:
+        async def work() -> StoredResponse:
             return await self.service.answer(
                 ask,
                 asked.caller,
-                lambda done: Answer(200, whole(kind, done).model_dump_json().encode()),
+                lambda done: StoredResponse(200, whole(kind, done).model_dump_json().encode()),
             )
 
         return await asked.once(work)
 
     async def _streamed(
-        self, kind: Kind, body: ChatRequest | TextRequest, ask: Ask, asked: Asked
+        self, kind: Kind, body: ChatRequest | TextRequest, ask: Ask, asked: RequestContext
     ) -> Response:
         if asked.caller.answer_key is not None:
             problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"

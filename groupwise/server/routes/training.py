@@ -35,7 +35,7 @@ from groupwise.api.schemas.training import (
     StepRequest,
     StopAnswer,
 )
-from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.ledger.idempotent_answers import (
     answer_of,
     completions_answer,
@@ -100,7 +100,7 @@ async def rewards(body: RewardsRequest, asked: AskedHere) -> Response:
     async def work() -> Any:
         return rewards_answer(request, await asked.service.rewards(request, asked.caller))
 
-    async def wait_on(before: Answer) -> Any:
+    async def wait_on(before: StoredResponse) -> Any:
         kept = rewards_of(request, before)
         return rewards_answer(request, await asked.service.rewards_trained(kept, request.timeout))
 
@@ -113,7 +113,7 @@ async def step(body: StepRequest, asked: AskedHere) -> Response:
     async def work() -> Any:
         return step_answer(body, await asked.service.step(body, asked.caller))
 
-    async def wait_on(before: Answer) -> Any:
+    async def wait_on(before: StoredResponse) -> Any:
         kept = StepAnswer.model_validate_json(before.body)
         return step_answer(body, await asked.service.step_taken(kept, body.timeout))
 

@@ -31,7 +31,7 @@ from groupwise.server.run.queries import event_data
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _LedgerSnapshot:
     """What the ledger knows, at one instant."""
 
     at: float
@@ -85,8 +85,8 @@ def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
     ]
 
 
-def _told(transaction: Transaction, run: str | None) -> _Told:
-    return _Told(
+def _told(transaction: Transaction, run: str | None) -> _LedgerSnapshot:
+    return _LedgerSnapshot(
         transaction.now,
         transaction.uptime,
         () if run is None else groups.living(transaction, run, MOST_GROUPS),

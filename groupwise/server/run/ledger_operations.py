@@ -24,7 +24,7 @@ from groupwise.api.schemas.training import (
 from groupwise.core.types import Group, from_json
 from groupwise.server.engine.port import Opened, Sampled
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
-from groupwise.server.ledger.answers import Answer, Request, once
+from groupwise.server.ledger.answers import Request, StoredResponse, once
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
 from groupwise.server.ledger.idempotent_answers import (
@@ -59,12 +59,12 @@ def started(
     goes_on: bool,
     opened: Opened,
     caller: Caller,
-    answer: Answer,
+    answer: StoredResponse,
 ) -> RunRow:
     """A run that an engine has opened, as the active one."""
     tokenizer = Tokenizer.of(opened)
 
-    def work(transaction: Transaction) -> Answer:
+    def work(transaction: Transaction) -> StoredResponse:
         if goes_on:
             runs.go_on(transaction, run, settings, config, tokenizer)
         else:
@@ -97,7 +97,7 @@ def keep_groups(
     """Groups that were sampled, and the answer about them."""
     kept: list[GroupAnswer] = []
 
-    def work(transaction: Transaction) -> Answer:
+    def work(transaction: Transaction) -> StoredResponse:
         new = [_new(each) for each in sampled]
         rows = groups.opened(transaction, run, new, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
@@ -148,7 +148,7 @@ def keep_rewards(
     """
     answers: list[RewardAnswer] = []
 
-    def work(transaction: Transaction) -> Answer:
+    def work(transaction: Transaction) -> StoredResponse:
         done = steps.next_step(transaction, run) if steps_done is None else steps_done
         version = (run, done)
         posts = [
@@ -260,7 +260,7 @@ def keep_plan(
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
 
-    def work(transaction: Transaction) -> Answer:
+    def work(transaction: Transaction) -> StoredResponse:
         runs.need_active(transaction, run)
         plan = steps.plan_of_named(transaction, run, request.group_ids, most, staleness, parameters)
         if plan is None:
@@ -306,7 +306,7 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
     """That a checkpoint stands under a name, and the answer about it."""
 
-    def work(transaction: Transaction) -> Answer:
+    def work(transaction: Transaction) -> StoredResponse:
         steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
         return answer_of(kept)
 
@@ -329,7 +329,7 @@ def tick(transaction: Transaction) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RunSnapshot:
     """What the ledger knows of a run, for its status."""
 
     row: RunRow
@@ -348,9 +348,9 @@ class Told:
         return {name.removeprefix(begin): n for name, n in found if name.startswith(begin)}
 
 
-def told(transaction: Transaction, run: str) -> Told:
+def told(transaction: Transaction, run: str) -> RunSnapshot:
     """Everything at one instant."""
-    return Told(
+    return RunSnapshot(
         runs.read_run(transaction, run),
         steps.next_step(transaction, run),
         groups.count_groups(transaction, run),

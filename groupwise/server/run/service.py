@@ -41,7 +41,7 @@ from groupwise.api.schemas.training import (
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.port import Engine
 from groupwise.server.ledger import counters
-from groupwise.server.ledger.answers import Answer, stored_answer
+from groupwise.server.ledger.answers import StoredResponse, stored_answer
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import Current
@@ -198,7 +198,7 @@ class Service:
         """Keep the run as it is now under a name: after the step under way, or as it was left."""
         return await self._checkpoints.save(name, caller)
 
-    async def remembered(self, caller: Caller) -> Answer | None:
+    async def remembered(self, caller: Caller) -> StoredResponse | None:
         """What the request was answered before; refused where its key came with another body."""
         request = ledger_operations.named(caller)
         return None if request is None else await self._ledger.do(stored_answer, request)

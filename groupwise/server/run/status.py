@@ -19,7 +19,7 @@ from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.runs import RunState
 from groupwise.server.run import steps
 from groupwise.server.run.conductor import Conductor, RunStatus
-from groupwise.server.run.ledger_operations import Told
+from groupwise.server.run.ledger_operations import RunSnapshot
 
 PHASES: Mapping[RunState, Phase] = {
     "active": "recovering",
@@ -34,7 +34,7 @@ SAMPLED, LEARNED = "perf/sampling_tokens_per_second", "perf/learning_tokens_per_
 
 
 def status_of(
-    told: Told,
+    told: RunSnapshot,
     conductor: Conductor | None,
     probe: Probe | None,
     versions: Sequence[int],

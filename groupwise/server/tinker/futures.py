@@ -1,7 +1,7 @@
 """Calls that are answered later: a request gets an id at once, and its answer is fetched with the id as often as one likes.
 
 A client sends a request, is told an id, and polls. Because it sends a request again when the connection is lost, each has a natural key,
-and the second one with the same key and content is told the first one's id. The requests of one model form a `Line`: they are applied
+and the second one with the same key and content is told the first one's id. The requests of one model form a `CallQueue`: they are applied
 one after another in the order of their sequence numbers, in whatever order they arrive; a number that is missing holds up those after it.
 Samples have no order.
 
@@ -33,7 +33,7 @@ GAP_PATIENCE = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CallResult:
     """What a call came to."""
 
     body: bytes
@@ -68,7 +68,7 @@ class LeftOut(RunError):
         self.note = note
 
 
-Work = Callable[[], Awaitable[Answer]]
+Work = Callable[[], Awaitable[CallResult]]
 
 
 class AnswerGone(GroupwiseError):
@@ -121,7 +121,7 @@ class _Call:
     """Set when there is a result, or will be none in this process."""
     settling: bool = False
     """Whether the result is known, and about to be written down."""
-    result: Answer | Failure | None = None
+    result: CallResult | Failure | None = None
     kept: asyncio.Task[None] | None = None
     """Done when it is in the journal."""
 
@@ -178,7 +178,7 @@ class Futures:
         assert row.body is not None
         assert row.media_type is not None
         if row.state == "answered":
-            self._settle(call, Answer(row.body, row.media_type))
+            self._settle(call, CallResult(row.body, row.media_type))
         else:
             category = "user" if row.media_type == "user" else "server"
             self._settle(call, Failure(row.body.decode(), category))
@@ -270,12 +270,12 @@ class Futures:
             for call in self._calls.values():
                 call.told.set()
 
-    async def _settled(self, call: _Call, result: Answer | Failure) -> None:
+    async def _settled(self, call: _Call, result: CallResult | Failure) -> None:
         """Keep what a call came to. Once begun it goes on, whoever is cancelled: it may be in the journal already."""
         call.settling = True
         await asyncio.shield(self._task(self._written(call, result)))
 
-    async def _written(self, call: _Call, result: Answer | Failure) -> None:
+    async def _written(self, call: _Call, result: CallResult | Failure) -> None:
         if self._journal.durable:
             if call.kept is not None:
                 await asyncio.shield(call.kept)
@@ -288,7 +288,7 @@ class Futures:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def answer(self, id: str, patience: float) -> Answer | Failure | None:
+    async def answer(self, id: str, patience: float) -> CallResult | Failure | None:
         """The answer, or None where there is none within `patience` seconds, or before this process ends. AnswerGone or UnknownAnswer
         where there will be none."""
         call = self._find(id)
@@ -321,11 +321,11 @@ class Futures:
             f"The answer to the request {id} is no longer kept: the last {self._limits.answers} are."
         )
 
-    def _settle(self, call: _Call, result: Answer | Failure) -> None:
+    def _settle(self, call: _Call, result: CallResult | Failure) -> None:
         assert call.result is None, f"{call.id} has an answer already"
         self._waiting -= 1
         self._waiting_bytes -= call.size
-        call.size = len(result.body) if isinstance(result, Answer) else len(result.message)
+        call.size = len(result.body) if isinstance(result, CallResult) else len(result.message)
         call.result = result
         call.told.set()
         self._unfetched[call.id] = call
@@ -359,7 +359,7 @@ class _Turn:
     """What to do, or why it was refused."""
 
 
-class Line:
+class CallQueue:
     """The calls of one model, in the order of their sequence numbers, from 0.
 
     Where a number is missing for `patience` seconds, those that wait for it are failed: nobody will send it any more.
@@ -446,22 +446,22 @@ def _work_of(turn: _Turn) -> Work:
     if not isinstance(work, Exception):
         return work
 
-    async def refused() -> Answer:
+    async def refused() -> CallResult:
         raise work
 
     return refused
 
 
-def _for_journal(result: Answer | Failure) -> Outcome:
+def _for_journal(result: CallResult | Failure) -> Outcome:
     note = result.note
     changed, kept = note is not None, None if note is None else note.kept
     step = None if note is None else note.step
-    if isinstance(result, Answer):
+    if isinstance(result, CallResult):
         return Outcome("answered", changed, result.media_type, result.body, kept, step)
     return Outcome("failed", changed, result.category, result.message.encode(), kept, step)
 
 
-async def _outcome(work: Work) -> Answer | Failure:
+async def _outcome(work: Work) -> CallResult | Failure:
     try:
         return await work()
     # Whatever goes wrong must reach the client that waits for this answer, and must not end the line of its model.

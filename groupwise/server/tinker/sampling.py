@@ -10,7 +10,7 @@ from groupwise.core.errors import UsageError
 from groupwise.core.types import SamplingParams
 from groupwise.server.engine.adapter_port import Base, VerbEngine, VerbSample
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.futures import PROTOBUF, Answer, Futures
+from groupwise.server.tinker.futures import PROTOBUF, CallResult, Futures
 from groupwise.server.tinker.journal import Journal
 from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
@@ -73,11 +73,13 @@ class SamplingCalls:
             return earlier
         weights = sampler.weights or sampler.base
 
-        async def work() -> Answer:
+        async def work() -> CallResult:
             order = _order(body, await self._engine.base(sampler.base))
             drawn = await self._engine.sample(weights, order)
             length = len(order.prompt_ids)
-            return Answer(translate.sampled(drawn, length, body.prompt_logprobs_last_n), PROTOBUF)
+            return CallResult(
+                translate.sampled(drawn, length, body.prompt_logprobs_last_n), PROTOBUF
+            )
 
         id = self._futures.add(key, digest, len(content), kind=kind_of(body), content=content)
         self._futures.begin(id, work)

@@ -23,8 +23,8 @@ from groupwise.server.engine.adapter_port import VerbEngine
 from groupwise.server.ledger.calls import CallRow
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.futures import (
-    Answer,
     AnswerGone,
+    CallResult,
     Failure,
     Futures,
     Limits,
@@ -139,7 +139,7 @@ class VerbService:
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
             found.line.submit(sequence, body, error, REFUSED)
 
-    async def answer(self, id: str, patience: float) -> Answer | Failure | None:
+    async def answer(self, id: str, patience: float) -> CallResult | Failure | None:
         """See `Futures.answer`."""
         return await self.futures.answer(id, patience)
 

@@ -17,7 +17,7 @@ from groupwise.api.schemas import activity as wire
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
 from groupwise.server.ledger.calls import Everything
-from groupwise.server.tinker.futures import Futures, Line
+from groupwise.server.tinker.futures import CallQueue, Futures
 from groupwise.server.tinker.journal import Journal
 from groupwise.server.tinker.paths import path_of
 
@@ -48,7 +48,7 @@ class Model:
     """One that a client trains."""
 
     id: str
-    line: Line
+    line: CallQueue
     spec: ModelSpec | None = None
     """None until it has been made."""
     ephemeral: list[Stored] = field(default_factory=list[Stored])
@@ -92,7 +92,7 @@ class Opened:
             if name is not None:
                 self._session_keys[name] = id
         for row in found.models:
-            line = Line(row.id, self._futures, first=row.done + 1)
+            line = CallQueue(row.id, self._futures, first=row.done + 1)
             self.models[row.id] = Model(row.id, line, ModelSpec(**row.spec))
             self._sessions[row.session].models.add(row.id)
         for row in found.samplers:
@@ -188,7 +188,7 @@ class Opened:
         owner = self.session(session)
         id = f"{session}:train:{number}"
         if id not in self.models:
-            self.models[id] = Model(id, Line(id, self._futures))
+            self.models[id] = Model(id, CallQueue(id, self._futures))
             owner.models.add(id)
         return self.models[id]
 

@@ -17,7 +17,7 @@ from groupwise.core.types import OptimiserParams
 from groupwise.server.engine.adapter_port import ModelSpec, Stored, VerbEngine
 from groupwise.server.ledger.calls import StepRow
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.futures import PROTOBUF, Answer, LeftOut, Note, Work
+from groupwise.server.tinker.futures import PROTOBUF, CallResult, LeftOut, Note, Work
 from groupwise.server.tinker.journal import Journal
 from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
@@ -60,7 +60,7 @@ class TrainingCalls:
             train_unembed=lora.train_unembed,
         )
 
-        async def make() -> Answer:
+        async def make() -> CallResult:
             await self._make(model, spec)
             return _json({"model_id": model.id, "type": "create_model"})
 
@@ -71,7 +71,7 @@ class TrainingCalls:
     ) -> tuple[str, str]:
         model = self._opened.new_model(session, number)
 
-        async def make() -> Answer:
+        async def make() -> CallResult:
             spec = await self._engine.saved(stored)
             if body.base_model not in (None, spec.base):
                 raise UsageError(
@@ -118,14 +118,14 @@ class TrainingCalls:
                 model.line.submit(request.sequence, request.content, asked, FORWARD_BACKWARD)
             raise asked
 
-        async def work() -> Answer:
+        async def work() -> CallResult:
             if asked.forward_only:
                 computed = await self._engine.forward(model.id, asked.rows, asked.loss)
-                return Answer(translate.outputs(computed), PROTOBUF)
+                return CallResult(translate.outputs(computed), PROTOBUF)
             computed = await self._engine.forward_backward(model.id, asked.rows, asked.loss)
             for name, value in computed.sums.items():
                 model.sums[name] = model.sums.get(name, 0.0) + value
-            return Answer(translate.outputs(computed), PROTOBUF, Note())
+            return CallResult(translate.outputs(computed), PROTOBUF, Note())
 
         return model.id, self._submit(
             model, request.sequence, request.content, work, FORWARD_BACKWARD
@@ -136,7 +136,7 @@ class TrainingCalls:
         model = self._opened.model(body.model_id)
         params = optimiser_of(body)
 
-        async def work() -> Answer:
+        async def work() -> CallResult:
             keep_as = self._keeps_as(model, body.seq_id)
             result = await self._engine.optim_step(model.id, params, keep_as)
             sums, model.sums = model.sums, {}
@@ -167,7 +167,7 @@ class TrainingCalls:
         model = self._opened.model(body.model_id)
         stored = Stored(model.id, "weights", body.path)
 
-        async def work() -> Answer:
+        async def work() -> CallResult:
             await self._engine.save_state(
                 model.id, body.path, overwrite=body.overwrite, call=body.seq_id
             )
@@ -186,14 +186,14 @@ class TrainingCalls:
             )
         model, number = self._opened.model(body.model_id), body.seq_id
 
-        async def work() -> Answer:
+        async def work() -> CallResult:
             return await self._load(model, body, number, stored)
 
         return model.id, self._submit(model, number, content_of(body), work, kind_of(body))
 
     async def _load(
         self, model: Model, body: requests.LoadWeights, call: int, stored: Stored
-    ) -> Answer:
+    ) -> CallResult:
         """The state is kept at once: what was saved may be another one when this would be repeated."""
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
@@ -221,13 +221,13 @@ class TrainingCalls:
                 "save_weights_for_sampler needs either path or sampling_session_seq_id."
             )
 
-        async def named() -> Answer:
+        async def named() -> CallResult:
             assert body.path is not None
             await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
             path = path_of(Stored(model.id, "sampler_weights", body.path))
             return _json({"path": path, "type": "save_weights_for_sampler"})
 
-        async def for_a_sampler() -> Answer:
+        async def for_a_sampler() -> CallResult:
             name = f"{session_of(model.id)}:sample:{number}"
             sampler = await self._save_ephemeral(model, name, body.seq_id)
             return _json({"sampling_session_id": sampler, "type": "save_weights_for_sampler"})
@@ -271,5 +271,5 @@ def _finite(sums: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in sums.items() if math.isfinite(value)}
 
 
-def _json(value: Mapping[str, Any]) -> Answer:
-    return Answer(json.dumps(value).encode())
+def _json(value: Mapping[str, Any]) -> CallResult:
+    return CallResult(json.dumps(value).encode())

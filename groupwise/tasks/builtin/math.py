@@ -52,7 +52,7 @@ from groupwise.tasks.rewards.mathematics import MathAnswer, PureAccuracyMath, in
 LEVELS = 5
 GENERATED = 2000
 """Training problems, where the config does not say how many are generated."""
-PATIENCE = 1000
+MAX_DUPLICATES_IN_A_ROW = 1000
 """Generated problems in a row that were there already, after which no more are looked for."""
 LONGEST_WORDS = 40
 """Characters of an answer in words that stands by itself; a longer text is a solution, in which the answer has to be marked."""
@@ -389,7 +389,7 @@ def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Pr
         problem = next(problems)
         vain = vain + 1 if problem.key in found else 0
         found.setdefault(problem.key, problem)
-        if vain == PATIENCE:
+        if vain == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
                 f"The levels that task.min_level and task.max_level name seem to have no more than {len(found)} different problems, "
                 f"and {count} are asked for. Raise task.max_level, or ask for fewer."

@@ -49,7 +49,7 @@ MOST_STATES = 500
 BOARDS_OF_A_LAYOUT = 4
 FREE_CELLS = range(4, 11)
 """How many cells stay free on a board; fewer leave no move, more make easy boards with many states."""
-PATIENCE = 5000
+MAX_MISSES_IN_A_ROW = 5000
 """Layouts in a row without a board of the wanted number of moves before the search ends."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -255,7 +255,7 @@ def _boards_of_layouts(own: TaskConfig) -> Iterator[list[tuple[Board, tuple[Move
     stream = Stream("rush_hour", own.seed, own.size, own.max_walls, own.min_moves, own.max_moves)
     seen: set[tuple[int, tuple[Car, ...]]] = set()
     found, in_vain = 0, 0
-    while in_vain < PATIENCE:
+    while in_vain < MAX_MISSES_IN_A_ROW:
         layout, start = draw_layout(stream, own.size, own.max_walls)
         key = layout.walls, tuple(sorted(layout.cars, key=_by_line))
         boards = [] if key in seen else _boards(own, stream, layout, start)
@@ -265,7 +265,7 @@ def _boards_of_layouts(own: TaskConfig) -> Iterator[list[tuple[Board, tuple[Move
             yield boards
     raise TaskError(
         f"task: only {found} boards of {own.size}×{own.size} cells that need {own.min_moves} to {own.max_moves} moves were "
-        f"found; then {PATIENCE} layouts in a row had none. Lower min_moves, raise max_moves, or make train_size, "
+        f"found; then {MAX_MISSES_IN_A_ROW} layouts in a row had none. Lower min_moves, raise max_moves, or make train_size, "
         "validation_size and eval_size smaller."
     )
 

@@ -50,7 +50,7 @@ from groupwise.tasks.data.order import Stream
 
 OVERLONG_SHARE = 0.75
 """Of the longest completion, above which one counts as over-length where the config does not say."""
-PATIENCE = 1000
+MAX_DUPLICATES_IN_A_ROW = 1000
 """Rows in a row that were there already, after which no more are looked for."""
 
 
@@ -330,7 +330,7 @@ def _drawn(
         shown = (turn.guesses, turn.marks)
         vain = vain + 1 if shown in rows else 0
         rows.setdefault(shown, turn)
-        if vain == PATIENCE:
+        if vain == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
                 f"The {len(words)} secrets of the {split} split seem to make no more than {len(rows)} different prompts, and {size} "
                 "are asked for. Ask for fewer, or raise task.max_history."

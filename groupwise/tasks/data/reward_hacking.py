@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 ENDS = 0.7
 """Strength below which a signal ends."""
-SHOWN = (
+NEW_METRICS = (
     "length_correlation",
     "repetition",
     "repeated_lines",
@@ -161,7 +161,7 @@ class Signals:
         return warnings
 
     def _metrics(self, found: Mapping[str, float]) -> dict[str, float]:
-        shown = {name: found[name] for name in SHOWN if name in found}
+        shown = {name: found[name] for name in NEW_METRICS if name in found}
         shares = {
             f"part_share/{name.partition('/')[2]}": value
             for name, value in found.items()

@@ -20,8 +20,8 @@ from groupwise.tasks.rewards.boxed_values import (
     Errors,
     Json,
     Ledger,
-    Line,
     Lost,
+    MessageSocket,
     builtin_of,
     written_error,
 )
@@ -36,7 +36,7 @@ WRAPPER = "Solution"
 
 def serve(code: str, *, common_imports: bool) -> None:
     """Serve the tests until they have ended; `common_imports`: common modules need no import, see `known_names`."""
-    _Solution(code, Line(FIRST_CHANNEL), common_imports=common_imports).serve()
+    _Solution(code, MessageSocket(FIRST_CHANNEL), common_imports=common_imports).serve()
     os._exit(0)  # no thread of the solution is waited for
 
 
@@ -70,7 +70,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Solution:
-    def __init__(self, code: str, line: Line, *, common_imports: bool) -> None:
+    def __init__(self, code: str, line: MessageSocket, *, common_imports: bool) -> None:
         self._code = code
         self._common_imports = common_imports
         self._line = line

@@ -34,15 +34,15 @@ from groupwise.tasks.rewards.boxed_values import (
     Errors,
     Json,
     Ledger,
-    Line,
     Lost,
+    MessageSocket,
     NotPlain,
     written_error,
 )
 from groupwise.tasks.rewards.sandbox_child import COMMON_MODULES
 from groupwise.tasks.rewards.sandbox_kernel import FIRST_CHANNEL
 
-_SHOWN = 300
+_MAX_CHARACTERS_OF_TEST = 300
 """Characters of a failed test that are told."""
 _BUILTINS = frozenset(vars(builtins))
 _TEST = "test_"
@@ -55,10 +55,10 @@ class BrokenTests(Exception):
 
 def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
     """Run the tests against the solution at the other end."""
-    verdicts = Line(FIRST_CHANNEL + 1)
+    verdicts = MessageSocket(FIRST_CHANNEL + 1)
     try:
         plan = Plan.of(tests, entry_point)
-        far = Far(Line(FIRST_CHANNEL))
+        far = Far(MessageSocket(FIRST_CHANNEL))
         verdicts.send({"tests": len(plan.tests)})
         for problem in run_tests(plan, far):
             verdicts.send({"passed": problem is None, "why": problem})
@@ -80,7 +80,7 @@ class Step:
     @property
     def text(self) -> str:
         """For messages."""
-        return ast.unparse(ast.Module(self.body, type_ignores=[]))[:_SHOWN]
+        return ast.unparse(ast.Module(self.body, type_ignores=[]))[:_MAX_CHARACTERS_OF_TEST]
 
     def run(self, names: dict[str, Any]) -> None:
         """Execute it with these names, and add its own."""
@@ -180,7 +180,9 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
             )
     for statement in tree.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare):
-            raise BrokenTests(f"there is no assert before `{ast.unparse(statement)[:_SHOWN]}`")
+            raise BrokenTests(
+                f"there is no assert before `{ast.unparse(statement)[:_MAX_CHARACTERS_OF_TEST]}`"
+            )
     return [*(Step([each], _checks(each, checking)) for each in tree.body), *calls]
 
 
@@ -469,7 +471,10 @@ def _failure(step: Step, names: dict[str, Any]) -> str | None:
 
 
 def _told(error: BaseException) -> str:
-    text, name = str(error)[:_SHOWN], type(error).__name__[:_SHOWN]
+    text, name = (
+        str(error)[:_MAX_CHARACTERS_OF_TEST],
+        type(error).__name__[:_MAX_CHARACTERS_OF_TEST],
+    )
     return f"{name}: {text}" if text else name
 
 
@@ -479,7 +484,7 @@ def _told(error: BaseException) -> str:
 class Far:
     """The other end: what the solution is asked, and what it asks back."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: MessageSocket) -> None:
         self._line = line
         self._ledger = Ledger(_is_function, lambda number: Remote(self), of_tests=True)
         self._errors = Errors(self._ledger)

@@ -96,7 +96,7 @@ class NotPlain(BaseException):
     """A value that the other side cannot be given."""
 
 
-class Line:
+class MessageSocket:
     """One end of a stream socket, for whole messages."""
 
     def __init__(self, descriptor: int) -> None:

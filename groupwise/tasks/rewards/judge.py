@@ -42,7 +42,7 @@ from groupwise.tasks.rewards.registry import reward
 if TYPE_CHECKING:
     from groupwise.api.openai_client.client import Client, Endpoint
 
-_SHOWN = 300
+_MAX_CHARACTERS_OF_ANSWER = 300
 """Characters of an unreadable answer that a reason shows."""
 
 
@@ -278,7 +278,11 @@ class _Session:
             again = asked.again(said, problem)
             said, problem, later = await self._heard(asked, again)
             scores = later or scores
-        failure = Failed(f"got no verdict: {problem}, in {said[:_SHOWN]!r}") if problem else None
+        failure = (
+            Failed(f"got no verdict: {problem}, in {said[:_MAX_CHARACTERS_OF_ANSWER]!r}")
+            if problem
+            else None
+        )
         return _Verdict(scores, failure, said)
 
     async def _heard(

@@ -18,7 +18,7 @@ from typing import Any, cast
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import (
     LARGEST,
-    Answer,
+    FunctionResult,
     RewardCallable,
     call,
     check_columns,
@@ -180,7 +180,7 @@ class Rubric:
         members = [self._member(answers, index) for index in range(len(request.completions))]
         return GroupScore(tuple(members), _metrics(answers))
 
-    def _member(self, answers: Sequence[Answer], index: int) -> MemberScore:
+    def _member(self, answers: Sequence[FunctionResult], index: int) -> MemberScore:
         parts = tuple(
             RewardPart(name, answer.values[index], weight)
             for name, answer, weight in zip(self.names, answers, self.weights, strict=True)
@@ -199,7 +199,7 @@ class Rubric:
         return _scored(parts, notes)
 
 
-def _notes(answers: Sequence[Answer], index: int) -> dict[str, Any]:
+def _notes(answers: Sequence[FunctionResult], index: int) -> dict[str, Any]:
     """What the functions recorded beside one rollout; of one name the last value that is there."""
     notes: dict[str, Any] = {}
     for answer in answers:
@@ -235,16 +235,18 @@ def _check_each(check: Callable[[Row], None], rows: Mapping[int, Row], where: st
         )
 
 
-def _answered(name: str, result: Answer | BaseException, request: ScoreRequest) -> Answer:
+def _answered(
+    name: str, result: FunctionResult | BaseException, request: ScoreRequest
+) -> FunctionResult:
     """An async function that cancels itself gives an exception past `call`."""
-    if isinstance(result, Answer):
+    if isinstance(result, FunctionResult):
         return result
     reason = f"reward `{name}` raised {type(result).__name__}"
     count = len(request.completions)
-    return Answer((None,) * count, (reason,) * count)
+    return FunctionResult((None,) * count, (reason,) * count)
 
 
-def _metrics(answers: Sequence[Answer]) -> dict[str, float]:
+def _metrics(answers: Sequence[FunctionResult]) -> dict[str, float]:
     recorded: dict[str, list[float]] = {}
     for answer in answers:
         for name, values in answer.logged.metrics.items():

@@ -99,7 +99,7 @@ class Observed(Protocol):
 class RunHandle:
     """The run as one callback sees it: what it may read, and what it may ask for."""
 
-    def __init__(self, run: Observed, asked: Asked, name: str) -> None:
+    def __init__(self, run: Observed, asked: ControlRequests, name: str) -> None:
         self._run = run
         self._asked = asked
         self._name = name
@@ -243,7 +243,7 @@ def overrides(callback: Callback, method: str) -> bool:
 
 
 @dataclass(slots=True)
-class Asked:
+class ControlRequests:
     """What callbacks want of the run."""
 
     stop: Stop | None = None
@@ -269,7 +269,7 @@ class Callbacks:
         self._members: list[_Member] = []
         for name, callback in sorted(callbacks, key=lambda named: named[1].last):
             self._members.append(_Member(self._free(name), callback))
-        self._asked = Asked()
+        self._asked = ControlRequests()
         self._run: Observed | None = None
         self._thread: DaemonThreads[Callable[[], Any]] | None = None
         self._told: list[str] = []

@@ -54,7 +54,7 @@ WEIGHTS = "weights.json"
 LOG = "log.txt"
 OPTIONS = {"samples": "--samples-per-prompt", "max_questions": "--max-prompts"}
 """Options of `groupwise eval` that have other names."""
-PATIENCE = 0.1
+POLL_INTERVAL = 0.1
 """Seconds between two looks at processes that a finished run waits for."""
 REMINDER = 60.0
 """Seconds between two lines that say what it waits for."""
@@ -234,7 +234,7 @@ class BenchmarkOnCheckpoint(Callback):
                 )
                 said = time.monotonic()
             self._look(run)
-            time.sleep(PATIENCE)
+            time.sleep(POLL_INTERVAL)
 
     def _left(self) -> str:
         steps = sorted([*(each.step for each in self._started), *self._waiting])

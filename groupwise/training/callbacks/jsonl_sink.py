@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, TABLE, Line, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, TABLE, MetricsRow, Reported, State
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = f"{TABLE}.jsonl"
@@ -45,7 +45,7 @@ class JsonlSink:
         _mended(run.folder / EVALUATIONS, held, KNOWN_AFTER)
         return held
 
-    def line(self, line: Line) -> None:
+    def line(self, line: MetricsRow) -> None:
         """First rollouts and findings: without the line of metrics they do not count."""
         if line.findings:
             found = [

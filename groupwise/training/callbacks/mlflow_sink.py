@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, TABLE, Finding, Line, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, TABLE, Finding, MetricsRow, Reported, State
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class MlflowSink:
         logger.info("mlflow has it as the run %s", self._run_id)
         return held
 
-    def line(self, line: Line) -> None:
+    def line(self, line: MetricsRow) -> None:
         """Its metrics, the table, and then that they are there."""
         with _asking(PATIENTLY):
             point = import_module("mlflow.entities").Metric
@@ -275,7 +275,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
 
 
-def _csv(line: Line) -> str:
+def _csv(line: MetricsRow) -> str:
     """As the pages of MLflow show a table."""
     columns, rows = line.cells()
     text = io.StringIO()

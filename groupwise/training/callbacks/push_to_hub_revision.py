@@ -19,7 +19,7 @@ from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.processes.threads import DaemonThreads
 from groupwise.core.settings.view import View
 from groupwise.engine.models import hub_queue
-from groupwise.engine.models.card import Place, model_card
+from groupwise.engine.models.card import WeightsLocation, model_card
 from groupwise.engine.models.hub_push import Target, check_access
 from groupwise.engine.models.hub_queue import Queue
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
@@ -110,7 +110,7 @@ class PushToHubRevision(Callback):
         if any(entry.step == run.step for entry in queue.waiting()):
             return  # an earlier process has prepared it
         target = self._target(run.step)
-        place = Place(target.repo_id, target.revision)
+        place = WeightsLocation(target.repo_id, target.revision)
         card = model_card(run.folder, checkpoint, run.step, place=place)
         self._make_room(run, queue)
         queue.add(run.step, target, checkpoint, card, run.tokenizer)

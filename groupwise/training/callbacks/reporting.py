@@ -33,7 +33,7 @@ from groupwise.runs.store import Store
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.training.callbacks.jsonl_sink import JsonlSink
 from groupwise.training.callbacks.mlflow_sink import MlflowSink
-from groupwise.training.callbacks.sinks import Finding, Line, Reported, Sink
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported, Sink
 from groupwise.training.callbacks.tensorboard_sink import TensorBoardSink
 from groupwise.training.callbacks.trackio_sink import TrackioSink
 from groupwise.training.callbacks.wandb_sink import WandbSink
@@ -64,7 +64,7 @@ class Reporting(Callback):
         self._sinks = {name: SINKS[name]() for name in sinks}
         self._held: dict[str, int] = {}
         """The last line that each sink has."""
-        self._next: Line | None = None
+        self._next: MetricsRow | None = None
         """After the steps done; not sent yet."""
         self._sent: dict[str, dict[str, int]] = {}
         """By sink: the findings that it was sent, and with which line."""
@@ -104,7 +104,7 @@ class Reporting(Callback):
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Another line."""
         if self._sinks:
-            self._next = self._with_table(run, Line(run.step, metrics, time.time()))
+            self._next = self._with_table(run, MetricsRow(run.step, metrics, time.time()))
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
         """It belongs to the line of the steps done."""
@@ -119,7 +119,7 @@ class Reporting(Callback):
         for name, sink in list(self._sinks.items()):
             self._guarded(name, lambda sink=sink: sink.end(end.state))
 
-    def _send(self, run: RunHandle, line: Line | None) -> None:
+    def _send(self, run: RunHandle, line: MetricsRow | None) -> None:
         behind = [name for name in self._sinks if line and self._held[name] < line.steps]
         if line is None or not behind:
             return
@@ -148,7 +148,9 @@ class Reporting(Callback):
             )
             return None
 
-    def _recorded(self, run: RunHandle, first: int, last: int | None = None) -> Iterator[Line]:
+    def _recorded(
+        self, run: RunHandle, first: int, last: int | None = None
+    ) -> Iterator[MetricsRow]:
         """The lines of the record, up to the one before the steps done if `last` is not given."""
         last = run.step - 1 if last is None else last
         with _record(run) as store:
@@ -156,10 +158,10 @@ class Reporting(Callback):
             finished_at = {record.step + 1: record.finished_at for record in store.steps()}
         began = _began_at(run)
         for steps in range(max(first, 0), last + 1):
-            line = Line(steps, values.get(steps, {}), finished_at.get(steps, began))
+            line = MetricsRow(steps, values.get(steps, {}), finished_at.get(steps, began))
             yield self._with_table(run, line)
 
-    def _with_table(self, run: RunHandle, line: Line) -> Line:
+    def _with_table(self, run: RunHandle, line: MetricsRow) -> MetricsRow:
         """With the rollouts of its step, where they are to be shown."""
         section = run.config["run"]
         shown = section["num_completions_to_print"] if WITH_TABLES & self._sinks.keys() else 0

@@ -61,7 +61,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MetricsRow:
     """All that is known after so many steps."""
 
     steps: int
@@ -113,7 +113,7 @@ class Sink(Protocol):
         """The run begins or goes on; returns the last line that the sink holds of it, or `NOTHING`."""
         ...
 
-    def line(self, line: Line) -> None:
+    def line(self, line: MetricsRow) -> None:
         """Show one line."""
         ...
 

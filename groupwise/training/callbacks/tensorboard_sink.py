@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, Line, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, Reported, State
 
 FOLDER = "tensorboard"
 STRING = 7
@@ -56,7 +56,7 @@ class TensorBoardSink:
         self._writer.add_event(event)
         return NOTHING
 
-    def line(self, line: Line) -> None:
+    def line(self, line: MetricsRow) -> None:
         """One event with all values, and one for each finding, at its own steps."""
         self._add(line.finished_at, line.steps, line.values)
         for finding in line.findings:

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import Line, Reported, State
+from groupwise.training.callbacks.sinks import MetricsRow, Reported, State
 
 PROJECT = "groupwise"
 
@@ -41,7 +41,7 @@ class TrackioSink:
         )
         return self._run._next_step - 1
 
-    def line(self, line: Line) -> None:
+    def line(self, line: MetricsRow) -> None:
         """One row."""
         values: dict[str, Any] = {k: v for k, v in line.row().items() if math.isfinite(v)}
         for name, (columns, rows) in line.tables().items():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, Line, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, Reported, State
 
 PROJECT = "groupwise"
 
@@ -62,7 +62,7 @@ class WandbSink:
             return NOTHING
         return self._run.starting_step - 1
 
-    def line(self, line: Line) -> None:
+    def line(self, line: MetricsRow) -> None:
         """One row of its history."""
         for name in {finding.name for finding in line.findings} - self._defined:
             self._defined.add(name)

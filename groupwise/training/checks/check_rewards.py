@@ -32,7 +32,7 @@ CHEAP = 0.25
 """A completion without an answer that earns so much of what gold earns above the worst, is worth a warning."""
 SLOW = 0.5
 """Share of the time limit above which a call is called slow."""
-PATIENCE = 3
+MAX_TIMEOUTS_IN_A_ROW = 3
 """Calls in a row that take too long before the rewards are given up: each costs the whole time limit, and more would say the same."""
 
 
@@ -50,7 +50,8 @@ class Verdict:
 class Trial:
     """Calls the rewards as training does, and notes how long each call took.
 
-    After `PATIENCE` calls in a row that took too long it calls no more: everything else comes back as timed out, with that reason.
+    After `MAX_TIMEOUTS_IN_A_ROW` calls in a row that took too long it calls no more: everything else comes back as timed out, with that
+    reason.
     """
 
     scorer: Scorer
@@ -69,7 +70,7 @@ class Trial:
     @property
     def given_up(self) -> str | None:
         """Why the rewards are called no more; None as long as they are."""
-        if self.too_long < PATIENCE:
+        if self.too_long < MAX_TIMEOUTS_IN_A_ROW:
             return None
         return f"given up after {self.too_long} time-outs in a row; the last one: {self.reason}"
 

@@ -44,7 +44,7 @@ BUDGETS: dict[str, tuple[int, ...]] = {
 SLOTS = (None, 32, 16, 8)
 """Completions decoded together that are tried; None: as many as suit the machine. Fewer cost more time than computing
 activations again."""
-PATIENCE = 120.0
+MAX_STEP_SECONDS = 120.0
 """Seconds of a step above which a step gets fewer completions: within minutes one wants to see whether anything is learnt."""
 LEAST_PROMPTS, LEAST_GENERATIONS = 2, 4
 FEW_ROWS = 1000
@@ -457,13 +457,13 @@ def _choose_slots(draft: Draft, count: int | None) -> None:
 
 
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
-    """Fewer completions where a step would take longer than `PATIENCE`; `step_seconds` is at most, of the draft as it is then."""
+    """Fewer completions where a step would take longer than `MAX_STEP_SECONDS`; `step_seconds` is at most, of the draft as it is then."""
     fewest = max(LEAST_PROMPTS, draft.config.training.minibatches)
     for path, least, what in (
         (("training", "prompts_per_step"), fewest, "groups of a step"),
         (("training", "num_generations"), LEAST_GENERATIONS, "completions of a group"),
     ):
-        while step_seconds() > PATIENCE and not draft.is_given(path):
+        while step_seconds() > MAX_STEP_SECONDS and not draft.is_given(path):
             size = draft.chosen[path].value
             if size // 2 < least:
                 break

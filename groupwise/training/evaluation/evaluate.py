@@ -397,7 +397,7 @@ def _found(policy: str, config: RunConfig) -> FoundPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Prepared:
     """What is asked, and by what it is scored; no model is loaded yet."""
 
     tokenizer: Any
@@ -405,7 +405,7 @@ class _Asked:
     rubric: Rubric | None
 
 
-def _asked(config: RunConfig, task: Task) -> _Asked:
+def _asked(config: RunConfig, task: Task) -> _Prepared:
     tokenizer = prefork.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
@@ -419,7 +419,7 @@ def _asked(config: RunConfig, task: Task) -> _Asked:
     if rubric is not None:
         in_workers = rollout_builder.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
-    return _Asked(tokenizer, prompts, rubric)
+    return _Prepared(tokenizer, prompts, rubric)
 
 
 def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from groupwise.api.openai_client.answers import Answer
+from groupwise.api.openai_client.answers import Choices
 from groupwise.api.openai_client.client import Client
 from groupwise.api.schemas.template_columns import for_request
 from groupwise.core.errors import EndpointError
@@ -102,7 +102,7 @@ class Asking:
             self._changed(self.tally)
         self.tally.answered += 1
 
-    async def _request(self, item: Item, first: int, count: int) -> Answer:
+    async def _request(self, item: Item, first: int, count: int) -> Choices:
         config = self._config
         knobs = _Knobs(
             n=count,

@@ -148,7 +148,7 @@ async def _carried_out(plan: Plan, answers: Answers, journal: Journal) -> Genera
     with Interruption() as interruption, Ticker() as ticker:
         async with Client(endpoint, concurrency=config.concurrency) as client:
             there = len(items) - len(asked)
-            line = _Line(ticker, config, client, len(items), there)
+            line = _ProgressLine(ticker, config, client, len(items), there)
             asking = Asking(client, config, answers, journal, line.show)
             scores: Scores = {}
             try:
@@ -312,7 +312,7 @@ async def _model(config: GenerateConfig) -> str:
 # --- telling -------------------------------------------------------------------------------------
 
 
-class _Line:
+class _ProgressLine:
     """Tells how far the work is."""
 
     def __init__(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from groupwise.api.openai_client.answers import Answer, Usage
+from groupwise.api.openai_client.answers import Choices, Usage
 from groupwise.core.errors import StoreError
 
 ANSWERS = "answers.jsonl"
@@ -126,7 +126,7 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def append(self, key: str, first: int, answer: Answer) -> None:
+    def append(self, key: str, first: int, answer: Choices) -> None:
         """Keep an answer; when this returns, it is on the disk. Raises StoreError where the disk refuses."""
         line = {
             "key": key,
@@ -146,7 +146,7 @@ class Journal:
         self._answers.add(line)
 
 
-def _choices(answer: Answer) -> Sequence[dict[str, Any]]:
+def _choices(answer: Choices) -> Sequence[dict[str, Any]]:
     entries = zip(answer.texts, answer.finish_reasons, answer.reasoning, strict=True)
     return [
         {"text": text, "finish_reason": reason, **({"reasoning": thought} if thought else {})}

@@ -34,7 +34,7 @@ GENERATIONS = "generations.jsonl"
 TRAIN = "train.jsonl"
 FAILURES = "failures.jsonl"
 
-SHOWN = 200
+MAX_PROMPT_CHARACTERS = 200
 """Characters of a prompt that `failures.jsonl` shows."""
 CUT_OFF = frozenset({"length", "content_filter"})
 """Finish reasons of texts that did not come to their end."""
@@ -159,7 +159,7 @@ def _failed(failures: Sequence[Failure], items: Sequence[Item]) -> Iterator[dict
         yield {
             "row": failure.index,
             "key": item and item.key,
-            "prompt": item and shorten(_last_words(item.prompt), SHOWN),
+            "prompt": item and shorten(_last_words(item.prompt), MAX_PROMPT_CHARACTERS),
             "reason": failure.reason,
         }
 

@@ -20,7 +20,7 @@ from groupwise.core.interruption import Interrupted
 from groupwise.core.processes.threads import DaemonThreads
 from groupwise.core.terminal.plot import svg_curve, with_mean
 from groupwise.engine.models.artefact import CARD
-from groupwise.engine.models.card import Place, model_card, results_of
+from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.hub_push import Pushed, Target, push
 from groupwise.runs import find
 from groupwise.runs.advice import advice_on
@@ -118,7 +118,7 @@ def exit_code(run: Training, summary: dict[str, Any]) -> int:
 def _write_card(run: Training, summary: dict[str, Any]) -> None:
     hub, final = run.config.run.hub, run.folder.final
     revision = None if hub.revision == "main" else hub.revision
-    place = Place(hub.repo_id, revision) if hub.repo_id else Place(final.name)
+    place = WeightsLocation(hub.repo_id, revision) if hub.repo_id else WeightsLocation(final.name)
     step, results = summary["final_step"], results_of(summary)
     card = model_card(run.folder.path, final, step, place=place, results=results)
     atomic_files.write_file(final / CARD, card.encode())

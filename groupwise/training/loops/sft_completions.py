@@ -35,7 +35,7 @@ WITH_SIGNAL = "groups/with_signal"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PreparedPrompts:
     """The prompts that completions are drawn for, and how; found out before a model is loaded."""
 
     config: RunConfig
@@ -45,7 +45,9 @@ class Asked:
     layout: Layout
 
 
-def ask(loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout) -> Asked | None:
+def ask(
+    loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout
+) -> PreparedPrompts | None:
     """None where no completions are wanted. Raises UsageError for a task without prompts or rewards."""
     wanted = loaded.config.eval.completions
     if wanted is None:
@@ -57,7 +59,7 @@ def ask(loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout) -> 
     rubric = rollout_builder.task_rubric(config, task, tokenizer)
     drawing = placement.choose_layout(config, prompts.longest)
     drawing = replace(drawing, max_tokens_per_microbatch=layout.max_tokens_per_microbatch)
-    return Asked(config, prompts, rubric, drawing)
+    return PreparedPrompts(config, prompts, rubric, drawing)
 
 
 def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:

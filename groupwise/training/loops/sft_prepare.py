@@ -38,7 +38,7 @@ from groupwise.training.loops.prepare import (
     task_facts,
 )
 from groupwise.training.loops.profiling import check_profiled_steps
-from groupwise.training.loops.sft_completions import Asked, ask
+from groupwise.training.loops.sft_completions import PreparedPrompts, ask
 from groupwise.training.placement import Layout
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig
 
@@ -57,7 +57,7 @@ class SftPrepared(Prepared):
     held_out: LessonSet | None
     max_draws: int | None
     """Examples drawn in all steps together, where epochs say so."""
-    asked: Asked | None = None
+    asked: PreparedPrompts | None = None
     """What the policy writes by itself at evaluations, where it does."""
 
     @property

@@ -137,10 +137,10 @@ def _stands(loaded: LoadedConfig, ways: StartMode) -> tuple[str, int]:
 def _await_server(url: str | None) -> None:
     """It may be starting anew."""
     from groupwise.api.client.exchange import Call
-    from groupwise.engine.backends.remote.session import Line
+    from groupwise.engine.backends.remote.session import RequestThread
 
     assert url is not None, "parts that can be lost are a server's"
-    with Line(url) as line:
+    with RequestThread(url) as line:
         line.now(line.ask(Call("GET", "/healthz", lambda _: None)))
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from groupwise.core import atomic_files
 from groupwise.core.errors import ModelError, RunError, UsageError
 from groupwise.engine.models.artefact import CARD, TOKENIZER, is_adapter, write_artefact
-from groupwise.engine.models.card import Place, model_card, results_of
+from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.config import ModelConfig, recorded_base
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, read_config, read_summary
@@ -220,7 +220,7 @@ def _card(weights: _Weights, to: Format, name: str) -> str:
         weights.run,
         weights.folder,
         weights.step,
-        place=Place(name, file=f"{weights.run.name}.gguf" if to == "gguf" else None),
+        place=WeightsLocation(name, file=f"{weights.run.name}.gguf" if to == "gguf" else None),
         results=_results(weights),
         merged=to != "adapter",
     )

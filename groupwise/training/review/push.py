@@ -11,7 +11,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import RunInUseError, UsageError
 from groupwise.engine.models import hub_queue
 from groupwise.engine.models.artefact import write_artefact
-from groupwise.engine.models.card import Place, model_card, results_of
+from groupwise.engine.models.card import WeightsLocation, model_card, results_of
 from groupwise.engine.models.hub_push import Target
 from groupwise.engine.models.hub_push import push as upload
 from groupwise.runs.config import HubSection
@@ -66,7 +66,7 @@ def push(
 @contextmanager
 def _for_another(run: Path, final: Path, target: Target) -> Generator[Path]:
     """The final weights for another branch than the config's: the card says where its files are to be found, so they get their own."""
-    place = Place(target.repo_id, None if target.revision == "main" else target.revision)
+    place = WeightsLocation(target.repo_id, None if target.revision == "main" else target.revision)
     results = results_of(read_summary(run))
     card = model_card(run, final, final_step(run), place=place, results=results)
     with tempfile.TemporaryDirectory(dir=run, prefix=atomic_files.BUILDING) as folder:

@@ -237,7 +237,7 @@ def test_a_read_only_server_makes_the_client_reconnect(
     naps, sleep = second_nap(lambda: only_reads(postgres, ready_url, False))
     only_reads(postgres, ready_url, True)
     with monkeypatch.context() as impatient, closing(connect(ready_url)) as database:
-        impatient.setattr("groupwise.jobs.fleet.store.database.PATIENCE", 0.0)
+        impatient.setattr("groupwise.jobs.fleet.store.database.RETRY_TIMEOUT", 0.0)
         with pytest.raises(DatabaseFailure, match="read-only") as raised:
             database.run(put("a"))
         assert (database.read(names), raised.value.passing) == ([], True)

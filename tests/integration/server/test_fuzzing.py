@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from groupwise.server.app import make_app
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.tinker import answers, document
-from groupwise.server.tinker.futures import JSON, Answer, Failure
+from groupwise.server.tinker.futures import JSON, CallResult, Failure
 from groupwise.server.tinker.refusals import CODES
 from tests.tinker_app import KEY, app
 from tests.unit.server.http_client import client_of
@@ -236,7 +236,7 @@ async def verbs_course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
             await service.opened.finish(session)
         after = Loop(await service.opened.create_session(None))
         await after.go(service, last=5)
-        assert all(isinstance(each, Answer) for each in await after.answers(service))
+        assert all(isinstance(each, CallResult) for each in await after.answers(service))
 
 
 @FEW_RUNS

@@ -15,7 +15,7 @@ from playwright.sync_api import Page, ViewportSize, expect
 from groupwise.api.schemas.keys import Keyring
 from groupwise.dashboard.access import Door
 from groupwise.dashboard.app import make_app
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.cached_values import ending
 from groupwise.dashboard.sources.fleet import WatchedFleet
 from groupwise.dashboard.sources.runs import RunsIndex
@@ -37,7 +37,7 @@ def shown(
     runs: Path, keys: Keyring | None = None, fleet: DirectFleet | None = None
 ) -> Iterator[str]:
     watched = None if fleet is None else WatchedFleet(fleet)
-    place = Place(RunsIndex(runs), Door(keys, acts=True), watched)
+    place = DashboardContext(RunsIndex(runs), Door(keys, acts=True), watched)
     with (
         nullcontext() if watched is None else ending(watched),
         listening(make_app(place)) as address,

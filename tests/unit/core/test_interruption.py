@@ -161,7 +161,7 @@ def test_the_second_signal_ends_at_once_whatever_is_under_way(work, again):
     import time
 
     async def main():
-        tuned.PATIENCE = 0.01
+        tuned.CLEANUP_TIMEOUT = 0.01
         with Interruption() as interruption:
             say("ready")
             while not interruption._event.is_set():

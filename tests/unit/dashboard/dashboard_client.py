@@ -10,16 +10,16 @@ import httpx2
 from groupwise.api.schemas.keys import Keyring
 from groupwise.dashboard.access import Door
 from groupwise.dashboard.app import make_app
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.runs import RunsIndex
 
 HERE = "http://127.0.0.1:8080"
 
 
-def place_of(runs: Path, keys: Keyring | None = None) -> Place:
+def place_of(runs: Path, keys: Keyring | None = None) -> DashboardContext:
     index = RunsIndex(runs)
     index.known(patience=10.0)
-    return Place(index, Door(keys))
+    return DashboardContext(index, Door(keys))
 
 
 def asking(runs: Path, keys: Keyring | None = None, at: str = HERE) -> httpx2.AsyncClient:

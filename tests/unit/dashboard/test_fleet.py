@@ -15,7 +15,7 @@ from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.api.schemas.problems import Refusal
 from groupwise.dashboard.access import Door
 from groupwise.dashboard.app import make_app
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.fleet.jobs import MOST_OF_REASON
 from groupwise.dashboard.sources.cached_values import ending
 from groupwise.dashboard.sources.fleet import WatchedFleet, lasting
@@ -58,7 +58,7 @@ def direct(small: SmallFleet, tmp_path: Path) -> DirectFleet:
 def client_of(
     fleet: Any, runs: Path, keys: Keyring | None = None, *, acts: bool = True
 ) -> httpx2.AsyncClient:
-    place = Place(
+    place = DashboardContext(
         RunsIndex(runs), Door(keys, acts=acts), None if fleet is None else WatchedFleet(fleet)
     )
     transport = httpx2.ASGITransport(make_app(place))
@@ -280,7 +280,7 @@ def test_a_fleet_that_hangs_holds_up_no_stream_and_pages_for_seconds(
 ) -> None:
     answer = threading.Event()
     monkeypatch.setattr(direct, "status", lambda: answer.wait(60) and {})
-    monkeypatch.setattr("groupwise.dashboard.sources.fleet.PATIENCE", 0.05)
+    monkeypatch.setattr("groupwise.dashboard.sources.fleet.LOCK_TIMEOUT", 0.05)
     watched = WatchedFleet(direct)
     try:
         assert [watched.stamp(0.01) for _ in range(2)] == [None, None]

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.dashboard.access import Door
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.live import Streams, look_of
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.runs.store import Store
@@ -26,7 +26,7 @@ def asked(query: str) -> Request:
 def test_a_run_is_new_after_a_step_and_after_an_evaluation_beside_it(tmp_path: Path) -> None:
     path = write_run(tmp_path / "one", 2)
     write_run(tmp_path / "two", 2)
-    look = look_of(Place(RunsIndex(tmp_path), Door(None)), asked("run=one&run=two"))
+    look = look_of(DashboardContext(RunsIndex(tmp_path), Door(None)), asked("run=one&run=two"))
     seen = [look()]
     assert look() == seen[0]
     with Store.open(path / "run.db") as store:
@@ -44,7 +44,7 @@ def test_evaluations_are_new_once_a_result_is_there(tmp_path: Path, place: str) 
     runs = tmp_path / "runs"
     write_run(runs / "one", 2)
     now = [0.0]
-    look = look_of(Place(RunsIndex(runs, lambda: now[0]), Door(None)), asked(""))
+    look = look_of(DashboardContext(RunsIndex(runs, lambda: now[0]), Door(None)), asked(""))
     before = look()
     now[0] += 10
     assert look() == before

@@ -25,7 +25,7 @@ from groupwise.api.schemas.keys import Keyring, Role
 from groupwise.api.schemas.training import Counters, EventData, StatusAnswer
 from groupwise.dashboard.access import Door
 from groupwise.dashboard.app import make_app
-from groupwise.dashboard.context import Place
+from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.mounted import in_front
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import CLOCKS_RUN, WatchedServer
@@ -93,7 +93,7 @@ def everything() -> Told:
 
 
 def client_of(server: Any, runs: Path) -> httpx2.AsyncClient:
-    place = Place(RunsIndex(runs), Door(None), server=server and WatchedServer(server))
+    place = DashboardContext(RunsIndex(runs), Door(None), server=server and WatchedServer(server))
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(place)), base_url=HERE)
 
 

@@ -54,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
         def now(self, work: object) -> None:
             pass
 
-    monkeypatch.setattr(connection, "Line", Line)
+    monkeypatch.setattr(connection, "RequestThread", Line)
     return found
 
 

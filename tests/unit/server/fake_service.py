@@ -25,7 +25,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.answers import StoredResponse
 from groupwise.server.ledger.idempotent_answers import (
     answer_of,
     completions_answer,
@@ -48,7 +48,7 @@ class FakeService:
         """Set when a blocked method has been reached."""
         self.cancelled: list[str] = []
         self.calls: list[tuple[str, Any]] = []
-        self.answers: dict[tuple[str, Any], tuple[str, Answer]] = {}
+        self.answers: dict[tuple[str, Any], tuple[str, StoredResponse]] = {}
         self.committed: list[Any] = []
         self.happened: list[EventData] = []
         self.news = asyncio.Event()
@@ -78,7 +78,7 @@ class FakeService:
             if self.shut:
                 raise Refusal("shutting_down")
 
-    def _keep(self, caller: Caller, answer: Answer) -> None:
+    def _keep(self, caller: Caller, answer: StoredResponse) -> None:
         if caller.answer_key is not None:
             named = caller.answer_key
             self.answers[caller.key_id, (named.route, named.key)] = (named.body_hash, answer)
@@ -216,7 +216,7 @@ class FakeService:
     async def count_refusal(self, code: str) -> None:
         self.refused.append(code)
 
-    async def remembered(self, caller: Caller) -> Answer | None:
+    async def remembered(self, caller: Caller) -> StoredResponse | None:
         named = caller.answer_key
         assert named is not None
         found = self.answers.get((caller.key_id, (named.route, named.key)))

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from groupwise.api.client.errors import ClientError, NoAnswer, NotAuthorised, Refused
 from groupwise.api.client.exchange import (
-    PATIENCE,
+    RETRY_TIMEOUT,
     TIMEOUT,
     Call,
     Connection,
@@ -63,7 +63,7 @@ LAST_PATIENCE = 5.0
 BYTES = {"Content-Type": "application/octet-stream"}
 
 
-class Line:
+class RequestThread:
     """Requests to a server, by a thread of its own."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Line:
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """The key comes from GROUPWISE_API_KEY. `transport` answers in the network's place. Raises UsageError for what is no URL."""
-        self.connection = Connection.of(url, None, PATIENCE, TIMEOUT, timing)
+        self.connection = Connection.of(url, None, RETRY_TIMEOUT, TIMEOUT, timing)
         self._transport = transport
         self._http: httpx2.AsyncClient | None = None
         self._loop = asyncio.new_event_loop()
@@ -170,11 +170,11 @@ def answer_as(kind: type[ModelT]) -> Callable[[httpx2.Response], ModelT]:
     return lambda response: kind.model_validate_json(response.content)
 
 
-class Session(Line):
+class Session(RequestThread):
     """Parts that are open on a server; `open` first. One at a time has the model of a server."""
 
     def __init__(self, url: str, *, timing: Timing | None = None, **more: Any) -> None:
-        """As `Line`."""
+        """As `RequestThread`."""
         super().__init__(url, timing=timing, **more)
         self.id = secrets.token_hex(16)
         self._numbers = itertools.count(1)

@@ -46,7 +46,7 @@ EXTRAS: dict[Accelerator, tuple[str, ...]] = {
 """What JAX needs besides, for each kind of device."""
 PLATFORMS = "JAX_PLATFORMS"
 """Says what JAX may compute on."""
-PATIENCE, LIMIT = 20.0, 300.0
+USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
 """Seconds in which JAX usually opens its devices, and that are waited for at most."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
@@ -196,14 +196,16 @@ def _looked(interpreter: Path, *told: str | None) -> Found:
 def _seen(worker: WorkerProcess) -> Any:
     future = worker.begin(Look())
     with suppress(TimeoutError):
-        return future.result(PATIENCE)
+        return future.result(USUAL_SECONDS)
     logger.warning(
-        "JAX has not opened its devices after %.0f s; waiting for up to %.0f s", PATIENCE, LIMIT
+        "JAX has not opened its devices after %.0f s; waiting for up to %.0f s",
+        USUAL_SECONDS,
+        MAX_SECONDS,
     )
     with suppress(TimeoutError):
-        return future.result(LIMIT - PATIENCE)
+        return future.result(MAX_SECONDS - USUAL_SECONDS)
     raise UsageError(
-        f"JAX has not opened its devices within {LIMIT:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice of "
+        f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice of "
         f"several hosts waits for the others.{worker.last_words()}"
     )
 

@@ -9,7 +9,7 @@ from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.backends.unsloth.model import UnslothDecoder
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, Wanted, whole_rows
+from groupwise.engine.learner.forward import Forward, ForwardOutputs, whole_rows
 from groupwise.engine.learner.layout import MicroBatch, microbatches
 from groupwise.engine.learner.weights import TrainedWeights
 
@@ -29,7 +29,7 @@ class UnslothEngine:
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
         """See `Engine.acting`. Without a gradient the same kernels compute, so that log-probabilities are those that are trained."""
 
-        def compute(batch: MicroBatch, wanted: Wanted) -> Forward:
+        def compute(batch: MicroBatch, wanted: ForwardOutputs) -> Forward:
             return whole_rows(self._decoder, batch, wanted)
 
         reference = role == "reference"

@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, Wanted, asked_of
+from groupwise.engine.learner.forward import Forward, ForwardOutputs, asked_of
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut
@@ -48,7 +48,7 @@ class NativeEngine:
         """See `Engine.acting`."""
         model, factors = self._model, self._weights.factors(role)
 
-        def compute(batch: FlatBatch, wanted: Wanted) -> Forward:
+        def compute(batch: FlatBatch, wanted: ForwardOutputs) -> Forward:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
             asked = asked_of(batch.rows, wanted, model.device)
             before_N = torch.tensor(batch.before, device=model.device)[asked.among_A]

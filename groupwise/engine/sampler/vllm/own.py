@@ -48,7 +48,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ServerSpec:
     """What is started."""
 
     python: str
@@ -110,7 +110,7 @@ class OwnEndpoint(Endpoint):
 class OwnServer:
     """See the module. It begins with `up`."""
 
-    def __init__(self, wanted: Wanted, log: Path, *, timeout: float) -> None:
+    def __init__(self, wanted: ServerSpec, log: Path, *, timeout: float) -> None:
         """`log`: where its words go, anew for each run. `timeout`: seconds of a request."""
         self._wanted = wanted
         self.log = log

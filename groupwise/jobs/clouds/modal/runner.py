@@ -27,7 +27,13 @@ from groupwise.jobs.hosts.framing import (
     request_bytes,
     without_answer,
 )
-from groupwise.jobs.hosts.port import Answer, HostError, OutcomeUnknown, Request, RunnerRefused
+from groupwise.jobs.hosts.port import (
+    HostError,
+    OutcomeUnknown,
+    Request,
+    RunnerRefused,
+    RunnerResponse,
+)
 
 COLD = 120.0
 """Seconds that the desk may take to begin, beside those of an answer."""
@@ -47,7 +53,7 @@ class DeskHost:
     def __init__(self, port: ModalPort) -> None:
         self._port = port
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """See `Host.call`."""
         seconds = (request.longest or timeout) + COLD
         try:

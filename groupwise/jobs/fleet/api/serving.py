@@ -82,7 +82,7 @@ class Serving(Shared):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContext:
     """What a handler is given."""
 
     serving: Serving
@@ -102,14 +102,14 @@ class Asked:
         return await self.serving.database.read_in_thread(fn)
 
 
-async def asked(request: Request) -> Asked:
+async def asked(request: Request) -> RequestContext:
     """For handlers: who asks."""
     caller = facts_of(request.scope).caller
     assert caller is not None, "the middleware let it through"
-    return Asked(request.app.state.shared, caller)
+    return RequestContext(request.app.state.shared, caller)
 
 
-AskedHere = Annotated[Asked, Depends(asked)]
+AskedHere = Annotated[RequestContext, Depends(asked)]
 
 
 def document(value: Any, status: int = 200) -> Response:

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.write_batching import Reads, Writes
 from groupwise.jobs.fleet.store.database import Database
-from groupwise.jobs.hosts.port import Answer, Host, Request
+from groupwise.jobs.hosts.port import Host, Request, RunnerResponse
 
 T = TypeVar("T")
 Key = TypeVar("Key")
@@ -121,7 +121,7 @@ class _Watched:
         self._host = host
         self._gateway = gateway
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         name = f"host.{request.verb}"
         return await self._gateway.ask(name, lambda: self._host.call(request, timeout=timeout))
 

@@ -60,7 +60,7 @@ NAMED = {
 """Why the machine does not offer what the job names as an artefact. Below one, these are left out and nothing more."""
 TRIES = 2
 """Of the whole list, where a file was another one by the time that it was read."""
-SHOWN = 5
+MAX_PATHS_LISTED = 5
 """Paths in a message."""
 
 
@@ -138,7 +138,7 @@ def _beyond(files: Manifest, limits: Limits) -> str | None:
     """Why so many, or so large, are not fetched: the machine keeps to the limits, but is not trusted to."""
     size = sum(entry.size for entry in files.values())
     if size > limits.artefact_mb << 20:
-        largest = sorted(files, key=lambda path: -files[path].size)[:SHOWN]
+        largest = sorted(files, key=lambda path: -files[path].size)[:MAX_PATHS_LISTED]
         shown = ", ".join(f"{path} ({files[path].size} bytes)" for path in largest)
         return f"the artefacts are {size} bytes; the job's limit is {limits.artefact_mb} MiB. The largest: {shown}"
     if len(files) > limits.artefact_files:
@@ -226,7 +226,7 @@ def _collected(target: Path, named: Collection[str]) -> Collected:
     others = len(left_out) - len(lacking) + sum(more.values()) - unnamed
     if not lacking and not unnamed:
         return Collected(left_out=others)
-    told = f"{len(lacking) + unnamed} of the artefacts did not come: {'; '.join(lacking[:SHOWN])}"
+    told = f"{len(lacking) + unnamed} of the artefacts did not come: {'; '.join(lacking[:MAX_PATHS_LISTED])}"
     return Collected(told, others)
 
 

@@ -96,7 +96,7 @@ class Behind:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _LogLine:
     """As it is sent."""
 
     begin: int
@@ -356,7 +356,7 @@ class Shipper:
                 await self._move(log, log.sent, end)
             log = replace(log, sent=end)
 
-    async def _give(self, log: Behind, lines: Sequence[_Line]) -> None:
+    async def _give(self, log: Behind, lines: Sequence[_LogLine]) -> None:
         """In halves where that is too much, or refused; one after the other, so that whoever reads them has them in their order."""
         if await self._is_taken(log, lines):
             await self._move(log, lines[0].begin, lines[-1].end)
@@ -365,7 +365,7 @@ class Shipper:
         await self._give(log, lines[:half])
         await self._give(log, lines[half:])
 
-    async def _is_taken(self, log: Behind, lines: Sequence[_Line]) -> bool:
+    async def _is_taken(self, log: Behind, lines: Sequence[_LogLine]) -> bool:
         """One line alone always is, or what says in its place that it was left out."""
         size = sum(len(line.told) for line in lines)
         if size > self._largest and len(lines) > 1:
@@ -380,7 +380,7 @@ class Shipper:
             await self._leave_out(log, lines[0], error)
         return True
 
-    async def _leave_out(self, log: Behind, line: _Line, error: Refused) -> None:
+    async def _leave_out(self, log: Behind, line: _LogLine, error: Refused) -> None:
         said = f"[{line.end - line.begin} bytes are left out here: {error}]"
         await self._sink.take(_told(log, line.begin, said, left_out=str(error)))
         if not self._leaving_out_is_told:
@@ -440,7 +440,7 @@ def _moved(session: Session, log: Behind, end: int) -> None:
     )
 
 
-def _lines(logs: Path, log: Behind) -> tuple[list[_Line], int]:
+def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
     """The lines that can be sent, and the offset behind them. A log that was pruned has none, and is done with."""
     data = b""
     with (
@@ -451,11 +451,11 @@ def _lines(logs: Path, log: Behind) -> tuple[list[_Line], int]:
     if not data:
         return [], log.here
     whole = log.over and log.sent + len(data) == log.here
-    lines: list[_Line] = []
+    lines: list[_LogLine] = []
     for offset, part in _split(data, whole):
         begin = log.sent + offset
         text = part.decode("utf-8", "replace").removesuffix("\n")
-        lines.append(_Line(begin, begin + len(part), _told(log, begin, text)))
+        lines.append(_LogLine(begin, begin + len(part), _told(log, begin, text)))
     return lines, lines[-1].end if lines else log.sent
 
 

@@ -159,7 +159,7 @@ def least_python() -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PrepareOptions:
     """What somebody typed."""
 
     extras: Sequence[str] = ()
@@ -176,7 +176,7 @@ class Asked:
     time_seconds: float = TIME_SECONDS
 
 
-def plan_of(asked: Asked) -> Plan:
+def plan_of(asked: PrepareOptions) -> Plan:
     """The plan. Raises UsageError with what cannot work."""
     _check(asked)
     wheels = tuple(path.absolute() for path in asked.wheels)
@@ -199,7 +199,7 @@ def plan_of(asked: Asked) -> Plan:
     )
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: PrepareOptions) -> None:
     if asked.lock is not None and (asked.extras or asked.also):
         raise UsageError(
             "--lock names all that is installed; --extra and --with are for a lock that is made here."

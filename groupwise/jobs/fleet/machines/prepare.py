@@ -61,7 +61,7 @@ WAIT = 20.0
 """Seconds for one look at a build that says nothing."""
 AGAIN = 2.0
 """Seconds before a lost connection is made again."""
-PATIENCE = 600.0
+CONNECTION_TIMEOUT = 600.0
 """Seconds without any connection after which nobody waits any more."""
 KEPT_SECONDS = 600.0
 """How long the folder of a build stays at least, for others that follow it."""
@@ -332,7 +332,7 @@ class _Task:
                 raise
             except OutcomeUnknown:
                 # Of one epoch there is never more than one; asked again, it says what became of it.
-                if time.monotonic() - began > PATIENCE:
+                if time.monotonic() - began > CONNECTION_TIMEOUT:
                     raise
                 await asyncio.sleep(AGAIN)
 
@@ -394,7 +394,7 @@ class _Follower:
         self._silent_since: float | None = None
 
     async def follow(self, state: MemberState) -> MemberState:
-        """Until it has ended. Raises HostError where the machine stays silent for PATIENCE."""
+        """Until it has ended. Raises HostError where the machine stays silent for CONNECTION_TIMEOUT."""
         while True:
             try:
                 await self._read(state)
@@ -433,6 +433,6 @@ class _Follower:
             self.tell(
                 f"the connection is lost ({error}); it goes on there, and is looked for again"
             )
-        if now - self._silent_since > PATIENCE:
+        if now - self._silent_since > CONNECTION_TIMEOUT:
             raise error
         await asyncio.sleep(AGAIN)

@@ -46,7 +46,12 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.queue import kinds
 from groupwise.jobs.fleet.queue.elastic import elastic_of
-from groupwise.jobs.fleet.queue.fair_share import PRIORITY_SECONDS, WAITING, Line, Place
+from groupwise.jobs.fleet.queue.fair_share import (
+    PRIORITY_SECONDS,
+    WAITING,
+    ProjectQueue,
+    QueuePosition,
+)
 from groupwise.jobs.fleet.queue.request import (
     COMMAND,
     Beyond,
@@ -728,7 +733,7 @@ def _named(jobs: Iterable[_Admitted]) -> Iterator[tuple[str, str]]:
             yield sha256, job.project
 
 
-def _placed(job: _Admitted, fleet: _Fleet) -> Place:
+def _placed(job: _Admitted, fleet: _Fleet) -> QueuePosition:
     """Where it stands in the line of its project. One that is retried has waited since then, and nobody waits since a time to come."""
     made: datetime = job.row.values["created_at"]
     if made.tzinfo is None:
@@ -749,7 +754,7 @@ class _Share:
     max_waiting: int | None
     waiting: int
     """Counted only where there is a limit."""
-    line: Line
+    line: ProjectQueue
 
     def full(self, remedy: str, ahead: int = 0) -> str | None:
         """Why no more of it may wait, if so."""
@@ -780,7 +785,7 @@ def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share
             row.name,
             row.max_waiting,
             0 if row.max_waiting is None else _waiting(session, row.name),
-            Line(session, row.name, row.weight),
+            ProjectQueue(session, row.name, row.weight),
         )
         for row in rows
     }

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from groupwise.api.schemas.fleet import EngineBody
 from groupwise.api.schemas.problems import field_errors
 from groupwise.core.errors import UsageError
-from groupwise.jobs.clouds.engines import ENGINES, Wanted
+from groupwise.jobs.clouds.engines import ENGINES, EngineRequest
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.hosts.driver import Engine
 from groupwise.jobs.hosts.spec import Limits
@@ -42,7 +42,7 @@ class Elastic:
 
     def engine(self, resources: Resources, limits: Limits) -> Engine:
         """What is asked of it for a job. Raises UsageError where its options are none."""
-        wanted = Wanted(
+        wanted = EngineRequest(
             resources.gpu_count,
             self.said.gpu_model,
             resources.cpus,
@@ -85,7 +85,7 @@ def _unusable(said: EngineBody) -> str | None:
     if kind is None:
         return f"there is none called {said.name!r}: {', '.join(ENGINES)}"
     try:
-        kind.options(Wanted(options=said.options))
+        kind.options(EngineRequest(options=said.options))
         if said.address is not None:
             kind.check_address(said.address)
     except UsageError as error:

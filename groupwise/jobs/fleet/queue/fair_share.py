@@ -39,7 +39,7 @@ _BACKWARDS = (Job.due.desc(), Job.rank.desc())
 
 
 @dataclass(slots=True)
-class Place:
+class QueuePosition:
     """Of one job in the line."""
 
     due: float
@@ -57,8 +57,8 @@ class Place:
 class _Gap:
     """Two jobs that stand next to each other in the database; None: there is nobody on that side."""
 
-    before: Place | None
-    behind: Place | None
+    before: QueuePosition | None
+    behind: QueuePosition | None
     put_off: float = 0.0
     """By which all on its far side are to come later than they stand there."""
 
@@ -69,7 +69,7 @@ class _Gap:
         )
 
 
-class Line:
+class ProjectQueue:
     """The jobs of a project that wait, for whoever has locked the project."""
 
     def __init__(self, session: Session, project: str, weight: float) -> None:
@@ -77,17 +77,17 @@ class Line:
         self._project = project
         self._weight = max(weight, 1e-3)
         self._gaps: list[_Gap] = []
-        self._placed: list[Place] = []
+        self._placed: list[QueuePosition] = []
         """Those that are not in the database yet, in their order."""
 
-    def place(self, due: float, resources: Resources) -> Place:
+    def place(self, due: float, resources: Resources) -> QueuePosition:
         """The place of a job that joins. Its rank stands when all have been placed that are placed together."""
         gap = self._gap(due)
         index = bisect_right(self._placed, due, key=lambda each: each.due)
         before = [*self._now(gap.before), *self._placed[:index][-1:]]
         behind = [*self._now(gap.behind), *self._placed[index:][:1]]
         rank = max([due, *(each.end for each in before)])
-        place = Place(due, rank, self._turn(resources))
+        place = QueuePosition(due, rank, self._turn(resources))
         missing = place.end - min([place.end, *(each.rank for each in behind)])
         if missing:
             missing += MARGIN * self._reach(gap)
@@ -117,12 +117,12 @@ class Line:
     def _turn(self, resources: Resources) -> float:
         return TURN_SECONDS * max(1, resources.gpu_count) * resources.machines / self._weight
 
-    def _now(self, place: Place | None) -> list[Place]:
+    def _now(self, place: QueuePosition | None) -> list[QueuePosition]:
         """A neighbour, as it will stand in the database."""
         if place is None:
             return []
         before = (g for g in self._gaps if g.behind is not None and g.behind.due <= place.due)
-        return [Place(place.due, place.rank + sum(g.put_off for g in before), place.turn)]
+        return [QueuePosition(place.due, place.rank + sum(g.put_off for g in before), place.turn)]
 
     def _reach(self, gap: _Gap) -> float:
         """From the first to the last of those in the database that stand behind a gap."""
@@ -141,13 +141,13 @@ class Line:
             self._gaps.append(known)
         return known
 
-    def _neighbour(self, side: ColumnElement[bool], *order: Any) -> Place | None:
+    def _neighbour(self, side: ColumnElement[bool], *order: Any) -> QueuePosition | None:
         query = select(Job.due, Job.rank, Job.resources).where(*self._members(), side)
         row = self._session.execute(query.order_by(*order).limit(1)).first()
         return None if row is None else self._read(row.due, row.rank, row.resources)
 
-    def _read(self, due: float, rank: float, resources: Mapping[str, Any]) -> Place:
-        return Place(due, rank, self._turn(Resources.model_validate(resources)))
+    def _read(self, due: float, rank: float, resources: Mapping[str, Any]) -> QueuePosition:
+        return QueuePosition(due, rank, self._turn(Resources.model_validate(resources)))
 
     def _members(self) -> tuple[ColumnElement[bool], ...]:
         return (WAITING, Job.project == self._project, Job.admitted_at.is_not(None))

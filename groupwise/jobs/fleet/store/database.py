@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 THREADS = 8
 """Transactions of asynchronous code that run at once; as many as there are connections."""
-PATIENCE = 10.0
+RETRY_TIMEOUT = 10.0
 """Seconds for which a transaction is begun anew. A PostgreSQL that was killed is back within one or two."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
@@ -169,7 +169,7 @@ class Database:
         assert not getattr(self._inside, "busy", False), (
             "a transaction was begun within another one of the same thread: pass the session on instead"
         )
-        end, bound = time.monotonic() + PATIENCE, FIRST_PAUSE
+        end, bound = time.monotonic() + RETRY_TIMEOUT, FIRST_PAUSE
         while True:
             try:
                 return once()

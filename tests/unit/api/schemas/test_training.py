@@ -6,9 +6,9 @@ from pydantic import TypeAdapter, ValidationError
 from groupwise.api.schemas.problems import field_errors
 from groupwise.api.schemas.training import (
     REWARDS_REQUEST,
-    Answer,
     Body,
     CompletionsRequest,
+    ResponseModel,
     RewardsRequest,
     StartRequest,
     StepRequest,
@@ -125,7 +125,7 @@ def models(base: type[Any]) -> list[type[Any]]:
 
 
 def test_every_field_is_described_and_schemas_can_be_written() -> None:
-    for model in (*models(Body), *models(Answer)):
+    for model in (*models(Body), *models(ResponseModel)):
         for name, field in model.model_fields.items():
             assert field.description, (model, name)
         model.model_json_schema()

@@ -6,7 +6,7 @@ from groupwise.cli.launch.places import note_of, ray_cluster
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.ray import RayBackend
 from groupwise.jobs.clouds.slurm import SlurmBackend
-from groupwise.jobs.launch.places import Place, reach
+from groupwise.jobs.launch.places import JobBackend, reach
 
 
 @pytest.mark.parametrize(("word", "backend", "root"), [
@@ -20,12 +20,12 @@ def test_a_place_is_found_by_the_word_that_it_has(word: str, backend: type, root
     assert str(place) == word
     assert place.is_here
     assert place.root == root
-    assert Place.from_document(place.document()) == place
+    assert JobBackend.from_document(place.document()) == place
     assert isinstance(reach(place), backend)
 
 
 def test_of_a_head_elsewhere_all_is_in_the_word() -> None:
-    head = Place("ssh", {"host": "h", "user": "u", "port": 2})
+    head = JobBackend("ssh", {"host": "h", "user": "u", "port": 2})
     place = ray_cluster(head, "/scratch/", "http://10.0.0.2:8265/")
     assert str(place) == "ray:u@h:2/scratch,http://10.0.0.2:8265"
     assert not place.is_here

@@ -27,7 +27,7 @@ from groupwise.engine.distributed.handshake import (
     introduce,
     secret_of_attempt,
 )
-from groupwise.engine.distributed.messages import Answered, Line
+from groupwise.engine.distributed.messages import Answered, MessageChannel
 
 SECRET = b"of this attempt"
 Pair = tuple[socket.socket, socket.socket]
@@ -78,7 +78,7 @@ def both(ours: bytes = SECRET, theirs: bytes = SECRET) -> tuple[list[Any], tuple
 def test_who_knows_the_secret_is_let_in_and_heard() -> None:
     ((number, seal), its), (here, there) = both()
     assert number == 3
-    ours, theirs = Line(here, seal), Line(there, its)
+    ours, theirs = MessageChannel(here, seal), MessageChannel(there, its)
     for each in range(3):
         ours.send(Answered(each, b"x" * each))
         theirs.send(Answered(each, None))
@@ -158,7 +158,7 @@ def test_what_the_other_end_has_not_sent_so_is_never_unpickled(what: str) -> Non
         "sent back": [sent(Seal(b"other", b"one"), Spoils())],
     }
     here, there = socket.socketpair()
-    line = Line(there, theirs)
+    line = MessageChannel(there, theirs)
     here.sendall(b"".join(wires[what]))
     if what == "repeated":
         assert line.receive() == "first"

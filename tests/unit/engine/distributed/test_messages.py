@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from groupwise.engine.distributed.messages import Answered, Call, Line
+from groupwise.engine.distributed.messages import Answered, Call, MessageChannel
 
 
 @pytest.fixture
 def ends():
-    ours, theirs = (Line(end) for end in socket.socketpair())
+    ours, theirs = (MessageChannel(end) for end in socket.socketpair())
     yield ours, theirs
     ours.close()
     theirs.close()

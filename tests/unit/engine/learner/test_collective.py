@@ -30,6 +30,6 @@ def test_what_the_first_one_tells_is_heard(store: Any) -> None:
 def test_one_that_tells_nothing_is_given_up_with_what_to_do(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective, "PATIENCE", timedelta(seconds=0.3))
+    monkeypatch.setattr(collective, "RENDEZVOUS_TIMEOUT", timedelta(seconds=0.3))
     with pytest.raises(WorkerLostError, match=r"0\.005 minutes"):
         collective.heard("line")

@@ -29,7 +29,7 @@ from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.framing import BadAnswer
-from groupwise.jobs.hosts.port import Answer, Host, OutcomeUnknown, Request
+from groupwise.jobs.hosts.port import Host, OutcomeUnknown, Request, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
 from tests.in_process_fleet import InProcessFleet, NoChance
@@ -293,7 +293,7 @@ class HeldFiles:
         self._call = host.call
         monkeypatch.setattr(host, "call", self)
 
-    async def __call__(self, request: Request, *, timeout: float) -> Answer:
+    async def __call__(self, request: Request, *, timeout: float) -> RunnerResponse:
         if request.verb == "put":
             self.under_way += 1
             try:
@@ -533,7 +533,7 @@ class Gate:
         self._opened = opened
         self._waiting = waiting
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         if request.verb == "launch":
             self._waiting.set()
             await self._opened.wait()

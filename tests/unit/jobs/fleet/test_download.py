@@ -18,7 +18,7 @@ import pytest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.client import FleetAway
-from groupwise.jobs.fleet.download import DownloadError, Wanted, bring, fetch
+from groupwise.jobs.fleet.download import DownloadError, DownloadRequest, bring, fetch
 from groupwise.jobs.hosts.spec import FileEntry
 
 
@@ -200,13 +200,13 @@ class Fleet:
 
 def test_files_and_folders_are_chosen(tmp_path: Path) -> None:
     fleet = Fleet(Left(out__a=b"1", out__sub__b=b"2", out__sub2__c=b"3"))
-    found = fetch(fleet, "job-1", tmp_path, Wanted(["out/sub/", "./out/a"]))
+    found = fetch(fleet, "job-1", tmp_path, DownloadRequest(["out/sub/", "./out/a"]))
     assert [each["path"] for each in found["files"]] == ["out/a", "out/sub/b"]
     assert not (tmp_path / "out/sub2").exists()
     with pytest.raises(UsageError, match=r"'out/sub3'.* out/sub"):
-        fetch(fleet, "job-1", tmp_path, Wanted(["out/sub3"]))
+        fetch(fleet, "job-1", tmp_path, DownloadRequest(["out/sub3"]))
     with pytest.raises(UsageError, match="out/a, out/sub/b"):
-        fetch(fleet, "job-1", tmp_path, Wanted(["weights"]))
+        fetch(fleet, "job-1", tmp_path, DownloadRequest(["weights"]))
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../b", "", "a//b"])
@@ -214,7 +214,7 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
     left = Left()
     left.entries[path] = FileEntry("0" * 64, 0o644, 1)
     with pytest.raises(DownloadError, match="not fetched"):
-        fetch(Fleet(left), "job-1", tmp_path / "here", Wanted())
+        fetch(Fleet(left), "job-1", tmp_path / "here", DownloadRequest())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -223,7 +223,7 @@ def test_a_hash_that_is_none_is_told(tmp_path: Path, sha256: Any) -> None:
     left = Left()
     left.entries["a"] = FileEntry(sha256, 0o644, 1)
     with pytest.raises(DownloadError, match="no hash"):
-        fetch(Fleet(left), "job-1", tmp_path, Wanted())
+        fetch(Fleet(left), "job-1", tmp_path, DownloadRequest())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,12 +16,12 @@ from groupwise.jobs.fleet.tasks import ended
 from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.port import (
-    Answer,
     HostError,
     HostKeyError,
     HostUnreachable,
     OutcomeUnknown,
     Request,
+    RunnerResponse,
 )
 from tests.processes import wait_until_async
 
@@ -63,7 +63,7 @@ class RackHost:
         self.rack = rack
         self.name = name
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         rack, name = self.rack, self.name
         assert request.verb == "observe"
         rack.asked.append(name)
@@ -75,7 +75,7 @@ class RackHost:
                 await rack.hanging[name].wait()
             if name in rack.failing:
                 raise rack.failing[name]
-            return Answer(observed(name))
+            return RunnerResponse(observed(name))
         finally:
             rack.at_once[name] -= 1
 

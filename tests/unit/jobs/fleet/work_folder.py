@@ -11,7 +11,7 @@ from groupwise.jobs.fleet.attempts.controller import Part
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
+from groupwise.jobs.hosts.port import HostUnreachable, Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import JobSpec, Limits, as_json
 
 JOB, OWNER = "job-1", "me"
@@ -29,14 +29,14 @@ class WorkFolder:
         self.cut_after: int | None = None
         """Calls that are still answered."""
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         assert timeout > 0
         if self.cut_after is not None:
             if self.cut_after == 0:
                 raise HostUnreachable("cut off")
             self.cut_after -= 1
         self.asked.append(request)
-        answer: Answer = getattr(self, f"_{request.verb}")(request.body)
+        answer: RunnerResponse = getattr(self, f"_{request.verb}")(request.body)
         return answer
 
     async def close(self) -> None: ...
@@ -57,26 +57,26 @@ class WorkFolder:
             if request.verb in ("read", "gather")
         )
 
-    def _log(self, body: Any) -> Answer:
+    def _log(self, body: Any) -> RunnerResponse:
         at = body["offset"]
-        return Answer({"size": len(self.log)}, self.log[at : at + body["limit"]])
+        return RunnerResponse({"size": len(self.log)}, self.log[at : at + body["limit"]])
 
-    def _manifest(self, body: Any) -> Answer:
+    def _manifest(self, body: Any) -> RunnerResponse:
         if body["what"] == "checkpoints":
-            return Answer({"files": {}, "refused": [], "checkpoints": self.checkpoints})
+            return RunnerResponse({"files": {}, "refused": [], "checkpoints": self.checkpoints})
         files = {path: entry(data) for path, data in self.files.items()}
-        return Answer({"files": files, "refused": self.refused, "checkpoints": []})
+        return RunnerResponse({"files": files, "refused": self.refused, "checkpoints": []})
 
-    def _read(self, body: Any) -> Answer:
+    def _read(self, body: Any) -> RunnerResponse:
         if body["path"] not in self.files:
             raise RunnerRefused("not_found", f"{body['path']} is not there")
         at = body["offset"]
-        return Answer({}, self.files[body["path"]][at : at + body["limit"]])
+        return RunnerResponse({}, self.files[body["path"]][at : at + body["limit"]])
 
-    def _gather(self, body: Any) -> Answer:
+    def _gather(self, body: Any) -> RunnerResponse:
         data = [self.files.get(path, b"gone") for path, _, _ in body["files"]]
         whole = [entry(data[n])[::2] == asked[1:] for n, asked in enumerate(body["files"])]
-        return Answer({"whole": whole}, b"".join(itertools.compress(data, whole)))
+        return RunnerResponse({"whole": whole}, b"".join(itertools.compress(data, whole)))
 
 
 def entry(data: bytes) -> list[Any]:

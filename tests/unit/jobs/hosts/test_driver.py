@@ -9,10 +9,10 @@ from groupwise.jobs.hosts import driver, runner
 from groupwise.jobs.hosts.driver import Launch, Runner, runner_text
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.framing import BadAnswer
-from groupwise.jobs.hosts.port import Answer, Request, RunnerRefused
+from groupwise.jobs.hosts.port import Request, RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, Manifest
 
-Reply = Callable[[Request], Answer]
+Reply = Callable[[Request], RunnerResponse]
 
 
 class Scripted:
@@ -22,11 +22,11 @@ class Scripted:
         self.replies = replies
         self.asked: list[Request] = []
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         assert timeout > 0
         self.asked.append(request)
         reply = self.replies[request.verb]
-        return Answer(reply) if isinstance(reply, dict) else reply(request)
+        return RunnerResponse(reply) if isinstance(reply, dict) else reply(request)
 
     async def close(self) -> None: ...
 
@@ -44,8 +44,8 @@ def sha(data: bytes) -> str:
 
 
 async def test_a_machine_without_the_runner_is_asked_again_with_it() -> None:
-    def reply(request: Request) -> Answer:
-        return Answer(STATE if "source" in request.body else {"need": "runner"})
+    def reply(request: Request) -> RunnerResponse:
+        return RunnerResponse(STATE if "source" in request.body else {"need": "runner"})
 
     host = Scripted(launch=reply)
     await Runner(host).launch(Launch("j", 3, JobSpec(("true",)), secrets={"TOKEN": "canary-51f0"}))
@@ -73,18 +73,20 @@ class Machine(Scripted):
         super().__init__(missing=self.missing, put=self.put, join=self.join)
         self.blobs: dict[str, bytes] = {}
 
-    def missing(self, request: Request) -> Answer:
-        return Answer({"missing": [sha for sha in request.body["sha256"] if sha not in self.blobs]})
+    def missing(self, request: Request) -> RunnerResponse:
+        return RunnerResponse(
+            {"missing": [sha for sha in request.body["sha256"] if sha not in self.blobs]}
+        )
 
-    def put(self, request: Request) -> Answer:
+    def put(self, request: Request) -> RunnerResponse:
         at = 0
         for sha, size in request.body["blobs"]:
             self.keep(sha, request.payload[at : at + size])
             at += size
         assert at == len(request.payload)
-        return Answer({"stored": []})
+        return RunnerResponse({"stored": []})
 
-    def join(self, request: Request) -> Answer:
+    def join(self, request: Request) -> RunnerResponse:
         sha, size = request.body["blob"]
         parts = [part for part, _ in request.body["parts"]]
         data = b"".join(self.blobs[part] for part in parts)
@@ -92,7 +94,7 @@ class Machine(Scripted):
         for part in set(parts):
             del self.blobs[part]
         self.keep(sha, data)
-        return Answer({"stored": [sha]})
+        return RunnerResponse({"stored": [sha]})
 
     def keep(self, sha: str, data: bytes) -> None:
         assert hashlib.sha256(data).hexdigest() == sha
@@ -133,9 +135,11 @@ async def test_what_does_not_agree_with_what_was_asked_for_is_no_answer(
     whole: Any, payload: bytes
 ) -> None:
     files = {name: FileEntry(sha(data), 0o644, len(data)) for name, data in SMALL.items()}
-    more = Answer({"size": 100}, b"x" * 11)
+    more = RunnerResponse({"size": 100}, b"x" * 11)
     host = Scripted(
-        gather=lambda _: Answer({"whole": whole}, payload), log=lambda _: more, read=lambda _: more
+        gather=lambda _: RunnerResponse({"whole": whole}, payload),
+        log=lambda _: more,
+        read=lambda _: more,
     )
     with pytest.raises(BadAnswer):
         await Runner(host).gather("j", 3, files)

@@ -14,12 +14,12 @@ from groupwise.jobs.hosts.framing import (
     answer_bytes,
     without_answer,
 )
-from groupwise.jobs.hosts.port import Answer, OutcomeUnknown, Request, RunnerRefused
+from groupwise.jobs.hosts.port import OutcomeUnknown, Request, RunnerRefused, RunnerResponse
 
 ASKED = Request("log", most_body=4000, most_payload=200)
 
 
-def read(data: bytes) -> Answer:
+def read(data: bytes) -> RunnerResponse:
     reader = AnswerReader(ASKED)
     assert reader.feed(data)
     assert reader.answer is not None
@@ -48,7 +48,7 @@ def test_an_answer_is_read_whatever_stands_before_it_and_however_it_is_cut(
             data = data[size:]
     if not whole:
         assert reader.feed(data)
-    assert reader.answer == Answer(body, payload)
+    assert reader.answer == RunnerResponse(body, payload)
 
 
 def test_this_protocol_and_the_one_before_are_read_and_no_other() -> None:

@@ -11,7 +11,7 @@ import yaml  # noqa: TID251 — as kubectl reads it
 from ruamel.yaml import YAML
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.launch.kubernetes import RANK, Asked, as_yaml, command, manifests
+from groupwise.jobs.launch.kubernetes import RANK, ManifestOptions, as_yaml, command, manifests
 
 VERSION = "1.37"
 ODD = (
@@ -19,7 +19,9 @@ ODD = (
     *("two\nlines\n", "\ttab", "\\", "é→😀", "*", "~", "#no", "yes", "1e5", "0o7", "12:30", "null"),
     *("{a: b}", "[x]", "- x", "&a", "!b", "\x85\u2028\x7f", "$", "$$", "a$"),
 )
-ASKED = Asked("sums", ("groupwise", "rl", *ODD), "registry.example/me/groupwise:1@sha256:ab", 1.5)
+ASKED = ManifestOptions(
+    "sums", ("groupwise", "rl", *ODD), "registry.example/me/groupwise:1@sha256:ab", 1.5
+)
 SECRET: dict[str, Any] = {"secret": "sums-env", "variables": ("TOKEN", "OTHER")}
 ROOM: dict[str, Any] = {"gpus": 8, "cpus": "8", "memory": "64Gi", "pvc": "runs"}
 WHOLE = replace(ASKED, nodes=4, namespace="research", **SECRET, **ROOM)
@@ -61,7 +63,7 @@ def test_a_job_is_tried_once_and_ended_in_time() -> None:
 
 
 @pytest.mark.parametrize("asked", [ASKED, WHOLE])
-def test_arguments_arrive_exactly_whoever_reads_the_yaml(asked: Asked) -> None:
+def test_arguments_arrive_exactly_whoever_reads_the_yaml(asked: ManifestOptions) -> None:
     text = as_yaml(manifests(asked))
     old = list(yaml.safe_load_all(text))
     new = list(YAML(typ="safe").load_all(io.StringIO(text)))

@@ -8,7 +8,7 @@ import pytest
 from groupwise.core.errors import UsageError
 from groupwise.jobs.launch import local_registry
 from groupwise.jobs.launch.local_registry import Note
-from groupwise.jobs.launch.places import LOCAL, SSH, Place
+from groupwise.jobs.launch.places import LOCAL, SSH, JobBackend
 
 
 @pytest.fixture(autouse=True)
@@ -17,11 +17,11 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "groupwise" / "launches"
 
 
-AFAR = Place(SSH, {"host": "h", "user": "u", "port": 2, "key": None, "host_key": "k"})
+AFAR = JobBackend(SSH, {"host": "h", "user": "u", "port": 2, "key": None, "host_key": "k"})
 
 
 def test_a_note_comes_back_as_it_was() -> None:
-    found = [Note("a", AFAR, Path("/p")), Note("b", Place(LOCAL), Path("/q"))]
+    found = [Note("a", AFAR, Path("/p")), Note("b", JobBackend(LOCAL), Path("/q"))]
     for each in reversed(found):
         local_registry.write(each)
     assert local_registry.every() == found
@@ -33,16 +33,16 @@ def test_a_note_comes_back_as_it_was() -> None:
 
 
 def test_a_job_elsewhere_of_the_same_name_keeps_its_note() -> None:
-    kept, other = Note("a", AFAR, Path("/p")), Note("a", Place(LOCAL), Path("/p"))
+    kept, other = Note("a", AFAR, Path("/p")), Note("a", JobBackend(LOCAL), Path("/p"))
     local_registry.write(kept)
     assert local_registry.is_of_another(other)
     local_registry.remove(other)
     assert local_registry.find("a") == kept
-    another_way = replace(kept, place=Place(SSH, {**AFAR.detail, "key": "/a/key"}))
+    another_way = replace(kept, place=JobBackend(SSH, {**AFAR.detail, "key": "/a/key"}))
     assert not local_registry.is_of_another(another_way)
     local_registry.remove(another_way)
     assert local_registry.every() == []
-    assert not AFAR.is_same(Place(SSH, {**AFAR.detail, "host_key": "another"}))
+    assert not AFAR.is_same(JobBackend(SSH, {**AFAR.detail, "host_key": "another"}))
 
 
 def test_a_name_does_not_leave_the_folder(state: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.answers import (
     KEPT_SECONDS,
-    Answer,
     Request,
+    StoredResponse,
     forget_old_answers,
     once,
     stored_answer,
@@ -21,9 +21,9 @@ from groupwise.server.ledger.writer import Ledger
 REQUEST = Request("key-1", "POST /rewards", "abc", "hash-1")
 
 
-def work(transaction) -> Answer:
+def work(transaction) -> StoredResponse:
     count(transaction, "r", "done")
-    return Answer(200, b'{"done": %d}' % counters_of(transaction, "r")["done"])
+    return StoredResponse(200, b'{"done": %d}' % counters_of(transaction, "r")["done"])
 
 
 def test_an_answer_is_kept_for_a_day(ledger):
@@ -39,7 +39,7 @@ def test_an_answer_is_kept_for_a_day(ledger):
 
 
 async def test_a_refused_request_leaves_neither_work_nor_answer(tmp_path):
-    def refuse(transaction) -> Answer:
+    def refuse(transaction) -> StoredResponse:
         work(transaction)
         raise Refusal("finished")
 

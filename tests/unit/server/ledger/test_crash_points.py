@@ -20,7 +20,7 @@ import pytest
 
 from groupwise.core import atomic_files
 from groupwise.server.ledger import uptime
-from groupwise.server.ledger.answers import Answer, Request, once
+from groupwise.server.ledger.answers import Request, StoredResponse, once
 from groupwise.server.ledger.counters import COMPLETION_REQUESTS, REWARD_REQUESTS, count
 from groupwise.server.ledger.events import add_event
 from groupwise.server.ledger.groups import (
@@ -55,28 +55,28 @@ def start(transaction: Transaction) -> None:
 
 
 def complete(transaction: Transaction) -> None:
-    def work(inner: Transaction) -> Answer:
+    def work(inner: Transaction) -> StoredResponse:
         opened(inner, RUN, [new(0), new(1)], key_id="k", lease=LEASE)
         count(inner, RUN, COMPLETION_REQUESTS)
-        return Answer(200, b'["g-0", "g-1"]')
+        return StoredResponse(200, b'["g-0", "g-1"]')
 
     assert once(transaction, Request("k", "POST /completions", "1", "h"), work).status == 200
 
 
 def complete_more(transaction: Transaction) -> None:
-    def work(inner: Transaction) -> Answer:
+    def work(inner: Transaction) -> StoredResponse:
         open_groups(inner, 2, 3, 4, 5)
-        return Answer(200, b"more")
+        return StoredResponse(200, b"more")
 
     assert once(transaction, Request("k", "POST /completions", "3", "h"), work).body == b"more"
 
 
 def reward_one(transaction: Transaction) -> None:
-    def work(inner: Transaction) -> Answer:
+    def work(inner: Transaction) -> StoredResponse:
         accept_rewards(inner, RUN, [Post("g-0", REWARDS, {"n": 0})])
         count(inner, RUN, REWARD_REQUESTS)
         add_event(inner, RUN, "rewarded", {"group": "g-0"})
-        return Answer(200, b"0")
+        return StoredResponse(200, b"0")
 
     assert once(transaction, Request("k", "POST /rewards", "2", "h"), work).body == b"0"
 

@@ -14,7 +14,7 @@ import pytest
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.ledger import calls
 from groupwise.server.tinker import requests
-from groupwise.server.tinker.futures import Answer, Failure, NotKept
+from groupwise.server.tinker.futures import CallResult, Failure, NotKept
 from groupwise.server.tinker.journal import LedgerJournal
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.translate import read
@@ -54,7 +54,7 @@ class Loop:
             await service.kept(id)
             self.ids[number:] = [id]
 
-    async def answers(self, service: VerbService) -> list[Answer | Failure | None]:
+    async def answers(self, service: VerbService) -> list[CallResult | Failure | None]:
         return [await service.answer(id, TIMEOUT_S) for id in self.ids]
 
 
@@ -71,7 +71,7 @@ async def undisturbed(folder: Path) -> tuple[list[Any], list[str], int]:
 
 def plain(answers: list[Any], session: str) -> list[Any]:
     return [
-        each.body.replace(session.encode(), b"s") if isinstance(each, Answer) else each.message
+        each.body.replace(session.encode(), b"s") if isinstance(each, CallResult) else each.message
         for each in answers
     ]
 
@@ -172,5 +172,5 @@ async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_ans
         await asyncio.sleep(0)
         goes_on.set()
         await ending
-        assert isinstance(await server.service.answer(loop.ids[1], TIMEOUT_S), Answer)
+        assert isinstance(await server.service.answer(loop.ids[1], TIMEOUT_S), CallResult)
     assert not caplog.records

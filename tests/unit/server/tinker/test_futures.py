@@ -9,12 +9,12 @@ import pytest
 
 from groupwise.core.errors import RunError, UsageError
 from groupwise.server.tinker.futures import (
-    Answer,
     AnswerGone,
+    CallQueue,
+    CallResult,
     Failure,
     Futures,
     Limits,
-    Line,
     TooManyCalls,
     UnknownAnswer,
     Work,
@@ -24,17 +24,17 @@ TIMEOUT_S = 10.0
 
 
 def _saying(text: str, done: list[str] | None = None) -> Work:
-    async def work() -> Answer:
+    async def work() -> CallResult:
         await asyncio.sleep(0)
         if done is not None:
             done.append(text)
-        return Answer(text.encode())
+        return CallResult(text.encode())
 
     return work
 
 
 def _failing(error: Exception) -> Work:
-    async def work() -> Answer:
+    async def work() -> CallResult:
         raise error
 
     return work
@@ -42,7 +42,7 @@ def _failing(error: Exception) -> Work:
 
 async def _text(futures: Futures, id: str) -> str:
     answer = await futures.answer(id, TIMEOUT_S)
-    assert isinstance(answer, Answer)
+    assert isinstance(answer, CallResult)
     return answer.body.decode()
 
 
@@ -56,24 +56,24 @@ async def test_one_at_a_time_but_lines_beside_each_other() -> None:
     futures = Futures()
     under_way, most, others = 0, 0, asyncio.Event()
 
-    async def work() -> Answer:
+    async def work() -> CallResult:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         await others.wait()
         under_way -= 1
-        return Answer(b"")
+        return CallResult(b"")
 
-    line = Line("a", futures)
+    line = CallQueue("a", futures)
     ids = [line.submit(n, b"%d" % n, work) for n in range(3)]
-    assert await _text(futures, Line("b", futures).submit(0, b"0", _saying("x"))) == "x"
+    assert await _text(futures, CallQueue("b", futures).submit(0, b"0", _saying("x"))) == "x"
     others.set()
     assert ([await _text(futures, id) for id in ids], most) == ([""] * 3, 1)
 
 
 async def test_failures_are_told_and_hold_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
     futures = Futures()
-    line = Line("m", futures)
+    line = CallQueue("m", futures)
     with caplog.at_level(logging.ERROR):
         usage = line.submit(0, b"0", _failing(UsageError("yours")))
         run = line.submit(1, b"1", _failing(RunError("ours")))
@@ -92,7 +92,7 @@ async def test_failures_are_told_and_hold_up_nobody(caplog: pytest.LogCaptureFix
 
 async def test_a_number_that_never_comes() -> None:
     futures = Futures()
-    line = Line("m", futures, patience=0.01)
+    line = CallQueue("m", futures, patience=0.01)
     ids = [line.submit(n, b"%d" % n, _saying(str(n))) for n in (0, 2, 3)]
     assert await _text(futures, ids[0]) == "0"
     for id in ids[1:]:
@@ -104,7 +104,7 @@ async def test_a_number_that_never_comes() -> None:
 
 async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> None:
     futures = Futures(Limits(answers=3))
-    line = Line("m", futures)
+    line = CallQueue("m", futures)
     ids = [line.submit(n, b"%d" % n, _saying(str(n))) for n in range(3)]
     assert [await _text(futures, ids[n]) for n in (2, 1)] == ["2", "1"]
     assert await _text(futures, line.submit(3, b"3", _saying("3"))) == "3"
@@ -120,7 +120,7 @@ async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> Non
         with pytest.raises(error):
             await futures.answer(id, TIMEOUT_S)
     futures = Futures(Limits(answer_bytes=10))
-    line = Line("m", futures)
+    line = CallQueue("m", futures)
     small = line.submit(0, b"0", _saying("1234"))
     assert len(await _text(futures, line.submit(1, b"1", _saying("x" * 100)))) == 100
     with pytest.raises(AnswerGone):
@@ -132,7 +132,7 @@ async def test_calls_that_wait_are_bounded_but_the_one_they_wait_for_is_taken(
     limits: Limits,
 ) -> None:
     futures = Futures(limits)
-    line = Line("m", futures)
+    line = CallQueue("m", futures)
     line.submit(1, b"11", _saying("1"))
     last = line.submit(2, b"22", _saying("2"))
     with pytest.raises(TooManyCalls):
@@ -144,11 +144,11 @@ async def test_calls_that_wait_are_bounded_but_the_one_they_wait_for_is_taken(
 
 async def test_closing_answers_all_who_wait() -> None:
     futures = Futures()
-    line, never = Line("m", futures), asyncio.Event()
+    line, never = CallQueue("m", futures), asyncio.Event()
 
-    async def work() -> Answer:
+    async def work() -> CallResult:
         await never.wait()
-        return Answer(b"")
+        return CallResult(b"")
 
     ids = [line.submit(n, b"%d" % n, work) for n in (0, 1, 3)]
     waiting = asyncio.create_task(futures.answer(ids[0], TIMEOUT_S))
@@ -162,7 +162,7 @@ async def test_closing_answers_all_who_wait() -> None:
 
 async def test_calls_are_done_in_the_order_of_their_numbers_and_once() -> None:
     futures = Futures()
-    line, done = Line("m", futures, patience=TIMEOUT_S), list[str]()
+    line, done = CallQueue("m", futures, patience=TIMEOUT_S), list[str]()
     ids = {n: line.submit(n, b"%d" % n, _saying(str(n), done)) for n in (3, 1, 2)}
     assert await futures.answer(ids[1], 0.001) is None
     ids[0] = line.submit(0, b"0", _saying("0", done))

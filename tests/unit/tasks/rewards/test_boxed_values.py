@@ -19,8 +19,8 @@ from groupwise.tasks.rewards.boxed_values import (
     MAX_MESSAGE,
     Errors,
     Ledger,
-    Line,
     Lost,
+    MessageSocket,
     NotPlain,
     written_error,
 )
@@ -164,7 +164,7 @@ def test_exceptions_arrive_as_the_nearest_that_python_has(error, base, name, tex
 
 
 def test_messages_go_both_ways_unless_they_are_too_long():
-    one, other = (Line(each.detach()) for each in socket.socketpair())
+    one, other = (MessageSocket(each.detach()) for each in socket.socketpair())
     with closing(one), closing(other):
         one.send({"a": "\ud800", "n": [1, 2]})
         other.send({"b": None})
@@ -181,7 +181,7 @@ def test_messages_go_both_ways_unless_they_are_too_long():
 ])  # fmt: skip
 def test_rubbish_on_the_line_is_its_end(rubbish):
     one, other = socket.socketpair()
-    line = Line(one.detach())
+    line = MessageSocket(one.detach())
     with other, closing(line):
         other.settimeout(5)
         other.sendall(rubbish)

@@ -15,7 +15,7 @@ import pytest
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.training.callbacks import benchmark_on_checkpoint as module
-from groupwise.training.callbacks.base import Asked, RunEnd, RunHandle
+from groupwise.training.callbacks.base import ControlRequests, RunEnd, RunHandle
 from groupwise.training.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from tests.processes import all_gone, wait_until
 from tests.unit.training.callbacks.fake_run import CONFIG
@@ -50,7 +50,7 @@ class Session:
             tokenizer=tokenizer,
             interruption=SimpleNamespace(asked=None),
         )
-        self.asked = Asked()
+        self.asked = ControlRequests()
         self.handle = RunHandle(self.run, self.asked, "benchmark")  # type: ignore[arg-type]
         callback.on_run_begin(self.handle)
 
@@ -73,7 +73,7 @@ class Session:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Iterator[RunFolder]:
-    monkeypatch.setattr(module, "PATIENCE", 0.01)
+    monkeypatch.setattr(module, "POLL_INTERVAL", 0.01)
     with RunFolder.create(tmp_path, "r", CONFIG_OF_RUN, {"task": "t"}) as made:
         yield made
 

@@ -19,7 +19,7 @@ import pytest
 
 from groupwise.core.settings.view import View
 from groupwise.training.callbacks.mlflow_sink import MlflowError, MlflowSink
-from groupwise.training.callbacks.sinks import Finding, Line, Reported
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported
 
 CONFIG = {
     "run": {"mlflow_experiment": None}, "training": {"learning_rate": 1e-5, "max_steps": 3}, "task": None,
@@ -166,8 +166,8 @@ def begun(run: Reported = RUN) -> tuple[MlflowSink, int]:
     return sink, sink.begin(run)
 
 
-def line(steps: int, **values: float) -> Line:
-    return Line(steps, values or {"reward": 0.5, "loss": 1.0}, 200.25 + steps)
+def line(steps: int, **values: float) -> MetricsRow:
+    return MetricsRow(steps, values or {"reward": 0.5, "loss": 1.0}, 200.25 + steps)
 
 
 # --- once

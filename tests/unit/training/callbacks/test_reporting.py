@@ -23,7 +23,7 @@ from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.training.callbacks import reporting
 from groupwise.training.callbacks.base import RunEnd, RunHandle
 from groupwise.training.callbacks.reporting import Reporting
-from groupwise.training.callbacks.sinks import Line, Reported, State
+from groupwise.training.callbacks.sinks import MetricsRow, Reported, State
 from tests.unit.training.callbacks.fake_run import CONFIG
 
 SECTION = {
@@ -39,7 +39,7 @@ class Kept:
     package = "json"
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[MetricsRow] = []
         self.begun: list[Reported] = []
         self.ended: list[str] = []
         self.fails_at: int | None = None
@@ -51,7 +51,7 @@ class Kept:
         self.begun.append(run)
         return self.lines[-1].steps if self.lines else -1
 
-    def line(self, line: Line) -> None:
+    def line(self, line: MetricsRow) -> None:
         print("talk that is no part of a command's result")
         if line.steps == self.fails_at:
             raise OSError("database is locked")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from groupwise.training.checks.init_choices import (
-    PATIENCE,
+    MAX_STEP_SECONDS,
     SLOTS,
     Draft,
     choose_beside_given,
@@ -58,7 +58,7 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
     chosen.loaded()
     choose_step(chosen, "cpu", 2)
     choose_lengths(chosen, 40, "measured", (64, "wanted"), 4096)
-    fit_time(chosen, lambda: 2 * PATIENCE)
+    fit_time(chosen, lambda: 2 * MAX_STEP_SECONDS)
     assert values(chosen, *expected) == tuple(expected.values())
     given = {word.partition("=")[0] for word in words.split("; ")}
     written = {choice.key for choice in chosen.choices()} - given

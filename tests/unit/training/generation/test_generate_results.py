@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.api.openai_client.answers import Answer, Usage
+from groupwise.api.openai_client.answers import Choices, Usage
 from groupwise.core.reward_call.request import MemberScore
 from groupwise.tasks.data.sft import Conversation, teacher_example
 from groupwise.training.generation.asking import Failure
@@ -36,7 +36,7 @@ def results(
         for key, choices in given.items():
             texts, reasons = zip(*choices, strict=True)
             nothing = (None,) * len(texts)
-            journal.append(key, 0, Answer(texts, reasons, Usage(5, 3), "m", nothing))
+            journal.append(key, 0, Choices(texts, reasons, Usage(5, 3), "m", nothing))
     told = {
         key: tuple(
             MemberScore("failed" if value is None else "scored", "broke", value) for value in values

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.api.openai_client.answers import Answer, Usage
+from groupwise.api.openai_client.answers import Choices, Usage
 from groupwise.core.errors import StoreError
 from groupwise.training.generation.journal import Answers, Billed, Journal
 
 
-def answer(*texts: str, thought: str | None = None) -> Answer:
+def answer(*texts: str, thought: str | None = None) -> Choices:
     count = len(texts)
-    return Answer(texts, ("stop",) * count, Usage(5, 2 * count), "m", (thought,) * count)
+    return Choices(texts, ("stop",) * count, Usage(5, 2 * count), "m", (thought,) * count)
 
 
 def texts(answers: Answers, key: str) -> list[str]:

@@ -28,7 +28,7 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
-from groupwise.jobs.fleet.api.serving import Asked, AskedHere, document
+from groupwise.jobs.fleet.api.serving import AskedHere, RequestContext, document
 from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, follower_at
 from groupwise.jobs.fleet.states import FINAL
 from groupwise.jobs.fleet.store import rights
@@ -94,14 +94,14 @@ async def put_blob(
     return document(await asyncio.to_thread(_put, asked, sha256, size, offset, data))
 
 
-def _missing(asked: Asked, hashes: Sequence[str]) -> list[str]:
+def _missing(asked: RequestContext, hashes: Sequence[str]) -> list[str]:
     lacking = _lacking(asked, hashes)
     known = [sha256 for sha256 in hashes if sha256 not in lacking]
     missing = lacking.union(asked.serving.folders.blobs.missing(known))
     return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in missing]
 
 
-def _lacking(asked: Asked, hashes: Iterable[str]) -> frozenset[str]:
+def _lacking(asked: RequestContext, hashes: Iterable[str]) -> frozenset[str]:
     """Those that the caller has to send whether they are here or not: only other projects have."""
     projects = asked.actor.projects
     if projects is None:
@@ -109,18 +109,18 @@ def _lacking(asked: Asked, hashes: Iterable[str]) -> frozenset[str]:
     return asked.serving.database.read(lambda session: rights.lacking(session, projects, hashes))
 
 
-def _is_here(asked: Asked, sha256: str) -> bool:
+def _is_here(asked: RequestContext, sha256: str) -> bool:
     """Then it is kept for the next day, in which the caller may name it."""
     return not (_lacking(asked, [sha256]) or asked.serving.folders.blobs.missing([sha256]))
 
 
-def _received(asked: Asked, sha256: str, size: int) -> int:
+def _received(asked: RequestContext, sha256: str, size: int) -> int:
     _check_hash(sha256)
     received = asked.serving.folders.blobs.received(sha256, _sender(asked))
     return size if _is_here(asked, sha256) else received
 
 
-def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict[str, Any]:
+def _put(asked: RequestContext, sha256: str, size: int, offset: int, data: bytes) -> dict[str, Any]:
     _check_hash(sha256)
     if _is_here(asked, sha256):
         return {"received": size, "stored": True}
@@ -142,7 +142,7 @@ def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict
     return {"received": size, "stored": True}
 
 
-def _sender(asked: Asked) -> str:
+def _sender(asked: RequestContext) -> str:
     return rights.sender(asked.actor.projects)
 
 
@@ -197,7 +197,7 @@ async def read_log(
         found = await _look(asked, job_id)
 
 
-async def _look(asked: Asked, job_id: str) -> dict[str, Any]:
+async def _look(asked: RequestContext, job_id: str) -> dict[str, Any]:
     return await asked.read(lambda session: jobs.progress(session, asked.actor, job_id))
 
 
@@ -235,7 +235,7 @@ async def read_artefact(
     return FileResponse(found, media_type="application/octet-stream")
 
 
-async def _job(asked: Asked, job_id: str) -> dict[str, Any]:
+async def _job(asked: RequestContext, job_id: str) -> dict[str, Any]:
     return await asked.read(lambda session: outputs.job_that_left(session, asked.actor, job_id))
 
 

@@ -24,7 +24,7 @@ from groupwise.api.schemas.idempotency import idempotency_key
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.api.serving import Asked, AskedHere, document
+from groupwise.jobs.fleet.api.serving import AskedHere, RequestContext, document
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.verbs import jobs, prune, submission
@@ -60,7 +60,7 @@ async def submit_jobs(
 
 
 async def _submitted(
-    asked: Asked, request: Request, requests: list[JobRequest], project: str | None
+    asked: RequestContext, request: Request, requests: list[JobRequest], project: str | None
 ) -> list[dict[str, Any]]:
     key = idempotency_key(request.headers)
     accepted = await _as_asked(
@@ -90,7 +90,7 @@ async def plan_job(asked: AskedHere, body: JobRequest, project: Project = None) 
     )
 
 
-async def _as_asked(asked: Asked, fn: Callable[[Session], T]) -> T:
+async def _as_asked(asked: RequestContext, fn: Callable[[Session], T]) -> T:
     """What admission finds wrong is the caller's mistake."""
     try:
         return await asked.run(fn)
@@ -192,7 +192,7 @@ async def retry_jobs(asked: AskedHere, body: JobsBody) -> Response:
     return await _together(asked, body, jobs.retrying(asked.serving.allowed))
 
 
-async def _together(asked: Asked, body: JobsBody, change: jobs.Change) -> Response:
+async def _together(asked: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
     found = await asked.run(lambda session: jobs.together(session, asked.actor, body.jobs, change))
     asked.serving.doorbell.ring(jobs.changed(found))
     return document(found)

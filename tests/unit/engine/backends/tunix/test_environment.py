@@ -167,7 +167,7 @@ def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(
     with pytest.raises(UsageError, match=r"300 s.*other hosts\."):
         environment.look()
     assert "devices after 20 s" in caplog.text
-    assert sum(worker.waited) == environment.LIMIT
+    assert sum(worker.waited) == environment.MAX_SECONDS
     answering(RunError("No module named 'jax'"))
     with pytest.raises(UsageError, match=r" --again .* module named 'jax'"):
         environment.look()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import ConfigError
-from groupwise.engine.sampler.vllm.own import Wanted
+from groupwise.engine.sampler.vllm.own import ServerSpec
 from groupwise.training.config import load_config
 from groupwise.training.sft_config import load_sft_config
 
@@ -43,7 +43,7 @@ def test_a_vllm_of_its_own_holds_as_many_bits() -> None:
     assert load_config({"model": {"name": "tiny"}}, [*words, "model.load_in_4bit=true"])
     with pytest.raises(ConfigError, match="load_in_4bit instead"):
         load_config({"model": {"name": "tiny"}}, [*words, "model.load_in_8bit=true"])
-    wanted = Wanted(
+    wanted = ServerSpec(
         python="python",
         location="tiny",
         revision=None,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from groupwise.engine.learner.forward import Targets, Wanted
+from groupwise.engine.learner.forward import ForwardOutputs, Targets
 from groupwise.engine.learner.native import head
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.models.decoder import Decoder
@@ -34,7 +34,7 @@ def asked(*, entropy_gradient: bool = False, accuracy: bool = False, withheld: b
         torch.randint(10, 100, (COUNT,), generator=generator),
         torch.rand(COUNT, generator=generator) + 0.5,
         torch.tensor(pairs) if withheld else None,
-        Wanted(entropy_gradient, accuracy),
+        ForwardOutputs(entropy_gradient, accuracy),
     )
 
 

@@ -20,7 +20,7 @@ from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.hosts import driver, fetching
 from groupwise.jobs.hosts.files import BlobStore
-from groupwise.jobs.hosts.port import Answer, HostUnreachable
+from groupwise.jobs.hosts.port import HostUnreachable, RunnerResponse
 from groupwise.jobs.hosts.spec import Limits
 from tests.disks import fill, small_disk
 from tests.unit.jobs.fleet.work_folder import JOB, WorkFolder, begin
@@ -188,7 +188,7 @@ async def test_a_file_that_never_is_what_the_list_says_is_a_problem(
     part = begin(database, host)
     listed = host._manifest
 
-    def lie(body: object) -> Answer:
+    def lie(body: object) -> RunnerResponse:
         host.files["outputs/model.bin"] = b"right"
         answer = listed(body)
         host.files["outputs/model.bin"] = b"wrong"
@@ -212,7 +212,7 @@ async def test_a_list_that_names_the_file_of_another_project_does_not_get_it(
     database.run(lambda s: rights.record(s, {(others, "others")}))
     listed = host._manifest
 
-    def lie(body: object) -> Answer:
+    def lie(body: object) -> RunnerResponse:
         host.files = {"outputs/x": b"of others"}
         answer = listed(body)
         host.files = {"outputs/x": b"my zeros!"}

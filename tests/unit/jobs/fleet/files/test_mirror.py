@@ -19,7 +19,7 @@ from groupwise.jobs.fleet.store.tables import Attempt, Checkpoint, Event
 from groupwise.jobs.fleet.verbs import status
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.files import SPARED_MARKED, BlobStore
-from groupwise.jobs.hosts.port import Answer, RunnerRefused
+from groupwise.jobs.hosts.port import RunnerRefused, RunnerResponse
 from groupwise.jobs.hosts.spec import FileEntry
 from tests.unit.jobs.fleet.work_folder import WorkFolder, begin
 
@@ -183,7 +183,7 @@ class Hasty(WorkFolder):
 
     hasty = True
 
-    def _read(self, body: Any) -> Answer:
+    def _read(self, body: Any) -> RunnerResponse:
         if self.hasty:
             self.checkpoints.clear()
             raise RunnerRefused("not_found", f"{body['path']} is not there")

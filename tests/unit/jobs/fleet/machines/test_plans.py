@@ -10,7 +10,7 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.machines import plans
 from groupwise.jobs.fleet.machines.locks import Lock
 from groupwise.jobs.fleet.machines.packing import Packed
-from groupwise.jobs.fleet.machines.plans import Asked, plan_of
+from groupwise.jobs.fleet.machines.plans import PrepareOptions, plan_of
 
 PACKED = Packed("1.0", b"a wheel")
 LOCK = Lock(("six==1.17.0",))
@@ -32,7 +32,7 @@ def wheel(folder: Path, name: str = "own-1.0-py3-none-any.whl", content: str = "
 
 def test_the_same_has_the_same_name_and_anything_else_another(tmp_path: Path) -> None:
     own = wheel(tmp_path / "a")
-    plan = plan_of(Asked())
+    plan = plan_of(PrepareOptions())
     names = {
         plan.name, dataclasses.replace(plan, lock=Lock(("six==1.16.0",))).name,
         dataclasses.replace(plan, packed=Packed("1.0", b"another")).name, dataclasses.replace(plan, wheels=(own,)).name,
@@ -40,7 +40,7 @@ def test_the_same_has_the_same_name_and_anything_else_another(tmp_path: Path) ->
         dataclasses.replace(plan, index_url="https://x/simple").name,
     }  # fmt: skip
     assert len(names) == 7
-    assert plan_of(Asked()).name == plan.name
+    assert plan_of(PrepareOptions()).name == plan.name
     assert len(plan.name) == 20
     other = wheel(tmp_path / "b", content="y")
     one, two = (dataclasses.replace(plan, wheels=(path,)).name for path in (own, other))
@@ -49,9 +49,9 @@ def test_the_same_has_the_same_name_and_anything_else_another(tmp_path: Path) ->
 
 def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_INDEX", "https://me:hush@index/simple")
-    plan = plan_of(Asked(secrets={"PIP_INDEX_URL": "env:MY_INDEX"}))
+    plan = plan_of(PrepareOptions(secrets={"PIP_INDEX_URL": "env:MY_INDEX"}))
     assert plan.secrets == {"PIP_INDEX_URL": "https://me:hush@index/simple"}
-    assert plan.name == plan_of(Asked()).name
+    assert plan.name == plan_of(PrepareOptions()).name
     assert "hush" not in f"{plan!r} {plan.order('/x')}"
     assert plan.order("/x")["secrets"] == ["PIP_INDEX_URL"]
 
@@ -73,6 +73,6 @@ def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) 
 ])  # fmt: skip
 def test_what_cannot_work_is_refused(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError) as refused:
-        plan_of(Asked(**asked))
+        plan_of(PrepareOptions(**asked))
     assert why in str(refused.value)
     assert "hush" not in str(refused.value)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.fleet.machines import prepare as preparing
-from groupwise.jobs.hosts.port import Answer, Host, HostUnreachable, Request
+from groupwise.jobs.hosts.port import Host, HostUnreachable, Request, RunnerResponse
 from tests.processes import wait_until_async
 from tests.unit.jobs.fleet.machines.prepared_place import Place
 
@@ -58,7 +58,7 @@ class Cut:
         self.verbs: list[str] = []
         self.cut_once: set[str] = set()
 
-    async def call(self, request: Request, *, timeout: float) -> Answer:
+    async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         self.verbs.append(request.verb)
         if request.verb in self.cut_once:
             self.cut_once.discard(request.verb)
