@@ -97,7 +97,7 @@ def broken_promises(folder: Path, training: dict[str, Any]) -> list[str]:
         "versions follow one another": all(
             before.version_out == after.version_in for before, after in pairwise(records)
         ),
-        "nothing is older than its bound": max(ages) <= training["lag"],
+        "nothing is older than its bound": max(ages) <= training["max_off_policy_steps"],
         "checkpoints are whole": not found.skipped and found[-1].step == training["max_steps"],
         "the run is finished": json.loads((folder / "summary.json").read_text())["state"]
         == "finished",

@@ -135,7 +135,7 @@ def test_a_run_goes_on_after_its_server_was_lost(tmp_path, server):
         return refusal(500, "CUDA error") if fourth else None
 
     made = settings(tmp_path, server.url)
-    made["training"]["lag"] = 1
+    made["training"]["max_off_policy_steps"] = 1
     server.interfere = fails
     with pytest.raises(UsageError, match=r"load the adapter .*CUDA"):
         groupwise.rl(made, TOY)
