@@ -6,6 +6,7 @@ What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ from urllib.parse import parse_qsl, urlencode
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import to_jsonable_python
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from groupwise.api.http.bodies import BODY_SECONDS, ClientGone
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import MEDIA_TYPE, Refusal
 from groupwise.core.errors import GroupwiseError, RunNotFoundError, UsageError
@@ -174,10 +176,16 @@ async def read_form(request: Request) -> dict[str, str]:
     if request.headers.get("content-type", "").partition(";")[0] != FORM:
         raise Refusal("unsupported_media_type")
     body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_FORM:
-            raise Refusal("too_large")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MOST_FORM:
+                    raise Refusal("too_large")
+    except TimeoutError:
+        raise Refusal("timed_out") from None
+    except ClientDisconnect:
+        raise ClientGone from None
     return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
 
 

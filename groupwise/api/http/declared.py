@@ -96,6 +96,8 @@ class Limits:
     """Of each key, in the long run; None: as many as it likes."""
     burst: int = 50
     """Requests that a key may make at once before that counts."""
+    max_json_bytes: int | None = None
+    """Of a request whose body is JSON; None: as of any other."""
 
 
 class Buckets:
@@ -136,6 +138,8 @@ class Shared:
         self.ending = asyncio.Event()
         """Set when the server has been asked to end."""
         self.bodies = Bodies(limits.max_body_bytes)
+        json_bytes = limits.max_json_bytes
+        self.json_bodies = self.bodies if json_bytes is None else Bodies(json_bytes)
         rate = limits.requests_per_second
         self._buckets = None if rate is None else Buckets(rate, limits.burst)
 
@@ -148,6 +152,7 @@ class Shared:
         """Take no new work, and none whose body is not here yet."""
         self.ending.set()
         self.bodies.give_up()
+        self.json_bodies.give_up()
 
     def refusal_of(self, error: Exception) -> Refusal | None:
         """What an error that a route let through is to be answered with; None: it is a mistake of ours."""

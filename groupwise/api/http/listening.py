@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 import ssl
 from collections.abc import Generator
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -26,10 +28,23 @@ HEADER_SIZE = 64 * 1024
 """Bytes that a client may send before its headers are complete, and between two pieces of its body."""
 MOST_PIPELINED = 8
 """Requests that a client may send on one connection before the first of them is answered."""
+MOST_FILES = 65_536
+"""Files and connections that a server may have open, if the system lets it."""
 UNREAD_SECONDS = 60.0
 """A client that has so many seconds taken nothing of what waits for it is left."""
 HEADER_SECONDS = 60.0
 """A client has so long to send the headers of a request, from when it connects or sends the first byte of the next one."""
+
+
+@cache
+def most_connections() -> int:
+    """How many a server holds at once: half of the files that this process may have open, which is raised as far as it can be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MOST_FILES) if hard != resource.RLIM_INFINITY else MOST_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return (MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, MOST_FILES)) // 2
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
@@ -87,7 +102,10 @@ class BoundedProtocol(HTTPProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Begin to wait for a request."""
         super().connection_made(transport)
-        self._start_waiting()
+        if len(self.connections) > most_connections():
+            transport.abort()
+        else:
+            self._start_waiting()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""

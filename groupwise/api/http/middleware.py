@@ -223,7 +223,7 @@ class BodyRead:
 
     def __init__(self, app: ASGIApp, shared: Shared) -> None:
         self._app = app
-        self._bodies = shared.bodies
+        self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then do the work as long as the client is there."""
@@ -233,7 +233,9 @@ class BodyRead:
         route = facts_of(scope).route
         body = b""  # where none is taken, what comes all the same is thrown away as it comes
         if route is not None and route.takes_body:
-            body = await self._bodies.read(Headers(scope=scope), receive)
+            shared = self._shared
+            bodies = shared.bodies if route.takes_bytes else shared.json_bodies
+            body = await bodies.read(Headers(scope=scope), receive)
         if body and not (route is not None and route.takes_bytes):
             _check_media_type(Headers(scope=scope).get("content-type", ""))
         try:

@@ -271,7 +271,7 @@ def _step(checkpoint: Path) -> int | None:
     """Of a whole one."""
     try:
         step = json.loads((checkpoint / MANIFEST).read_bytes())["step"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 

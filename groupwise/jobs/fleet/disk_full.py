@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from groupwise.core.terminal.quantities import byte_size
 
 NEEDED = 1_000_000
 """Bytes without which no fleet begins: an empty database has half of that, and SQLite's files beside it some."""
+SPARED = 0.05
+"""Share of the disk that what comes from clients and machines leaves free."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
 
@@ -54,6 +57,17 @@ def is_full(folder: Path) -> bool:
         return False
     no_names = disk.f_files > 0 and disk.f_favail == 0
     return no_names or disk.f_bavail * disk.f_frsize < NEEDED
+
+
+def no_room(folder: Path, size: int) -> str | None:
+    """Why so many bytes from elsewhere are not written below `folder`: they would take the room that the database needs."""
+    disk = shutil.disk_usage(_there(folder))
+    if size <= disk.free - disk.total * SPARED:
+        return None
+    return (
+        f"its {byte_size(size)} would leave less than {SPARED:.0%} of the control machine's disk, of which {byte_size(disk.free)} "
+        "are free"
+    )
 
 
 def words(folder: Path) -> str:

@@ -66,12 +66,18 @@ PLACEHOLDER = re.compile(
 """A password in a URL that is none."""
 PIECE, OVERLAP = 1000, 400
 """Long lines are searched in pieces of so many characters, because some rules take quadratic time; no token is longer than the overlap."""
+LONG_RUN = re.compile(rb"([A-Za-z0-9+/_-]{400})[A-Za-z0-9+/_-]+")
+"""A picture in a notebook, for example: longer than any token, and its first characters say enough."""
 SEARCHED = 16 << 20
 """Bytes of a file in which credentials are looked for: what people write is shorter."""
 SHORTEST_SECRET = 8
 """Letters of a value that is looked for: shorter ones stand in files by chance."""
-LOOKED_AT = 2 << 20
+LOOKED_AT = 32 << 20
 """Bytes of a file in which what looks like a credential is looked for."""
+LONGEST_HEAD = 65_536
+"""Bytes by which a text is told from other data."""
+CONTROLS = tuple(bytes([each]) for each in (*range(1, 9), *range(14, 27), *range(28, 32)))
+"""Characters of which a text has none, or nearly none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +290,7 @@ def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> No
     found = [
         (path, name)
         for path, file in (files.items() if wanted else ())
-        for data in (_beginning(file, SEARCHED),)
+        for data in (_beginning(file, SEARCHED).replace(b"\0", b""),)
         for name, value in wanted.items()
         if value in data
     ]
@@ -313,10 +319,11 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
 
 def _looks_secret(file: Path) -> bool:
     """Whether a text has the form of a credential in it."""
-    data = _beginning(file, LOOKED_AT)
-    if b"\0" in data:
+    data = _text_of(_beginning(file, LOOKED_AT))
+    if data is None:
         return False
-    lines = data.decode(errors="replace").split("\n")
+    shortened = LONG_RUN.sub(rb"\1", data)
+    lines = shortened.decode(errors="replace").split("\n")
     text = "\n".join(line for line in lines if ALLOWLISTED not in line)
     if PRIVATE_KEY.search(text.encode()) is not None or holds_secret(PLACEHOLDER.sub("", text)):
         return True
@@ -324,6 +331,13 @@ def _looks_secret(file: Path) -> bool:
     starts = (0,) if of_short_lines else range(0, len(text), PIECE)
     length = len(text) if of_short_lines else PIECE + OVERLAP
     return any(rule.search(text, at, at + length) for at in starts for rule in _rules())
+
+
+def _text_of(data: bytes) -> bytes | None:
+    """A text without NULs, of which UTF-16 has one beside each letter; None for what is none, as a picture or weights."""
+    found = data.replace(b"\0", b"")
+    strange = sum(found[:LONGEST_HEAD].count(each) for each in CONTROLS)
+    return found if strange * 100 <= len(found[:LONGEST_HEAD]) else None
 
 
 @cache

@@ -97,6 +97,8 @@ class _Open:
     parts: build.Parts
     progress: Phase
     longest_prompt: int
+    longest_token: int
+    """In characters."""
     begun: float
 
 
@@ -168,7 +170,13 @@ class EngineCore:
         run.gate.open()
         progress.phase("ready")
         self._opened = _Open(
-            run, prepared, parts, progress, order.longest_prompt, time.perf_counter()
+            run,
+            prepared,
+            parts,
+            progress,
+            order.longest_prompt,
+            max(map(len, run.tokenizer.get_vocab())),
+            time.perf_counter(),
         )
         self._look_for_checkpoints()
         return Opened(
@@ -282,6 +290,7 @@ class EngineCore:
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
+            self._check_characters(prompt)
             ids = first_ids(self._current.run.tokenizer, prompt, (), order.columns)
         except (TaskError, Unusable) as error:  # no tokens, or not what the chat template takes
             raise WrongOrder(str(error), "prompt") from None
@@ -301,6 +310,19 @@ class EngineCore:
                 "prompt_too_long",
             )
         return ids
+
+    def _check_characters(self, prompt: Prompt) -> None:
+        """Refuse what cannot be short enough before it is tokenised, which takes seconds for megabytes while others wait."""
+        said = [prompt] if isinstance(prompt, str) else [str(each["content"]) for each in prompt]
+        longest = self._current.longest_prompt
+        count, most = sum(map(len, said)), longest * self._current.longest_token
+        if count > most:
+            raise WrongOrder(
+                f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are never "
+                f"more than {most:,} characters. Shorten it, or start the run with a higher one.",
+                "prompt",
+                "prompt_too_long",
+            )
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         return prompt_ids(self._current.run.tokenizer, prompt)

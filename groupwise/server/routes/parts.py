@@ -110,11 +110,11 @@ class _Handlers:
 
     async def look_into_folder(self, id: Id, path: Place, asked: AskedHere) -> Response:
         """The files of a folder, with their sizes."""
-        return sent_model(self.service.files(id).list(path))
+        return sent_model(await asyncio.to_thread(self.service.files(id).list, path))
 
     async def delete_folder(self, id: Id, path: Place, asked: AskedHere) -> Response:
         """Delete a folder that is needed no longer. Repeating it is harmless."""
-        self.service.files(id).delete(path)
+        await asyncio.to_thread(self.service.files(id).delete, path)
         return sent_model(EndedAnswer(id=id))
 
     async def get_file(self, id: Id, path: Place, asked: AskedHere, offset: Offset = 0) -> Response:

@@ -7,12 +7,14 @@ says everything of each route in one place; the OpenAPI document shows it. Every
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -22,7 +24,7 @@ from starlette.routing import Route
 from groupwise.api.http import strict_json
 from groupwise.api.http.bodies import Bodies, ClientGone
 from groupwise.api.http.declared import SCOPE, Facts
-from groupwise.api.http.strict_json import NotStrict
+from groupwise.api.http.strict_json import LARGE, NotStrict
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.server.tinker import answers, requests, translate
@@ -234,7 +236,11 @@ class _Handlers:
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
         try:
-            return kind.model_validate(await strict_json.parse_aside(await self._body(request)))
+            body = await self._body(request)
+            given = await strict_json.parse_aside(body)
+            if len(body) > LARGE:
+                return await asyncio.to_thread(kind.model_validate, given)
+            return kind.model_validate(given)
         except NotStrict as error:
             raise UsageError(
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
@@ -394,12 +400,12 @@ def _guarded(handler: Handler, service: VerbService, authorise: Authorise) -> Ha
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 — a mistake in one request stops no other; its details stay in the log
-            return _refused(request, service, error)
+            return await _refused(request, service, error)
 
     return guarded
 
 
-def _refused(request: Request, service: VerbService, error: Exception) -> Response:
+async def _refused(request: Request, service: VerbService, error: Exception) -> Response:
     code = code_of(error)
     facts: Facts | None = request.scope.get(SCOPE)
     if facts is not None:
@@ -410,7 +416,7 @@ def _refused(request: Request, service: VerbService, error: Exception) -> Respon
     else:
         message = str(error)
     if isinstance(error, UsageError):
-        service.refused(getattr(request.state, "body", b""), error)
+        await service.refused(getattr(request.state, "body", b""), error)
     headers = {"Retry-After": "1"} if CODES[code].retry else {}
     if isinstance(error, Refusal):
         headers |= error.headers
@@ -435,5 +441,21 @@ def _told(kind: type[requests.Body], error: ValidationError) -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
+    text = json.dumps(_beginning(value), default=str)
     return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _beginning(value: Any, depth: int = 3) -> Any:
+    """Enough of it for a message, however large it is."""
+    match value:
+        case str():
+            return value[:100]
+        case list() | dict() if depth == 0:
+            return "…"
+        case list():
+            return [_beginning(each, depth - 1) for each in cast("list[Any]", value)[:20]]
+        case dict():
+            entries = islice(cast("dict[str, Any]", value).items(), 20)
+            return {key[:100]: _beginning(each, depth - 1) for key, each in entries}
+        case _:
+            return value

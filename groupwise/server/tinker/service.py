@@ -12,6 +12,7 @@ waits is done.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -43,6 +44,9 @@ KEPT_WITHIN = 10.0
 """Seconds that a client waits for its call to be written down."""
 REFUSED = "refused"
 """The kind of calls that were refused, but have used a number of their model."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class VerbService:
@@ -79,11 +83,6 @@ class VerbService:
     async def _go_on(self, row: CallRow) -> None:
         """Have a call done that came to nothing before the last process ended."""
         assert row.content is not None
-        if row.kind == REFUSED:
-            self.opened.models[row.line].line.submit(
-                row.sequence, row.content, UsageError("This request was refused before."), REFUSED
-            )
-            return
         begin: Mapping[str, Callable[[bytes], Any]] = {
             FORWARD_BACKWARD: lambda content: self.training.forward_backward(
                 translate.read(content)
@@ -96,10 +95,18 @@ class VerbService:
             "Sample": _reading(requests.Sample, self.sampling.begin_sample),
         }
         try:
-            begin[row.kind](row.content)
+            if row.kind == REFUSED:
+                refused = UsageError("This request was refused before.")
+                line = self.opened.model(row.line).line
+                line.submit(row.sequence, row.content, refused, REFUSED)
+            else:
+                begin[row.kind](row.content)
         except UsageError as error:
             # Where it was not refused with its number, as it was before, its model is no longer there.
             self.futures.abandon(row.id, error)
+        except Exception as error:  # what one client has left keeps no server from starting
+            logger.exception("the call %s of an earlier process cannot be gone on with", row.id)
+            self.futures.abandon(row.id, UsageError(f"It cannot be gone on with: {error}"))
 
     async def kept(self, id: str) -> None:
         """Return when a call is written down, so that its client may be told of it. NotKept where that takes too long."""
@@ -124,11 +131,11 @@ class VerbService:
             for name in self._engine.names()
         ]
 
-    def refused(self, body: bytes, error: UsageError) -> None:
+    async def refused(self, body: bytes, error: UsageError) -> None:
         """A JSON request was refused before it came to its model's line. Where it has a number there, the number is used up: the client
         goes on with the next one, which would wait for it for ever."""
         try:
-            given: Any = strict_json.parse(body)
+            given: Any = await strict_json.parse_aside(body)
             model, sequence = given["model_id"], given["seq_id"]
         except (ValueError, TypeError, KeyError):
             return

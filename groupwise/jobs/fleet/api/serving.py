@@ -32,6 +32,8 @@ from groupwise.jobs.hosts.files import BlobStore
 T = TypeVar("T")
 MIB = 1 << 20
 MOST_BODY = 64 * MIB
+MOST_JSON = 16 * MIB
+"""Jobs of an array, with the files of each."""
 """Bytes of a request; a file that a job takes along comes in pieces of at most so much."""
 RETRY_SECONDS = 5.0
 """After which a database that did not answer may do so again."""
@@ -63,7 +65,7 @@ class Serving(Shared):
         doorbell: Doorbell,
         allowed: AllowedSecrets = UNLESS_TOLD,
     ) -> None:
-        super().__init__(Limits(MOST_BODY))
+        super().__init__(Limits(MOST_BODY, max_json_bytes=MOST_JSON))
         self.database = database
         self.folders = folders
         self.doorbell = doorbell

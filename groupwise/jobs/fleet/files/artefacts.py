@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -31,6 +32,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.controller import Collected, Part
 from groupwise.jobs.fleet.attempts.effects import Gateway
+from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.files.folders import folder_name
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.tables import Job
@@ -102,7 +104,9 @@ class Collector:
             why = ""
             for _ in range(TRIES):
                 tree = await part.runner.manifest(part.job_id, part.epoch, "artefacts")
-                problem = _beyond(tree.files, limits)
+                problem = _beyond(tree.files, limits) or await asyncio.to_thread(
+                    self._never_fits, sum(entry.size for entry in tree.files.values())
+                )
                 if problem is not None:
                     return problem
                 await self._copy_known(part, folder, tree.files)
@@ -116,6 +120,13 @@ class Collector:
             return f"{why} has been changed since the command ended"
         finally:
             os.close(lock)
+
+    def _never_fits(self, size: int) -> str | None:
+        """Why they are not fetched, whatever is removed here. OSError where they would fit if there were room."""
+        problem = no_room(self._artefacts, size)
+        if problem is not None and size < shutil.disk_usage(self._store.root).total / 2:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {problem}")
+        return problem
 
     async def _copy_known(self, part: Part, folder: Path, files: Manifest) -> None:
         """What is in the store already, and of its own project: the machine says which file it is, and may name any."""

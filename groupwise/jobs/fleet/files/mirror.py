@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -31,10 +30,10 @@ from functools import partial
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.core.terminal.quantities import byte_size
 from groupwise.jobs.fleet.attempts.controller import Part
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import guarded, mirrored, not_mirrored
+from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.checkpoints import NEWEST_FIRST
 from groupwise.jobs.fleet.store.database import seconds
@@ -50,8 +49,6 @@ KEPT = 2
 """Checkpoints of a job that are kept unless told otherwise: one may turn out to be damaged on the disk."""
 LOOK_AGAIN = 1.0
 """Seconds between two looks at a blob that somebody else receives."""
-SPARED = 0.05
-"""Share of the disk that checkpoints leave free."""
 STANDS_STILL = 60.0
 """Seconds without more of it, after which it is not waited for any longer: a call to a machine that answers takes less."""
 
@@ -126,7 +123,9 @@ class CheckpointMirror:
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
         project = await self._gateway.look(lambda session: _project_of(session, part))
         wanted = await self._wanted(entries, project)
-        self._check_room(sum(entries[sha256][1].size for sha256 in wanted))
+        size = sum(entries[sha256][1].size for sha256 in wanted)
+        if (problem := await asyncio.to_thread(no_room, self._store.root, size)) is not None:
+            raise _Torn(problem)
         for sha256 in wanted:
             path, entry = entries[sha256]
             try:
@@ -135,15 +134,6 @@ class CheckpointMirror:
                 raise _Torn(str(error)) from error
             except BlobError as error:
                 raise _Torn(f"{path}: {error}") from error
-
-    def _check_room(self, size: int) -> None:
-        """A job, or a machine that lies, fills no disk with what others need it for. Raises _Torn."""
-        disk = shutil.disk_usage(self._store.root)
-        if size > disk.free - disk.total * SPARED:
-            raise _Torn(
-                f"its {byte_size(size)} would leave less than {SPARED:.0%} of the control machine's disk, of which {byte_size(disk.free)} "
-                "are free"
-            )
 
     async def _wanted(self, hashes: Iterable[str], project: str) -> list[str]:
         """Those that are not in the store, or that the project may not name."""

@@ -12,10 +12,10 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from groupwise.api.schemas.bodies import FailFast
 from groupwise.api.schemas.problems import field_errors
@@ -119,6 +119,10 @@ class Beyond(_Strict):
         return {path: FileEntry(*entry) for path, entry in self.files.items()}
 
 
+MOST_JSON = 256 * 1024
+"""Bytes of a request without its files: it is read, compared and written while others wait to write."""
+
+
 class Columns(_Strict):
     """The columns of a row that people write, as they are once the database has put in its defaults."""
 
@@ -157,6 +161,15 @@ class JobRequest(Beyond):
     num_generations: Whole | None = None
     priority: Priority | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _is_not_data(self) -> Self:
+        size = len(self.model_dump_json(exclude={"files"}))
+        if size > MOST_JSON:
+            raise ValueError(
+                f"the job is described by {size:,} bytes of JSON without its files; at most {MOST_JSON:,}. Put data into a file"
+            )
+        return self
 
     def columns(self) -> dict[str, Any]:
         """The columns that it says something of."""

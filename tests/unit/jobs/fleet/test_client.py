@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -74,7 +76,9 @@ def test_files_travel_once_and_only_what_is_missing(
     assert fleet.upload({"again": folder / "b.bin"})["again"][0] == sent["code/b.bin"][0]
 
 
-def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> None:
+def test_an_upload_that_was_cut_off_goes_on(
+    url: str, fleet: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = b"x" * 5000
     sha256 = hashlib.sha256(data).hexdigest()
     headers = {"Authorization": f"Bearer {PLAIN}"}
@@ -86,8 +90,20 @@ def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> Non
         last = http.put(f"/blobs/{sha256}?size=5000&offset=2000", content=data[2000:]).json()
         assert last == {"received": 5000, "stored": True}
         torn = http.put(f"/blobs/{'0' * 64}?size=3", content=b"abc")
-    assert torn.status_code == 422
-    assert torn.json()["code"] == "invalid_request"
+        assert torn.status_code == 422
+        assert torn.json()["code"] == "invalid_request"
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1000, free=52))
+        full = http.put(f"/blobs/{'1' * 64}?size=5", content=b"abcde")
+        assert (full.status_code, full.json()["code"]) == (503, "disk_full")
+
+
+def test_a_job_is_no_data_and_only_files_may_be_large(url: str) -> None:
+    with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {PLAIN}"}) as http:
+        large = http.post("/jobs/plan", json={"hyperparams": {"x": [1] * 200_000}})
+        assert (large.status_code, "Put data into a file" in large.text) == (422, True)
+        json_type = {"Content-Type": "application/json"}
+        larger = http.post("/jobs/plan", content=b" " * (17 << 20), headers=json_type)
+        assert (larger.status_code, larger.json()["code"]) == (413, "too_large")
 
 
 # The same file, sent by several at once

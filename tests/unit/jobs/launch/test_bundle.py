@@ -99,6 +99,18 @@ def test_a_line_that_looks_like_a_credential_does_not_travel_by_itself(
     assert "pack/found.ipynb" in bundle(project).files
 
 
+@pytest.mark.parametrize("content", [
+    (TOKEN := "token: ghp_" + "a1B2" * 9).encode("utf-16"), f"{TOKEN}\0".encode(),
+    b'"image/png": "' + b"iVBORw0K" * 400_000 + f'"\n{TOKEN}\n'.encode(), b"line\n" * 700_000 + TOKEN.encode(),
+])  # fmt: skip
+def test_it_is_found_behind_a_picture_and_in_any_encoding(project: Path, content: bytes) -> None:
+    (project / "found.txt").write_bytes(content)
+    with pytest.raises(UsageError, match=r"look like credentials[^:]*:\n  found\.txt\nTake"):
+        bundle(project)
+    (project / "found.txt").write_bytes(bytes(range(256)) * 40 + TOKEN.encode())
+    assert "found.txt" in bundle(project).files, "weights and pictures are not read as text"
+
+
 def test_a_file_with_the_value_of_a_secret_is_refused_without_showing_it(project: Path) -> None:
     write(project, {"config.yaml": f"key: {CANARY}\n"})
     assert "config.yaml" in bundle(project, {"OTHER": "another value", "SHORT": "key"}).files

@@ -6,11 +6,13 @@ The engine here is a list for each model of what was done to it, so that anythin
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.ledger import calls
 from groupwise.server.tinker import requests
@@ -18,6 +20,7 @@ from groupwise.server.tinker.futures import CallResult, Failure, NotKept
 from groupwise.server.tinker.journal import LedgerJournal
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.translate import read
+from tests.processes import wait_until_async
 from tests.unit.server.tinker.verb_service import Disk, created, gradient, serving, update
 
 TIMEOUT_S = 10.0
@@ -174,3 +177,24 @@ async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_ans
         await ending
         assert isinstance(await server.service.answer(loop.ids[1], TIMEOUT_S), CallResult)
     assert not caplog.records
+
+
+async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_from_starting(
+    tmp_path: Path,
+) -> None:
+    disk = Disk(SavedFolders(tmp_path))
+    async with serving(tmp_path, disk) as server:
+        service = server.service
+        session = await service.opened.create_session(None)
+        nowhere = f"tinker://{session}:train:7/weights/none"
+        body = requests.LoadWeights(
+            session_id=session, model_seq_id=0, path=nowhere, optimizer=False
+        )
+        model, made = service.training.load_weights(body)
+        assert isinstance(await service.answer(made, TIMEOUT_S), Failure)
+        wrong = json.dumps({"model_id": model, "seq_id": 5, "no_such_field": 1}).encode()
+        await service.refused(wrong, UsageError("no_such_field is no field"))
+        assert service.futures.waiting == 1, "for those before it"
+        await service.opened.create_session(None)  # written down behind it
+    async with serving(tmp_path, disk) as server:
+        await wait_until_async(lambda: server.service.futures.waiting == 0)

@@ -29,6 +29,7 @@ from groupwise.api.schemas.fleet import (
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.api.serving import AskedHere, RequestContext, document
+from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, follower_at
 from groupwise.jobs.fleet.states import FINAL
 from groupwise.jobs.fleet.store import rights
@@ -128,6 +129,8 @@ def _put(asked: RequestContext, sha256: str, size: int, offset: int, data: bytes
         with asked.serving.folders.blobs.incoming(sha256, size, _sender(asked)) as incoming:
             if offset != incoming.received:
                 return {"received": incoming.received, "stored": False}
+            if (problem := no_room(asked.serving.folders.blobs.root, len(data))) is not None:
+                raise Refusal("disk_full", f"The file cannot be taken: {problem}.")
             incoming.add(data)
             if incoming.received < size:
                 return {"received": incoming.received, "stored": False}
@@ -285,7 +288,7 @@ ROUTES = (
         takes_body=True,
         takes_bytes=True,
         works=True,
-        codes=("file_busy",),
+        codes=("file_busy", "disk_full"),
     ),
     Route(
         method="GET",

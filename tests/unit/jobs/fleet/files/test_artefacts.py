@@ -3,11 +3,12 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +180,17 @@ async def test_more_than_the_job_may_leave_is_not_fetched(
     assert re.search(why, problem)
     assert host.read_bytes() == 0
     assert not artefact_folder(place, JOB, part.epoch).exists()
+
+
+async def test_what_would_fill_the_disk_is_not_fetched(
+    database: Database, place: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = begin(database, host)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=100, free=60))
+    problem = (await collector(place, database).collect(part)).problem
+    assert problem is not None
+    assert "5% of the control machine's disk" in problem
+    assert host.read_bytes() == 0
 
 
 @pytest.mark.parametrize("gone", [True, False])

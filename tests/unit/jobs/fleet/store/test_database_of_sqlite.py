@@ -81,7 +81,7 @@ def test_who_may_write_has_locked_before_it_reads(file: Path) -> None:
 
 
 def test_patience_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("groupwise.jobs.fleet.store.database.PATIENCE", 0.05)
+    monkeypatch.setattr("groupwise.jobs.fleet.store.database.RETRY_TIMEOUT", 0.05)
     other = sqlite3.connect(file, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     database = impatient(file, Naps(), monkeypatch)
