@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import PurePosixPath
 from typing import Any, TypeVar, cast
 
 from groupwise.jobs.hosts.framing import BadAnswer
@@ -640,7 +641,15 @@ def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
             refused.append((path, problems[0]))
         else:
             files[path] = _entry(f, name, entry)
+    for path in [path for path in files if _is_below_one(path, files)]:
+        del files[path]
+        refused.append((path, "a file of the list is its folder"))
     return files
+
+
+def _is_below_one(path: str, files: Manifest) -> bool:
+    """Whether a path leads through another file, which no machine has that tells the truth."""
+    return any(str(above) in files for above in PurePosixPath(path).parents)
 
 
 def _entry(f: Fields, name: str, entry: object) -> FileEntry:

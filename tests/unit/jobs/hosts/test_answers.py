@@ -117,6 +117,9 @@ def test_paths_that_leave_the_folder_are_refused_whatever_the_machine_says() -> 
     )
     assert tree.files == {"good/x": FileEntry(SHA, 0o644, 3)}
     assert [path for path, _ in tree.refused] == ["l", *bad]
+    through = answers.work_tree({"files": dict.fromkeys(("a", "a/b", "a/b/c", "ab/c"), entry)})
+    assert list(through.files) == ["a", "ab/c"]
+    assert [path for path, _ in through.refused] == ["a/b", "a/b/c"]
 
 
 def test_a_checkpoint_stays_in_the_folder_and_has_a_step_that_a_database_can_count() -> None:
