@@ -58,7 +58,7 @@ from groupwise.training.sft_config import SftConfig, load_sft_config
 
 if TYPE_CHECKING:
     from groupwise.api.schemas.parts import PartsKind
-    from groupwise.engine.backends.remote.parts import PartsRequestSpec, RemoteParts
+    from groupwise.engine.backends.remote.parts import RemoteParts, RemotePartsSpec
     from groupwise.engine.backends.remote.session import Session
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
@@ -491,8 +491,8 @@ def _wanted(
     run: str,
     folder: Path,
     weights: Path | None,
-) -> PartsRequestSpec:
-    from groupwise.engine.backends.remote.parts import PartsRequestSpec
+) -> RemotePartsSpec:
+    from groupwise.engine.backends.remote.parts import RemotePartsSpec
     from groupwise.engine.models.adapters import adapter_folder, base_name
     from groupwise.engine.models.identity import identity
 
@@ -503,7 +503,7 @@ def _wanted(
             layout.key_length - longest_completion(config),
             config.training.max_off_policy_steps,
         )
-    return PartsRequestSpec(
+    return RemotePartsSpec(
         kind=kind,
         config=config.model_dump(mode="json"),
         run=run,

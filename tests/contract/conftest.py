@@ -193,7 +193,7 @@ def _added(processes: int, folder: Path) -> Pair:
 
 def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
     """Parts of a training server, by its routes and its engine's calls, without a socket between them."""
-    from groupwise.engine.backends.remote.parts import PartsRequestSpec, start
+    from groupwise.engine.backends.remote.parts import RemotePartsSpec, start
     from groupwise.engine.models.identity import identity
     from groupwise.training import placement
     from groupwise.training.config import load_config
@@ -207,7 +207,7 @@ def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
     ).config  # fmt: skip
     layout = placement.choose_layout(config, 24)
     assert layout.key_length == 64
-    wanted = PartsRequestSpec(
+    wanted = RemotePartsSpec(
         kind="training",
         config=config.model_dump(mode="json"),
         run="contract",

@@ -284,7 +284,7 @@ def launch(place: JobBackend, asked: CommonOptions) -> None:
     name = asked.name or new_name(asked.behind)
     store = packaging.files_here()
     packed = packaging.pack(
-        packaging.JobRequest(
+        packaging.LaunchRequest(
             name,
             project,
             asked.behind.command,

@@ -48,7 +48,7 @@ def files_here() -> BlobStore:
 
 
 @dataclass(frozen=True, slots=True)
-class JobRequest:
+class LaunchRequest:
     """A job as somebody asks for it."""
 
     name: str
@@ -94,7 +94,7 @@ class Packed:
     """What travels of the project."""
 
 
-def pack(wanted: JobRequest, store: BlobStore) -> Packed:
+def pack(wanted: LaunchRequest, store: BlobStore) -> Packed:
     """The order. Raises UsageError for a project that cannot travel, and for what cannot be fetched."""
     project = bundle(wanted.project, wanted.secrets, wanted.take)
     _refuse_own(project)

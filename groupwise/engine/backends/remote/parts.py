@@ -53,7 +53,7 @@ SENT = "sent"
 
 
 @dataclass(frozen=True, slots=True)
-class PartsRequestSpec:
+class RemotePartsSpec:
     """What is to be made."""
 
     kind: PartsKind
@@ -120,7 +120,7 @@ def planned_layout(
 
 
 async def start(
-    url: str, wanted: PartsRequestSpec, transport: httpx2.AsyncBaseTransport | None = None
+    url: str, wanted: RemotePartsSpec, transport: httpx2.AsyncBaseTransport | None = None
 ) -> RemoteParts:
     """Have the server make parts. Raises UsageError where it refuses, ClientError where it is lost on the way; nothing is left then."""
     session = Session(url, transport=transport)
@@ -153,7 +153,7 @@ async def start(
     )
 
 
-async def _sent(session: Session, wanted: PartsRequestSpec) -> None:
+async def _sent(session: Session, wanted: RemotePartsSpec) -> None:
     for name, folder in wanted.sent.items():
         files = model_files(folder) if name == "model" else weight_files(folder)
         await session.upload(files, f"{SENT}-{name}")
@@ -166,7 +166,7 @@ def model_files(folder: Path) -> list[Path]:
     )
 
 
-async def _opened(session: Session, wanted: PartsRequestSpec) -> Any:
+async def _opened(session: Session, wanted: RemotePartsSpec) -> Any:
     order = Open(
         kind=wanted.kind,
         config=sections(wanted.kind, wanted.config),
@@ -183,7 +183,7 @@ def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: config[key] for key in SECTIONS[kind] if key in config}, "run": run}
 
 
-def owner_of(wanted: PartsRequestSpec) -> str:
+def owner_of(wanted: RemotePartsSpec) -> str:
     """The same for a run that is gone on with: whoever has its folder is its only loop, so that an earlier one is no more."""
     if wanted.kind == "serving":
         return f"evaluation ({secrets.token_hex(6)})"

@@ -25,7 +25,7 @@ from groupwise.core.errors import PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
 from groupwise.engine.backends.remote import session as module
 from groupwise.engine.backends.remote.learner import RemoteLearner
-from groupwise.engine.backends.remote.parts import PartsRequestSpec, model_files, owner_of, sections
+from groupwise.engine.backends.remote.parts import RemotePartsSpec, model_files, owner_of, sections
 from groupwise.engine.backends.remote.sampler import RemoteSampler, weight_files
 from groupwise.engine.backends.remote.session import Session
 from groupwise.server.parts.files import Files
@@ -185,7 +185,7 @@ def test_what_is_told_of_a_config() -> None:
 def test_the_owner_is_the_run_and_not_whoever_holds_it(tmp_path: Path) -> None:
     def owner(folder: Path, run: str = "r", kind: Any = "training") -> str:
         return owner_of(
-            PartsRequestSpec(kind, {"run": {"dir": str(folder)}}, run, tmp_path, None, "base")
+            RemotePartsSpec(kind, {"run": {"dir": str(folder)}}, run, tmp_path, None, "base")
         )
 
     here = owner(tmp_path)
