@@ -1,4 +1,4 @@
-"""What this machine computes on, as far as its files tell without a library."""
+"""The accelerators of this machine, found by its files and without a library."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ REMOVING = ".removing-"
 
 
 def _nothing(name: str) -> None:
-    """What happens at a crash point of a real run."""
+    """A real run does nothing at a crash point."""
 
 
 on_write: Callable[[str], None] = _nothing

@@ -1,4 +1,4 @@
-"""Where this machine keeps what can be had again: models, paid verdicts, problems, Tunix's environment."""
+"""The folder for things that can be fetched or made again: models, paid verdicts, problems, Tunix's environment."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Pulse:
-    """Beats whenever something has changed; whoever waits looks again after each beat."""
+    """Beats whenever something has changed; a waiting task looks again after each beat."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()

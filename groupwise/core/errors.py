@@ -29,7 +29,7 @@ A reward that fails is none of these: it is data (`Rollout.outcome`).
 from __future__ import annotations
 
 EX_TEMPFAIL = 75
-"""As in sysexits.h: the same command may succeed later. A fleet tries it again."""
+"""EX_TEMPFAIL of sysexits.h: the same command may succeed later. A fleet tries it again."""
 
 
 class GroupwiseError(Exception):
@@ -46,12 +46,12 @@ class GroupwiseError(Exception):
         return self.message
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of a traceback: the message is for people, and says all."""
+        """IPython shows this instead of a traceback: the message is for people, and says all."""
         return [f"{type(self).__name__}: {self.message}"]
 
 
 class UsageError(GroupwiseError):
-    """What was given cannot work. Mend the command, the config or the file that the message names."""
+    """The input cannot work. Mend the command, the config or the file that the message names."""
 
     code = "usage"
     exit_code = 2
@@ -170,7 +170,7 @@ class EndpointError(RunError):
         super().__init__(message)
         self.status = status
         self.may_pass = False
-        """Whether another attempt, or another server, may do better: nobody answered, or too slowly, or it was overloaded."""
+        """True if another attempt, or another server, may do better: no answer came, or too slowly, or the server was overloaded."""
 
 
 class SandboxError(RunError):

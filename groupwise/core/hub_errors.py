@@ -1,4 +1,4 @@
-"""Whether the hub can be asked, and what its silence means.
+"""Decides whether the hub can be asked, and what its silence means.
 
 A job that failed because the hub did not answer is worth another attempt, one that named what the hub does not have is not. `will_pass`
 tells them apart, and an error that is temporary ends the process with `errors.EX_TEMPFAIL`.
@@ -16,19 +16,19 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 TOKEN_ELSEWHERE = "GROUPWISE_HUB_TOKEN_ELSEWHERE"
 """Set where a command is only tried, before it is sent to where its token is (`groupwise launch modal --secret`)."""
 PASSING = frozenset({408, 425, 429, *range(500, 600)})
-"""HTTP statuses of a service that is busy or broken, whoever asks for whatever."""
+"""HTTP statuses of a service that is busy or broken, independent of the request."""
 TRANSPORT = frozenset({"httpx", "httpcore", "requests", "urllib3", "aiohttp"})
 """Packages whose errors without a status are those of a connection."""
 
 
 def is_offline() -> bool:
-    """Whether somebody decided that the hub is not to be asked (`HF_HUB_OFFLINE`)."""
+    """True if the hub is not to be asked (`HF_HUB_OFFLINE`)."""
     return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
 
 
 @cache
 def answers() -> bool:
-    """Whether the hub can be reached at all; asked once, so that nobody waits for many retries. Behind a proxy: assumed."""
+    """True if the hub can be reached at all; tried once, to avoid waiting for many retries. Behind a proxy it is assumed."""
     if is_offline():
         return False
     if any(os.environ.get(name) for name in PROXIES):
@@ -43,7 +43,7 @@ def answers() -> bool:
 
 
 def will_pass(error: BaseException) -> bool:
-    """Whether what was asked of the hub may succeed later as it stands: it did not answer, or was busy, or the connection broke."""
+    """True if the same request may succeed later: the hub did not answer, or was busy, or the connection broke."""
     if is_offline():
         return False
     return not answers() or any(_passing(each) for each in _causes(error))

@@ -66,7 +66,7 @@ class Interruption:
 
     @property
     def asked(self) -> int | None:
-        """The signal that asked the loop to end; None as long as nobody has."""
+        """The signal that asked the loop to end; None until then."""
         return self._received
 
     def ask(self, number: int = signal.SIGINT) -> None:

@@ -62,7 +62,7 @@ class LoadedPlugin:
     """The module, or the attribute that was asked for (an instance where that is a class)."""
     module: ModuleType
     spec: str
-    """What `load` takes in another process to get the same: an absolute path or a module, with the attribute."""
+    """The spec that gives `load` the same object in another process: an absolute path or a module, with the attribute."""
     file: str | None
 
 
@@ -97,7 +97,7 @@ def load(
 
 
 def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: str) -> str | None:
-    """What `load` would say of a spec that names nothing, as far as that shows without running code; None otherwise.
+    """The message that `load` would give for a spec that names nothing, as far as that shows without running code; else None.
 
     Whether a dotted module or an attribute is there shows only when the packages around them have run.
     """
@@ -112,7 +112,7 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
 
 
 def trains_when_imported(source: str | bytes) -> str | None:
-    """Which statement of a module would train as soon as it is imported, `line 40: trainer.train()`; None where none would.
+    """The statement of a module that would train as soon as it is imported, `line 40: trainer.train()`; None if there is none.
 
     `model.train()` is none: that switches PyTorch's dropout on. What is no Python has none either.
     """
@@ -134,7 +134,7 @@ def trains_when_imported(source: str | bytes) -> str | None:
 
 
 def runs_as_script(test: ast.expr) -> bool:
-    """Whether it is the condition `__name__ == "__main__"`, which no import fulfils."""
+    """True for the condition `__name__ == "__main__"`, which no import fulfils."""
     return sorted(ast.unparse(test).split(" == ")) == ["'__main__'", "__name__"]
 
 
@@ -388,7 +388,7 @@ def _listed(names: Iterable[str], limit: int = 20) -> str:
 
 
 def _is_users(frame: traceback.FrameSummary) -> bool:
-    """Whether the frame is in code that belongs neither to a library nor to this package."""
+    """True if the frame is in code that belongs neither to a library nor to this package."""
     if frame.filename.startswith("<frozen "):
         return False
     path = str(Path(frame.filename).resolve())

@@ -25,7 +25,7 @@ Prompt = str | list[Message]
 """A prompt as a task gives it: text, which is tokenised as it stands, or messages, which go through the chat template."""
 
 Source = Literal["policy", "environment", "inserted", "teacher"]
-"""Who wrote a segment. Only `policy` (and, in SFT, `teacher`) tokens teach."""
+"""The author of a segment. Only `policy` (and, in SFT, `teacher`) tokens teach."""
 
 FinishReason = Literal["stop", "length"]
 """`stop`: a stop token or stop string ended the completion. `length`: the limit cut it off (a truncated rollout)."""
@@ -34,12 +34,12 @@ Outcome = Literal["pending", "scored", "failed", "timed_out"]
 """`pending` until the rewards are known. Only `scored` rollouts teach: a failure is never a low reward."""
 
 EndedBy = Literal["environment", "turns", "tokens"]
-"""What ended a rollout of several turns: its environment, or the limit that cut it off."""
+"""The reason why a rollout of several turns ended: its environment, or the limit that cut it off."""
 
 PolicyRole = Literal["policy", "reference"]
 
 Origin = Literal["fresh", "easy", "replay"]
-"""Where a group's example comes from: the order of the data, the easy pool, or the replay buffer."""
+"""The source of a group's example: the order of the data, the easy pool, or the replay buffer."""
 
 TASK_COLUMN = "task"
 """The column with the label by which the router finds a row's rewards."""
@@ -62,7 +62,7 @@ def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(row: Mapping[str, Any], place: int) -> int:
-    """The number of a row in its user's data; its place where nobody numbered it."""
+    """The number of a row in its user's data; its place if the rows have no numbers."""
     number = getattr(row, "number", None)
     return place if number is None else number
 
@@ -106,7 +106,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether improbable tokens are left out, which the learner's log-probabilities do not know."""
+        """True if improbable tokens are left out, which the learner's log-probabilities do not know."""
         return (self.top_k, self.top_p, self.min_p) != (None, None, None)
 
 
@@ -124,7 +124,7 @@ class GroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the sampler drew for one member."""
+    """The sampler's draw for one member."""
 
     token_ids: tuple[int, ...]
     """The sampled tokens verbatim; a stop token that was drawn is the last of them."""
@@ -134,7 +134,7 @@ class Completion:
     seed: int
     policy_version: int
     fingerprint: str
-    """Of the weights that really served; see `Policy.fingerprint`."""
+    """Fingerprint of the weights that really served; see `Policy.fingerprint`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Segment:
     source: Source
     token_ids: tuple[int, ...]
     sampling_logprobs: tuple[float, ...] | None = None
-    """As in `Completion.logprobs`; None for tokens that were not sampled."""
+    """Like `Completion.logprobs`; None for tokens that were not sampled."""
     policy_version: int | None = None
     fingerprint: str | None = None
     params: SamplingParams | None = None
@@ -191,13 +191,13 @@ class Rollout:
     """The weighted total of the parts, the number that is trained on and logged; None unless scored."""
     parts: tuple[RewardPart, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What reward functions recorded with `log_extra`."""
+    """Notes that reward functions recorded with `log_extra`."""
     advantage: float | None = None
     """The credit that the algorithm gave it; kept apart from `reward`."""
     messages: tuple[Message, ...] | None = None
-    """What was said after the prompt of a chat of several turns, the environment's messages among it; None elsewhere."""
+    """Messages after the prompt of a chat of several turns, with the environment's; None elsewhere."""
     ended_by: EndedBy | None = None
-    """What ended a rollout of several turns; None where it failed, and for other kinds."""
+    """The reason why a rollout of several turns ended; None if it failed, and for other kinds."""
 
     @property
     def completion_ids(self) -> tuple[int, ...]:
@@ -241,7 +241,7 @@ class Group:
     example: Example
     rollouts: tuple[Rollout, ...]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """What reward functions recorded with `log_metric`, averaged over the group."""
+    """Metrics that reward functions recorded with `log_metric`, averaged over the group."""
     prompt_seen: str | None = None
     """The prompt of a chat as the model saw it, for people: with what the template wrote around it, tools among it. Where members had
     prompts of their own, the first one's. None: the example's prompt is all there is to show."""
@@ -257,7 +257,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RolloutCredit:
-    """What an algorithm gives a scored rollout."""
+    """The credit that an algorithm gives a scored rollout."""
 
     advantage: float
     scale: float
@@ -276,7 +276,7 @@ class MaskedTokens:
 
 
 _NAN_AS_TEXT = with_config(ConfigDict(ser_json_inf_nan="strings"))
-"""For what is written to see why it is not finite: "NaN", "Infinity" and "-Infinity" instead of null."""
+"""Writes "NaN", "Infinity" and "-Infinity" instead of null, so that the record shows why a number is not finite."""
 
 
 @_NAN_AS_TEXT
@@ -310,13 +310,13 @@ class Row:
     """The temperature it was sampled at; the learner computes log-probabilities at the same one."""
     reference_logprobs: tuple[float, ...] | None = None
     proximal_logprobs: tuple[float, ...] | None = None
-    """By the learner at the start of the step; None in its first update, which makes them itself."""
+    """Computed by the learner at the start of the step; None in its first update, which makes them itself."""
     rollout: tuple[int, int] | None = None
     """Draw and member of its rollout, which its other rows share."""
     others: SiblingRowStats | None = None
     """None: the rollout has no other rows."""
     withheld: tuple[MaskedTokens, ...] = ()
-    """Where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
+    """Stretches where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
     credits: tuple[float, ...] | None = None
     """The credit of each token, as long as `completion_ids`, where a caller gives it itself; the loss `given` reads it in place of
     `advantage` and `scale`, and no other loss does."""
@@ -324,12 +324,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a learner makes of a row; both as long as its `completion_ids`."""
+    """A learner's numbers for a row; both as long as its `completion_ids`."""
 
     logprobs: tuple[float, ...]
     """Log-probability (nats) of each token, at the row's temperature."""
     right: tuple[bool, ...]
-    """Whether each token is the one that it finds likeliest."""
+    """True for each token that the learner finds likeliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +368,7 @@ class OptimiserParams:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What `Learner.update` did."""
+    """The result of `Learner.update`."""
 
     grad_norm: float
     """Global norm of the gradient before clipping."""
@@ -392,7 +392,7 @@ class Sampler(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Of the weights that serve now, computed from the tensors in memory."""
+        """Fingerprint of the weights that serve now, computed from the tensors in memory."""
         ...
 
 

@@ -27,7 +27,7 @@ PLAIN = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Of a process that works for another: one computing thread, everything that chance decides the same each time."""
+"""Environment of a process that works for another: one computing thread, and chance that decides the same each time."""
 ENVIRONMENT = {**PLAIN, **NO_GPU}
 """Of a worker."""
 
@@ -55,7 +55,7 @@ def end_marked(mark: str) -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended, without reaping it: its number must stay taken until its group is killed."""
+    """True if it has ended. It is not reaped: its number must stay taken until its group is killed."""
     if not hasattr(os, "waitid"):
         return process.poll() is not None
     if process.returncode is not None:

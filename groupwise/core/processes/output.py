@@ -1,4 +1,4 @@
-"""What a worker process prints, as lines of the log."""
+"""Turns what a worker process prints into lines of the log."""
 
 from __future__ import annotations
 

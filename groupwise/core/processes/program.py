@@ -22,9 +22,9 @@ from groupwise.core.terminal.text import clean
 LOOK = 0.05
 """Seconds between two looks at a program that is waited for."""
 TOLD_LINES, TOLD_CHARACTERS = 3, 300
-"""Of a log in a message: the last lines, and of each so much."""
+"""The number of last lines of a log in a message, and the characters of each."""
 FRAMES = "╭│╰─"
-"""What begins the lines of a traceback in a frame."""
+"""The beginning of the lines of a traceback in a frame."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -61,7 +61,7 @@ class Family:
 
     @property
     def ended(self) -> bool:
-        """Whether the program itself has."""
+        """True if the program itself has ended."""
         return has_ended(self.process)
 
     def wait(self, seconds: float) -> int | None:
@@ -74,7 +74,7 @@ class Family:
         return self.end()
 
     def end(self) -> int:
-        """End whoever is left; returns the code of the program."""
+        """End all processes that are left; returns the code of the program."""
         if self.process.returncode is None:
             end_family(self.process.pid, self._mark)
         code = self.process.wait()

@@ -17,7 +17,7 @@ Job = TypeVar("Job", contravariant=True)
 
 
 class Doer(Protocol[Job]):
-    """What one thread does; all three methods run in that thread."""
+    """The work of one thread; all three methods run in that thread."""
 
     def begin(self) -> None:
         """Before the first job."""

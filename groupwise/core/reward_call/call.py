@@ -55,21 +55,21 @@ RESERVED = ("prompts", "completions", *OPTIONAL_ARGUMENTS)
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Where the run stands, for rewards that change with time. Names and meanings are those of TRL's, as far as they are known here."""
+    """The state of the run, for rewards that change with time. Names and meanings are TRL's, as far as they are known here."""
 
     global_step: int
     """Steps done before the one that the group is drawn for."""
     max_steps: int
     steps_per_epoch: float | None = None
-    """Ours; None: nobody knows how many steps a pass over the rows takes."""
+    """Not in TRL; None if it is unknown how many steps a pass over the rows takes."""
     is_local_process_zero: bool = True
     is_world_process_zero: bool = True
-    """Of whatever process: each group is scored once."""
+    """True in every process: each group is scored once."""
     is_hyper_param_search: bool = False
     trial_name: None = None
     trial_params: None = None
     log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    """From here on what TRL has before the first step: rewards are called beside the training, and are not told more."""
+    """This and all below hold TRL's values before the first step: rewards run beside the training and do not learn more."""
     best_metric: None = None
     best_global_step: None = None
     best_model_checkpoint: None = None
@@ -103,7 +103,7 @@ class TrainerState:
 
 @dataclass(slots=True)
 class Logged:
-    """What one function recorded during one call."""
+    """The metrics and notes that one function recorded during one call."""
 
     metrics: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     extras: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
@@ -111,7 +111,7 @@ class Logged:
 
 @dataclass(frozen=True, slots=True)
 class FunctionResult:
-    """What one function said about a group: for each member a value (None: does not apply) or a reason for none."""
+    """One function's result for a group: for each member a value (None: does not apply) or the reason for a failure."""
 
     values: tuple[float | None, ...]
     failures: tuple[str | None, ...]
@@ -119,7 +119,7 @@ class FunctionResult:
 
 
 class Failed(float):
-    """What a function gives in the place of a value for one completion that it cannot score: NaN, with the reason."""
+    """Takes the place of a value for one completion that a function cannot score: NaN, with the reason."""
 
     def __new__(cls, reason: str) -> Failed:
         """`reason` continues "reward `name` …"."""
@@ -131,7 +131,7 @@ class Failed(float):
 
 
 def each_alone(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[Any]:
-    """What `score` gives for each row of the columns. A row for which it raises fails alone, and not its whole group."""
+    """Call `score` for each row of the columns. A row for which it raises fails alone, and not its whole group."""
     values: list[float | None] = []
     for row in zip(*columns, strict=True):
         try:
@@ -211,7 +211,7 @@ def column_arguments(function: RewardCallable) -> list[str]:
 def _of_one_completion(
     function: RewardCallable, missing: Collection[str], columns: Collection[str], where: str
 ) -> str:
-    """What to do with a function that scores one completion at a time, as those of verifiers do; empty for others."""
+    """Advice for a function that scores one completion at a time, as those of verifiers do; empty for others."""
     if not {"completion", "prompt", "state", "parser"} & set(missing):
         return ""
     own = getattr(function, "__name__", "")
@@ -267,7 +267,7 @@ async def call(
 
 
 def is_async(function: RewardCallable) -> bool:
-    """Whether calling it gives a coroutine, as far as it says so itself."""
+    """True if calling it gives a coroutine, as far as it says so itself."""
     while isinstance(function, functools.partial):
         function = function.func
     made = getattr(type(function), "__call__", None)  # noqa: B004 — it may be async itself
@@ -320,7 +320,7 @@ def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]
 
 
 def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) -> dict[str, Any]:
-    """Fresh lists for each function, so that one that changes its arguments changes nobody else's."""
+    """Make fresh lists for each function, so that one which changes its arguments does not change those of others."""
     parameters = _parameters(function, "reward")
     named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,4 +1,4 @@
-"""What is asked of the rewards for a group, and what comes back: plain records and the protocol between them.
+"""The request to score a group, and its result: plain records and the protocol between them.
 
 A `Scorer` is asked once for each group. It never raises for what a reward function did: members that could not be
 scored come back `failed` or `timed_out` with a reason. It raises `RewardWorkerError` where scoring itself cannot go on.
@@ -31,11 +31,11 @@ class ScoreRequest:
     global_step: int
     max_steps: int
     prompt_ids: list[list[int]] = field(default_factory=list[list[int]])
-    """Empty where nobody knows the tokens."""
+    """Empty if the tokens are unknown."""
     prompts_seen: list[Prompt] = field(default_factory=list[Prompt])
-    """As the model saw them, with what the chat template put around them; empty where nobody knows that."""
+    """The prompts as the model saw them, with what the chat template put around them; empty if that is unknown."""
     steps_per_epoch: float | None = None
-    """Steps that a pass over the rows takes; None where nobody knows."""
+    """Steps that a pass over the rows takes; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class MemberScore:
     """Σ weight × value over the parts that apply; None unless `scored`."""
     parts: tuple[RewardPart, ...] = ()
     notes: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What functions recorded with `log_extra`, as plain JSON values."""
+    """Notes that functions recorded with `log_extra`, as plain JSON values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class GroupScore:
 
     members: tuple[MemberScore, ...]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """What functions recorded with `log_metric`, averaged over the group."""
+    """Metrics that functions recorded with `log_metric`, averaged over the group."""
 
 
 class Scorer(Protocol):

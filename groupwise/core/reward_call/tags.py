@@ -21,7 +21,7 @@ Tag: TypeAlias = str | tuple[str, str]
 
 
 def marks(tag: Tag) -> tuple[str, str]:
-    """What opens a tag and what closes it, as they are written."""
+    """The opening and the closing mark of a tag, as they are written."""
     return (f"<{tag}>", f"</{tag}>") if isinstance(tag, str) else tag
 
 
@@ -80,7 +80,7 @@ class Tags:
         return sum(count > 0 for count in self.counts(text)) / 4
 
     def last_answer(self, text: str) -> str | None:
-        """What stands in the last pair of answer tags, without the white space around it; None where there is no pair."""
+        """The content of the last pair of answer tags, stripped of white space; None if there is no pair."""
         return last_tagged(after_reasoning(text, self.reasoning), self.answer)
 
 
@@ -122,7 +122,7 @@ _CHANNEL_CLOSES = r"<\|channel\|>final(?:<\|message\|>)?|(?-i:assistantfinal)"
 
 
 def after_reasoning(text: str, *more: Tag) -> str:
-    """What a completion says behind its reasoning: after the last closing tag, and before one that is opened and not closed.
+    """The part of a completion behind its reasoning: after the last closing tag, and before one that is opened and not closed.
 
     Reasoning stands in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one; the prompt may have opened it.
     """
@@ -149,7 +149,7 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
 
 
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What opens any of these tags or a channel of reasoning, and what closes it."""
+    """Patterns that open and close any of these tags or a channel of reasoning."""
     opened, closed = zip(*map(marks, tags), strict=True)
     return _any_of(opened, _CHANNEL_OPENS), _any_of(closed, _CHANNEL_CLOSES)
 
@@ -160,7 +160,7 @@ def _any_of(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
 
 
 def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
-    """What stands in the last pair of this tag behind the reasoning, without the white space around it; None where there is no pair.
+    """The content of this tag's last pair behind the reasoning, stripped of white space; None if there is no pair.
 
     With `listed`, pairs that have only a comma, `and` or `or` between them are one answer, a list.
     """

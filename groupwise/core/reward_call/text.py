@@ -1,4 +1,4 @@
-"""What a completion says, whichever form it comes in: text for string prompts, messages for chat prompts."""
+"""Gets the text of a completion in either form: text for string prompts, messages for chat prompts."""
 
 from __future__ import annotations
 

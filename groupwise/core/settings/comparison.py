@@ -1,4 +1,4 @@
-"""What changed between two configs, and what a resume does about it."""
+"""Finds the changes between two configs, and what a resume does about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = tuple[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What changed between two configs, by dotted path, sorted by what a resume does about it."""
+    """Changes between two configs, by dotted path, sorted by what a resume does about them."""
 
     free: dict[str, Change] = field(default_factory=dict[str, Change])
     warned: dict[str, Change] = field(default_factory=dict[str, Change])

@@ -33,12 +33,12 @@ _KEY = re.compile(r"(?<![\w-])(?:sk-[\w-]{6,}|hf_[A-Za-z0-9]{6,}(?![\w/-]))")
 
 
 def is_secret(key: str) -> bool:
-    """Whether the value of such a key is a credential, which no message may show."""
+    """True if the value of such a key is a credential, which no message may show."""
     return _SECRET.search(key) is not None
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text has the form of a credential, or one in it: a key of a service, a header, a password in a URL."""
+    """True if a text has the form of a credential, or contains one: a key of a service, a header, a password in a URL."""
     return bool(
         _IN_URL.search(text)
         or _HEADER.search(text)
@@ -48,7 +48,7 @@ def holds_secret(text: str) -> bool:
 
 
 def names_secret(text: str) -> bool:
-    """Whether a text, such as a list of callbacks, gives a key that is a credential's or holds one: no message may show it."""
+    """True if a text, such as a list of callbacks, sets a credential's key or contains a credential: no message may show it."""
     return holds_secret(text) or any(is_secret(key) for key in _KEY_IN_TEXT.findall(text))
 
 
@@ -91,7 +91,7 @@ def _secrets(tree: Tree, value: Any, at: KeyPath, free: tuple[str, ...]) -> list
 
 
 def explain_secret(path: KeyPath) -> str:
-    """What to do instead of writing a credential into a config."""
+    """Says what to do instead of writing a credential into a config."""
     return (
         f"{'.'.join(path)} looks like a secret; secrets never stand in a config, which is stored with the run. "
         "Set it as an environment variable and read it from there."

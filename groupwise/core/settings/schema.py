@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validat
 from pydantic.fields import FieldInfo
 
 OnResume = Literal["free", "warn", "fixed"]
-"""What a resume does with a changed value: `free` takes it, `warn` takes it and says so, `fixed` refuses."""
+"""A resume takes a changed value (`free`), takes it and says so (`warn`), or refuses it (`fixed`)."""
 
 KeyPath = tuple[str, ...]
 """The keys from the root to a value, `("training", "learning_rate")`."""
@@ -45,14 +45,14 @@ class Strict(BaseModel):
     refused: ClassVar[Mapping[str, str]] = {}
     """Keys that one might look for in this section, and why it has none."""
     foreign: ClassVar[Mapping[str, str]] = {}
-    """On the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by its beginning."""
+    """Set on the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by its beginning."""
     foreign_values: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """On the root: values that people write elsewhere, by key and how Python writes them, and what they are here."""
+    """Set on the root: values that people write elsewhere, by key and how Python writes them, and what they are here."""
     type_from: ClassVar[tuple[str, ...]] = ("type",)
-    """Where a section comes in several types: the keys that decide which it is."""
+    """The keys that decide the type of a section that comes in several types."""
 
     def conflicts(self) -> Iterable[Conflict]:
-        """What of its keys does not go together. Each key is right by itself, whatever else is wrong in the config."""
+        """Conflicts between its keys. Each key is right by itself, whatever else is wrong in the config."""
         return ()
 
     @model_validator(mode="after")
@@ -71,7 +71,7 @@ class Problems(ValueError):
 
 
 def refuse(problems: Iterable[str | None]) -> None:
-    """For validators: raise `Problems` with those that there are; None stands for none."""
+    """Raise `Problems` in a validator if there are any; None stands for none."""
     if found := [problem for problem in problems if problem is not None]:
         raise Problems(found)
 
@@ -105,7 +105,7 @@ def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def tag_of(model: type[BaseModel]) -> str:
-    """What a section is called where several are possible: the value of its `type` key, else its class name."""
+    """The name of a section where several are possible: the value of its `type` key, else its class name."""
     kind = model.model_fields.get("type")
     named = get_args(kind.annotation) if kind and get_origin(kind.annotation) is Literal else ()
     return str(named[0]) if len(named) == 1 else model.__name__

@@ -33,24 +33,24 @@ class Tree:
     """A config as it was written, not yet validated."""
 
     source: str
-    """What the messages call it, `configs/wordle.yaml`."""
+    """Its name in messages, `configs/wordle.yaml`."""
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[KeyPath, str] = field(default_factory=dict[KeyPath, str])
-    """Where each key was given: `configs/wordle.yaml:12` or `override training.seed=1`."""
+    """The origin of each key: `configs/wordle.yaml:12` or `override training.seed=1`."""
     problems: list[str] = field(default_factory=list[str])
-    """What was wrong before any schema is looked at; `validate` reports it with the rest."""
+    """Problems found before any schema is looked at; `validate` reports them with the rest."""
     unread: set[KeyPath] = field(default_factory=set[KeyPath])
-    """The keys that they are about, whose values nobody knows."""
+    """The keys that they are about, whose values are unknown."""
 
     def origin(self, path: KeyPath) -> str:
-        """Where the value at `path`, or the nearest section around it, was given."""
+        """The origin of the value at `path`, or of the nearest section around it."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return self.source
 
     def value(self, path: KeyPath) -> Any:
-        """What was given at `path`; None where nothing was."""
+        """The value given at `path`; None if there is none."""
         value: Any = self.values
         for key in path:
             if not isinstance(value, Mapping):
@@ -76,7 +76,7 @@ cast("Any", _Yaml12).add_constructor("tag:yaml.org,2002:timestamp", _as_written)
 
 
 def parse_yaml(text: str) -> Any:
-    """What a YAML 1.2 text holds, with line numbers. Raises `YAMLError`."""
+    """The content of a YAML 1.2 text, with line numbers. Raises `YAMLError`."""
     reader: Any = YAML()
     reader.Constructor = _Yaml12
     depth = deepest = 0

@@ -80,7 +80,7 @@ def _unknown_key(detail: ErrorDetails) -> str | None:
 
 
 def _where(tree: Tree, path: KeyPath) -> str:
-    """Where a section was given, and which it is; the whole has no name of its own."""
+    """Origin and name of a section; the whole config has no name of its own."""
     return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
 
 
@@ -89,7 +89,7 @@ def _below(at: KeyPath, paths: Iterable[KeyPath]) -> Iterator[KeyPath]:
 
 
 def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
-    """What does not go together in a section and in those inside it, each with the path of its section, or of the list that holds it."""
+    """Conflicts in a section and in those inside it, each with the path of its section, or of the list that holds it."""
     if isinstance(section, Strict):
         for conflict in section.conflicts():
             yield within, conflict
@@ -102,7 +102,7 @@ def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPa
 
 
 class _Search:
-    """For everything that is wrong with single keys.
+    """Searches for everything that is wrong with single keys.
 
     Some of it shows only where the rest is right. So a wrong value is taken out, a key that is missing gets a value, and the
     rest is looked at again, until there is nothing more. What the config says of such keys is unknown from then on: whatever
@@ -140,7 +140,7 @@ class _Search:
         return None
 
     def doubts(self, keys: Iterable[KeyPath]) -> bool:
-        """Whether it is unknown what the config says of one of these keys or sections."""
+        """True if it is unknown what the config says of one of these keys or sections."""
         unknown = self._replaced | self._meant
         return any(_starts(key, path) or _starts(path, key) for key in keys for path in unknown)
 
@@ -193,7 +193,7 @@ class _Search:
 MANY_FOREIGN = 3
 """Keys of other frameworks from which on a config is taken for one of theirs."""
 MOST_PROBLEMS = 50
-"""That are told of one config."""
+"""The most problems reported for one config."""
 MOST_NAMES = 3
 """Keys that a message names where it is not sure which one is meant."""
 
@@ -207,7 +207,7 @@ def _likeliest(variants: Mapping[str, type[BaseModel]], given: Mapping[str, Any]
 
 
 def _starts(path: KeyPath, other: KeyPath) -> bool:
-    """Whether a path is another one or lies below it."""
+    """True if a path is another one or lies below it."""
     return path[: len(other)] == other
 
 
@@ -218,7 +218,7 @@ def _take_out(root: Any, path: KeyPath) -> None:
 
 
 def _inside(value: Any, path: KeyPath) -> Any:
-    """What stands at a path; None where nothing does."""
+    """The value at a path; None if there is none."""
     for key in path:
         value = cast("dict[str, Any]", value).get(key) if isinstance(value, dict) else None
     return value
@@ -323,7 +323,7 @@ def _hint(model: type[BaseModel], path: KeyPath, given: Any, allowed: str) -> st
 
 @dataclass(frozen=True, slots=True)
 class _Unknown:
-    """What is said of a key that is not there."""
+    """The message about a key that does not exist."""
 
     text: str
     meant: tuple[KeyPath, ...] = ()
@@ -380,7 +380,7 @@ def _foreign_name(root: type[BaseModel], key: str) -> str | None:
 
 
 def _explain_variant(place: SchemaLocation, at: KeyPath) -> _Unknown | None:
-    """For a section that comes in several types: whether another type has the key."""
+    """Advice if another type of the section has the key."""
     if len(place.variants) < 2:
         return None
     *above, key = at + place.path

@@ -1,4 +1,4 @@
-"""What a key accepts, and what was given for it, in words."""
+"""Says in words what a key accepts, and what was given for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIMITS = {
 
 
 def describe(key: FieldInfo) -> str | None:
-    """What a key accepts: `a number above 0 or null`. None for a type that these words do not cover."""
+    """Describes the values of a key: `a number above 0 or null`. None for a type that these words do not cover."""
     return _describe(key.annotation, key.metadata)
 
 

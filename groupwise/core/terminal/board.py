@@ -1,4 +1,4 @@
-"""What is known of long work at the moment, and how a line or a terminal lays it out."""
+"""The present state of long work, and how a line or a terminal lays it out."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Board:
         return table
 
     def facts(self) -> list[tuple[str, str]]:
-        """What the last step measured beside the headline, in words."""
+        """The last step's numbers beside the headline, in words."""
         found = [
             ("kl", self._number("kl", "{:.4f}")),
             ("entropy", self._number("entropy", "{:.3f}")),
@@ -216,7 +216,7 @@ class Board:
         return self.done / self.total if self.total else 1.0
 
     def phase_text(self) -> str:
-        """What is going on, and how much of it is done."""
+        """The present phase, and how much of it is done."""
         name, done, total = self._phase
         if not name:
             return ""

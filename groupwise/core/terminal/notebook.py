@@ -22,7 +22,7 @@ CELL = "text-align: left; vertical-align: top; padding: .2em .9em .2em 0; white-
 
 
 class Shown(Protocol):
-    """What can be shown both ways."""
+    """An object that can be shown both ways."""
 
     def as_html(self) -> str: ...
     def __str__(self) -> str: ...
@@ -130,7 +130,7 @@ def one_output() -> Generator[None]:
 
 
 def output() -> Output:
-    """Where the next thing is to be drawn: a place of its own, but within `one_output`."""
+    """The place to draw next: a new one, except within `one_output`."""
     return _shared.get() or Output()
 
 
@@ -144,7 +144,7 @@ def show(shown: Shown) -> None:
 
 
 def tell(text: str) -> None:
-    """A line for whoever runs the cell or the script."""
+    """Print a line for the user of the cell or the script."""
     sys.stdout.write(f"{clean(text)}\n")
 
 

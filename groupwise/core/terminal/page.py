@@ -27,7 +27,7 @@ ASKED = 120
 """Characters shown of a prompt, the last ones."""
 WIDTH, HEIGHT = 375, 215
 EACH = "each step"
-"""What the points of a curve are."""
+"""The kind of points of a curve."""
 _CURVES = {
     "kl": "KL to the reference",
     "completions/mean_length": "length in tokens",
@@ -76,7 +76,7 @@ class Page:
         self._cell.copy().run(self._output.draw, self._kernel, self.html())
 
     def html(self) -> str:
-        """What is shown now."""
+        """The content that is shown now."""
         parts = [self._head(), self._told(), self._numbers(), self._pictures(), self._completions()]
         return f'<div style="font: {FONT}">{"".join(parts)}</div>'
 

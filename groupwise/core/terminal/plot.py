@@ -64,7 +64,7 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """At most `most` (at least 4) of the points: the first, the last, and of each stretch between them the lowest and the highest."""
+    """Thin out the points to `most` (at least 4): the first, the last, and the lowest and highest of each stretch between."""
     if len(points) <= most:
         return tuple(points)
     stretches = (most - 2) // 2
@@ -153,7 +153,7 @@ class _Frame:
         )
 
     def place(self, x: float, y: float) -> Point:
-        """From (0, 0) at the bottom left to (1, 1) at the top right."""
+        """Coordinates from (0, 0) at the bottom left to (1, 1) at the top right."""
         return (x - self.left) / (self.right - self.left), (y - self.bottom) / (
             self.top - self.bottom
         )
@@ -185,7 +185,7 @@ def _ticks(low: float, high: float, step: float) -> tuple[float, ...]:
 
 
 def _number(value: float, step: float) -> str:
-    """With as many digits as the step between ticks needs."""
+    """Write a number with as many digits as the step between ticks needs."""
     if not 1e-4 <= abs(step) < 1e6:
         return f"{value:.3g}"
     digits = max(0, -math.floor(math.log10(step) + 1e-9))

@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def live(self) -> bool:
-        """Whether the view is redrawn in place in a terminal: only in one that can move its cursor."""
+        """True if the view is redrawn in place, which takes a terminal that can move its cursor."""
         return (
             self._page is None and _is_terminal(self._stream) and not self._console.is_dumb_terminal
         )
@@ -87,7 +87,7 @@ class Progress:
             self._page.draw()
 
     def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """What is going on within the step, as `sampling`, and how much of it is done. Only the live views show it."""
+        """Show the phase within the step, such as `sampling`, and how much of it is done. Only the live views show it."""
         self._board.phase(one_line(name), done, total)
         if self._page is not None:
             self._page.tick()

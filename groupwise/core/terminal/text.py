@@ -24,12 +24,12 @@ def one_line(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters, the last of them `…` where something was cut off."""
+    """Cut a text to `limit` characters, the last of them `…` if something was cut off."""
     return text if len(text) <= limit else text[: max(limit - 1, 0)] + "…"
 
 
 def ending(text: str, limit: int) -> str:
-    """At most `limit` characters, the first of them `…` where something was cut off: a question stands at the end of a prompt."""
+    """Cut a text to its last `limit` characters, the first of them `…` if something was cut off: questions end a prompt."""
     return text if len(text) <= limit else "…" + text[len(text) - max(limit - 1, 0) :]
 
 
