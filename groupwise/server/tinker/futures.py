@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -103,6 +104,8 @@ class Limits:
     answer_bytes: int = 256 * 2**20
     waiting: int = 4096
     """Calls that wait or are under way, of all models together."""
+    waiting_of_one: int = 3072
+    """Of these, the calls of one caller: the others' samples find room beside a model whose first call never comes."""
     waiting_bytes: int = 512 * 2**20
 
 
@@ -117,6 +120,7 @@ class _Call:
     digest: bytes
     size: int
     """Bytes of the request; then of the answer."""
+    caller: str
     told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a result, or will be none in this process."""
     settling: bool = False
@@ -145,6 +149,9 @@ class Futures:
         self._answer_bytes = 0
         self._waiting = 0
         self._waiting_bytes = 0
+        self._waiting_of: Counter[str] = Counter()
+        self.callers: dict[str, str] = {}
+        """Who has opened each session: the id of an API key. Sessions of an earlier process belong to no key, and share one part."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -167,10 +174,9 @@ class Futures:
     def restore(self, row: CallRow) -> None:
         """A call of an earlier process. One that has come to nothing yet is begun by adding it again."""
         key = row.line, row.sequence
-        call = _Call(row.id, key, row.digest, len(row.content or b""))
+        call = _Call(row.id, key, row.digest, len(row.content or b""), self._caller_of(key))
         self._calls[call.id] = call
-        self._waiting += 1
-        self._waiting_bytes += call.size
+        self._begin_to_wait(call)
         if row.state == "waiting":
             self._restored[key] = call.id
             return
@@ -210,8 +216,10 @@ class Futures:
             return restored
         if self._suspended:
             raise NotKept("The server is shutting down. Send this one again later.")
+        caller = self._caller_of(key)
         full = (
             self._waiting >= self._limits.waiting
+            or self._waiting_of[caller] >= self._limits.waiting_of_one
             or self._waiting_bytes + size > self._limits.waiting_bytes
         )
         if full and self._waiting and not wanted_next:
@@ -219,10 +227,9 @@ class Futures:
                 f"{self._waiting} calls wait already, with {self._waiting_bytes} bytes. Send this one again later."
             )
         self._issued += 1
-        call = _Call(f"f-{self._boot}-{self._issued}", key, digest, size)
+        call = _Call(f"f-{self._boot}-{self._issued}", key, digest, size, caller)
         self._calls[call.id] = self._by_key[key] = call
-        self._waiting += 1
-        self._waiting_bytes += size
+        self._begin_to_wait(call)
         if self._journal.durable:
             line, sequence = key
             session = line.partition(":")[0]
@@ -307,6 +314,14 @@ class Futures:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _begin_to_wait(self, call: _Call) -> None:
+        self._waiting += 1
+        self._waiting_bytes += call.size
+        self._waiting_of[call.caller] += 1
+
+    def _caller_of(self, key: Key) -> str:
+        return self.callers.get(key[0].partition(":")[0], "")
+
     def _find(self, id: str) -> _Call:
         if id in self._calls:
             return self._calls[id]
@@ -325,6 +340,7 @@ class Futures:
         assert call.result is None, f"{call.id} has an answer already"
         self._waiting -= 1
         self._waiting_bytes -= call.size
+        self._waiting_of[call.caller] -= 1
         call.size = len(result.body) if isinstance(result, CallResult) else len(result.message)
         call.result = result
         call.told.set()

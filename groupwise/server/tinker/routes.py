@@ -130,7 +130,7 @@ class _Handlers:
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
         asked = [given, caller, body.model_dump_json()]
         key = hashlib.sha256(json.dumps(asked).encode()).hexdigest() if given else None
-        session = await self._service.opened.create_session(key)
+        session = await self._service.opened.create_session(key, caller)
         return _sent(answers.SessionMade(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:

@@ -100,16 +100,19 @@ class Opened:
 
     # --- sessions --------------------------------------------------------------------------------
 
-    async def create_session(self, idempotency_key: str | None) -> str:
+    async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
         """A new session; the same one for the same key, which a client sends again when the connection was lost."""
         await self.end_silent_sessions()
         if idempotency_key is not None and idempotency_key in self._session_keys:
-            return self._session_keys[idempotency_key]
+            known = self._session_keys[idempotency_key]
+            self._futures.callers[known] = caller
+            return known
         session = Session(f"s-{secrets.token_hex(8)}", self._clock())
         await self._journal.add_session(session.id, idempotency_key)
         if idempotency_key is not None and idempotency_key in self._session_keys:
             return self._session_keys[idempotency_key]  # the same request came meanwhile
         self._sessions[session.id] = session
+        self._futures.callers[session.id] = caller
         if idempotency_key is not None:
             self._session_keys[idempotency_key] = session.id
         while len(self._session_keys) > SESSIONS_KEPT:
@@ -123,6 +126,7 @@ class Opened:
     async def finish(self, session: str) -> None:
         """The client is done; its models are let go of. Repeating it is harmless."""
         found = self._sessions.pop(session, None)
+        self._futures.callers.pop(session, None)
         for model in sorted(found.models) if found is not None else ():
             await self._drop(model)
         for id in [id for id in self._samplers if id.startswith(f"{session}:")]:

@@ -127,6 +127,16 @@ async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> Non
         await futures.answer(small, TIMEOUT_S)
 
 
+async def test_calls_of_one_caller_that_wait_leave_room_to_others() -> None:
+    futures = Futures(Limits(waiting_of_one=2))
+    futures.callers |= {"s-1": "mine", "s-2": "mine", "s-3": "another"}
+    for session in ("s-1", "s-2"):
+        CallQueue(f"{session}:train:0", futures).submit(1, b"11", _saying("1"))
+    with pytest.raises(TooManyCalls):
+        CallQueue("s-1:train:1", futures).submit(1, b"11", _saying("1"))
+    CallQueue("s-3:train:0", futures).submit(1, b"11", _saying("1"))
+
+
 @pytest.mark.parametrize("limits", [Limits(waiting=2), Limits(waiting_bytes=4)])
 async def test_calls_that_wait_are_bounded_but_the_one_they_wait_for_is_taken(
     limits: Limits,
