@@ -133,7 +133,7 @@ def starting_config(
 
 
 def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
-    """Of a model with several parts, have the adapter change the text alone, here and wherever peft loads it."""
+    """Restrict the adapter to the text part of a model with several parts, here and wherever peft loads it."""
     described = read_model_config(model)
     if described.get_text_config() is described:
         return

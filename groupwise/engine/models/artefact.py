@@ -1,8 +1,8 @@
-"""What leaves a run for others: weights, tokenizer and model card in one folder, as transformers, peft and vLLM read them.
+"""Packs what leaves a run for others: weights, tokenizer and model card in one folder, as transformers, peft and vLLM read them.
 
-The weights are those of a checkpoint or of `final/`. A checkpoint has more in it, the optimiser and the record, which are nobody
-else's. What waits in the run's own folder to be uploaded or evaluated is linked where the disk can, so that it outlives its checkpoint
-at no cost; what is handed out is copied.
+The weights are those of a checkpoint or of `final/`. A checkpoint also holds the optimiser and the record, which are of no use to others.
+Files that wait in the run's own folder for upload or evaluation are linked if the disk can do that, so that they outlive their
+checkpoint at no cost; files that are handed out are copied.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder with weights holds an adapter, and no whole model."""
+    """True if a folder with weights holds an adapter, not a whole model."""
     return (folder / ADAPTER[0]).is_file()
 
 

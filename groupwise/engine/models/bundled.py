@@ -26,14 +26,14 @@ from groupwise.core.errors import ModelError
 logger = logging.getLogger(__name__)
 
 TINY_VERSION = 1
-"""Raised when the model `tiny` changes. It stands here so that a cached one is found without importing torch."""
+"""Increased when the model `tiny` changes. It stands here so that a cached one is found without importing torch."""
 CONVERSION = 1
-"""Raised when the way of converting changes, so that older caches are made anew."""
+"""Increased when the conversion changes, so that older caches are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """Where an alias finds its weights when they are not cached yet."""
+    """The source of an alias's weights while they are not cached yet."""
 
     hub_id: str
     package: str

@@ -36,12 +36,12 @@ _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
 
 @dataclass(frozen=True, slots=True)
 class WeightsLocation:
-    """Where a reader of the card finds the files."""
+    """The place where a reader of the card finds the files."""
 
     name: str = "."
     """A folder as seen from where one stands, or an id on the hub."""
     revision: str | None = None
-    """Of the id, unless it is `main`."""
+    """Revision of a hub id; None means `main`."""
     file: str | None = None
     """The one file of a model for llama.cpp."""
 
@@ -86,7 +86,7 @@ def model_card(
 
 
 def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What of a run's summary belongs into its card."""
+    """Selects the results of a run's summary that belong into its card."""
     losses = ("eval_loss_first", "eval_loss_last", "eval_loss_best")
     return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
 
@@ -104,7 +104,7 @@ def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, li
 
 
 def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """What the weights were made from: the policy whose whole weights the run started from, else the model."""
+    """The model that the weights were made from: the policy whose whole weights the run started from, else the configured model."""
     lineage = facts.get("lineage")
     if lineage and not config["model"].get("adapter"):
         return lineage[-1]["policy"]
@@ -125,7 +125,7 @@ def _on_hub(name: str) -> bool:
 def _front(
     config: Mapping[str, Any], facts: Mapping[str, Any], base: str, *, adapter: bool
 ) -> Iterator[str]:
-    """What the hub reads."""
+    """The card's YAML header, which the hub reads."""
     from ruamel.yaml import YAML
 
     kind = facts.get("kind", "rl")
@@ -161,7 +161,7 @@ def _trained_on(facts: Mapping[str, Any]) -> str:
 
 
 def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
-    """What it started from where that is not the base alone, and what that had started from."""
+    """The policies that the run started from, nearest first; nothing if it started from the base model alone."""
     adapter = config["model"].get("adapter")
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
         [{"policy": _without_path(adapter)}] if adapter else []
@@ -267,7 +267,7 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 
 def _rewarded(facts: Mapping[str, Any]) -> str:
-    """By which rewards, and how much each counts, where the run has noted that."""
+    """Names each reward with its weight; empty if the run has not recorded them."""
     weights: Mapping[str, float] = facts.get("rewards") or {}
     named = [
         f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
@@ -285,7 +285,7 @@ def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, An
 
 
 def _cleaned(value: Any, key: str = "") -> Any:
-    """Without what only this machine, or nobody else, should know."""
+    """A copy without secrets and without local paths."""
     if isinstance(value, Mapping):
         return {k: _cleaned(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -301,7 +301,7 @@ def _without_path(value: str) -> str:
 
 
 def _made_with(facts: Mapping[str, Any]) -> Iterator[str]:
-    """By what it was trained, which need not be what is here; runs of earlier versions have not noted it."""
+    """Package versions that the run was trained with, which may differ from those installed here; earlier versions recorded none."""
     used: Mapping[str, list[str]] = facts.get("packages") or {}
     if used:
         named = (

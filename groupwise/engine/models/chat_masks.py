@@ -1,14 +1,14 @@
-"""Which tokens of a conversation the assistant wrote: masks from the lengths of renders, never from looking for token ids.
+"""Marks the tokens of a conversation that the assistant wrote, by the lengths of renders and never by looking for token ids.
 
-For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and with the turn.
-The second begins with the first, and what it has more is the turn, its end token included. So a turn is trained after exactly the
-tokens that the model sees when it is asked for it. Where a template marks the assistant's words itself (`{% generation %}`), its marks
-are taken instead. Of a turn whose first words are the prompt's (a prefill), what follows these is trained, after what the model is asked
-with.
+For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and including the
+turn. The second begins with the first, and the rest is the turn, its end token included. So a turn is trained after exactly the tokens
+that the model sees when it is asked for it. If a template marks the assistant's words itself (`{% generation %}`), its marks are used
+instead. If a turn's first words belong to the prompt (a prefill), only the words after them are trained, following the tokens that the
+model is asked with.
 
-Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then the tokens after which a later
-turn is written are not those that an earlier turn was written in, and the two cannot share a row: a new one starts. Where nothing is
-rewritten, all turns stand in one row.
+Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then a later turn follows other
+tokens than those an earlier turn was written in, and the two cannot share a row: a new one starts. If nothing is rewritten, all turns
+stand in one row.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
 
 
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
-    """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
+    """The turn as the template marks it. Marks of earlier turns are left out: those turns have rows of their own, or are joined."""
     messages = list(chat.messages[: turn + 1])
     if spelled(tokenizer, messages) != messages:
         raise Refused(

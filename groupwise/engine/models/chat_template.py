@@ -47,7 +47,7 @@ GIVEN = frozenset(
         "return_assistant_tokens_mask",
     }
 )
-"""What no argument of a row may be called."""
+"""Names that are not allowed as arguments of a row."""
 
 _THOUGHTS = re.compile(
     r"(?P<opens>[<[◁](?P<name>[^<>[\]◁▷/\s|]+)[>\]▷]|<\|begin_of_thought\|>|<\|channel\|>analysis(?:<\|message\|>)?)"
@@ -103,12 +103,12 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
 
 
 def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
-    """What the template makes of all messages; `ask` adds what makes the model answer. Raises Refused where it does not take them."""
+    """Render all messages; `ask` adds the header that makes the model answer. Raises Refused if the template does not take them."""
     return apply(tokenizer, chat, add_generation_prompt=ask, tokenize=False)
 
 
 def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
-    """What `apply_chat_template` makes of all messages. Raises Refused where the template does not take them."""
+    """Call `apply_chat_template` on all messages. Raises Refused if the template does not take them."""
     arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
     if "developer" not in template:  # a younger name for who gives a model its instructions
@@ -143,7 +143,7 @@ def template_of(tokenizer: Any, chat: Chat) -> str:
 
 
 def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
-    """What the template receives beside messages and tools. Raises TaskError for what it does not know, and which would have no effect."""
+    """Template arguments beside messages and tools. Raises TaskError for one that would have no effect."""
     template = template_of(tokenizer, chat)
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
     if own := sorted(GIVEN & arguments.keys()):
@@ -160,7 +160,7 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
 
 
 def header_of(tokenizer: Any, chat: Chat) -> str | None:
-    """What the template writes between a conversation and the assistant's next words; None where that cannot be told."""
+    """The text that the template writes between a conversation and the assistant's next words; None if that cannot be determined."""
     with suppress(TaskError):
         said = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
@@ -171,7 +171,7 @@ def header_of(tokenizer: Any, chat: Chat) -> str | None:
 
 
 def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
-    """What to warn of where the chat template does not tell the model that it is its turn; None where it does."""
+    """A warning if the chat template does not tell the model that it is its turn; None if it does."""
     if isinstance(prompt, str) or prompt[-1].get("role") == "assistant":
         return None
     header, chat = None, Chat(prompt)

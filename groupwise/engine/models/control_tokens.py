@@ -15,7 +15,7 @@ from groupwise.core.types import Message
 BREAK = "\ufdd0"
 """A code point that Unicode has set apart for use within programs; it never stands in a text."""
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-"""Of added tokens that are not called special: `<｜User｜>` is one, `<think>` none."""
+"""Recognises control tokens among added tokens that are not marked special: `<｜User｜>` is one, `<think>` is not."""
 OF_TOOLS = ("tool", "function", "ipython")
 """Roles in which tools speak."""
 _PATTERNS = "_groupwise_control_tokens"
@@ -67,5 +67,5 @@ def _spelled(pattern: re.Pattern[str], value: Any) -> Any:
 
 
 def pieces(text: str) -> list[str]:
-    """What is tokenised one after the other, so that nothing broken becomes a control token again."""
+    """Split a text at its breaks. Each part is tokenised by itself, so that no broken control token becomes one again."""
     return text.split(BREAK)

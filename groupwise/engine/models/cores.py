@@ -15,13 +15,13 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 _ROOTS = ("0::/", "0:cpu:/")
-"""Of both versions, as lines of `OWN_GROUPS`."""
+"""Root groups of both cgroup versions, as lines of `OWN_GROUPS`."""
 _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """The files of both versions with microseconds of computing, and in how many microseconds one may have them."""
 
 
 def available_cores() -> int:
-    """At least 1. A part of a core counts as a whole one."""
+    """Number of cores that this process may use, at least 1. A part of a core counts as a whole one."""
     limits = map(_limit, _groups())
     return min([_bound_to(), *(limit for limit in limits if limit is not None)])
 

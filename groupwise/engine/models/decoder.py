@@ -155,7 +155,7 @@ class Decoder:
         return {"full_attention": self._usable(mask_B1TK), "sliding_attention": sliding}
 
     def _usable(self, mask_B1TK: Tensor) -> Tensor:
-        """As the model's attention takes it: torch's own takes truth values, the plain one adds numbers to its scores."""
+        """The mask as the model's attention takes it: booleans for torch's own, numbers to add to the scores for the plain one."""
         if self.config._attn_implementation == "sdpa":
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min

@@ -1,8 +1,8 @@
-"""Shapes of a Llama, Mistral, Qwen2 or Qwen3 by arithmetic, from its config.json and nothing else.
+"""Computes the shapes of a Llama, Mistral, Qwen2 or Qwen3 from its config.json and nothing else.
 
 A dry run and `groupwise check` want only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
-`read_decoder` is None wherever transformers might make another model of the file than is counted here: another family, a missing key,
-anything unusual. Whoever asks then builds the model without storage (`groupwise.engine.models.load.hollow_model`), which also says what is
+`read_decoder` returns None if transformers might build another model from the file than is counted here: another family, a missing key,
+anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.hollow_model`), which also says what is
 wrong with it.
 """
 
@@ -59,7 +59,7 @@ class DecoderShapes:
     in_bfloat16: bool
 
     def counts(self, config: ModelConfig, lora: LoraConfig | None) -> Counts | None:
-        """With this adapter; None for a given one, and for targets that are no linear layers of it."""
+        """Counts with this adapter; None if the config names a given one, or if a target is not a linear layer of the model."""
         weights = sum(inputs * outputs for inputs, outputs in self.linear.values())
         trained = parameters = weights + self.others
         if lora is not None:
@@ -117,7 +117,7 @@ def _config_file(config: ModelConfig) -> Path | None:
 
 
 def _is_unusual(said: Mapping[str, Any]) -> bool:
-    """Whether transformers might make another model of it than `_shapes` counts."""
+    """True if transformers might build another model from it than `_shapes` counts."""
     family = said.get("model_type")
     if family not in FAMILIES or any(not _is_count(said.get(key)) for key in WHOLE_NUMBERS):
         return True
@@ -151,7 +151,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _turns_plainly(said: Mapping[str, Any]) -> bool:
-    """Whether rotary positions are of one of `ROTATIONS`, under the key that older or newer files have."""
+    """True if rotary positions are not configured or are one of `ROTATIONS`, under the key of older or newer files."""
     given = [said[key] for key in ("rope_scaling", "rope_parameters") if said.get(key) is not None]
     if not given:
         return True

@@ -1,7 +1,7 @@
-"""Reading and writing tensors: the one place where safetensors' own errors become ours.
+"""Reads and writes tensors: the one place where safetensors' own errors become ours.
 
-safetensors reports a full or unwritable disk as an error of its own kind, which is no OSError; and a damaged file likewise. Whoever
-writes here gets an OSError, whoever reads a `ModelError`, so that nobody above needs to know the library.
+safetensors reports a full or unwritable disk, and a damaged file, as an error of its own kind, which is not an OSError. Functions here
+raise OSError if writing fails and `ModelError` if reading fails, so that callers need not know the library.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _check_kind(content: dict[str, Any]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether no kernel is named, also not for a part of the model."""
+    """True if no special kernel is named, neither for the model nor for a part of it."""
     if isinstance(value, dict):
         return all(_is_plain(inner) for inner in cast("dict[str, Any]", value).values())
     return value in (None, "eager", "sdpa")

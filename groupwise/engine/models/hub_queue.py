@@ -1,10 +1,10 @@
-"""What a run has still to upload: folders in `hub/` of the run's own, each with its target, so that a crash loses none.
+"""Queues what a run has still to upload: folders in `hub/` of the run's own, each with its target, so that a crash loses none.
 
-    hub/someone%2Fmodel@main/step-000000120/files/        weights, tokenizer and model card, as they are to stand on the hub
-    hub/someone%2Fmodel@main/step-000000120/target.json   where they go; written last, so that an entry is whole or none
+hub/someone%2Fmodel@main/step-000000120/files/        weights, tokenizer and model card, as they are to stand on the hub
+hub/someone%2Fmodel@main/step-000000120/target.json   where they go; written last, so that an entry is whole or none
 
-Each who uploads has a queue, a folder of its own, named after where it uploads to. An entry goes when it has been uploaded, the
-mark of its wholeness first. Entries are uploaded in the order of their steps.
+Each uploader has a queue, a folder of its own, named after where it uploads to. An entry is removed when it has been uploaded,
+`target.json`, the mark of its wholeness, first. Entries are uploaded in the order of their steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Waiting:
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody has let it go."""
+        """True until the entry has been removed."""
         return (self.folder / TARGET).is_file()
 
 
@@ -80,7 +80,7 @@ class Queue:
 
 
 def queue(run: Path, name: str) -> Queue:
-    """That of a run with this name; it need not have any entry."""
+    """The run's queue with this name; it may be empty."""
     return Queue(run / QUEUES / quote(name, safe="@"))
 
 

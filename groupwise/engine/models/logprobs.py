@@ -16,14 +16,14 @@ NEVER = -1e30
 
 
 class TokenNumbers(NamedTuple):
-    """Of each target, in their order."""
+    """Numbers of each target, in the order of the targets."""
 
     logprobs_N: Tensor
     """Nats; carries the gradient."""
     entropies_N: Tensor
     """Nats, of the distribution that the target stands in."""
     right_N: Tensor | None
-    """Whether the target is the likeliest token, the first of several that are equally so; None where nobody asked."""
+    """True if the target is the likeliest token, the first of several that are equally so; None if not asked for."""
 
 
 def token_logprobs(

@@ -112,7 +112,7 @@ class AdaptedModel:
         self.config = config
         """The shape of adapters that are added without one."""
         self.configs: dict[str, LoraConfig] = {}
-        """That of each adapter there is, by its name."""
+        """Config of each existing adapter, by its name."""
         self.switch = AdapterSwitch()
         self._told: set[tuple[str, ...]] = set()
         """Layers of adapters of which the log knows that they are computed by modules."""
@@ -182,7 +182,7 @@ class AdaptedModel:
         return dict(sorted(found.items()))
 
     def low_rank(self, name: str) -> dict[str, Factors]:
-        """What the adapter adds to each layer, by the layer's name in the base; the factors themselves, not copies."""
+        """The factors of the adapter by the layer's name in the base; they are not copies."""
         return {
             path: Factors(*layer.factors(name), layer.scaling[name])
             for path, layer in self.layers_of(name).items()
@@ -254,7 +254,7 @@ class AdaptedModel:
 
     @contextlib.contextmanager
     def _others_as_they_are(self) -> Generator[None]:
-        """Which adapters are trained is up to their owners: peft would have it be one. The base is frozen."""
+        """Keeps the adapters that are trained as their owners chose: peft would allow only one. The base stays frozen."""
         owned = [each for name in self.configs for each in self.parameters(name).values()]
         trained = [parameter for parameter in owned if parameter.requires_grad]
         try:
@@ -292,7 +292,7 @@ def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
 
 
 def scaling_of(config: LoraConfig) -> float:
-    """What an adapter's output is multiplied by."""
+    """The factor that an adapter's output is multiplied by."""
     return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
@@ -385,7 +385,7 @@ def _has(layer: BaseTunerLayer, name: str) -> bool:
 
 
 def no_target(base: PreTrainedModel, problem: str) -> str:
-    """What is wrong with `lora.target_modules`, and which layers there are."""
+    """Message that explains the problem with `lora.target_modules` and names the layers there are."""
     kinds = sorted(
         {
             path.removesuffix(".base_layer").rsplit(".", 1)[-1]

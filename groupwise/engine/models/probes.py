@@ -11,7 +11,7 @@ import torch
 from groupwise.runs import publications
 
 SIZES = Path("/proc/self/smaps_rollup")
-"""What a process holds, by kinds. Linux has it since 4.14, not every sandbox does."""
+"""A process's memory by kinds. Linux has this file since 4.14, but not every sandbox does."""
 
 
 def free_memory(device: str) -> int | None:

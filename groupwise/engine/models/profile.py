@@ -1,7 +1,7 @@
-"""What torch does during a piece of work: every operator with its time, as a trace to look at and as a table.
+"""Records what torch does during a piece of work: every operator with its time, as a trace to look at and as a table.
 
-The trace holds the work of this process and of its GPU. The calls of a learner can be marked in it, so that one sees which
-operators belong to which.
+The trace holds the work of this process and of its GPU. The calls of a learner can be marked in it, which shows the operators that belong
+to each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUIET = "6"
 
 
 class Trace:
-    """What was traced; complete when `traced` is left."""
+    """A recording of torch's work; complete when `traced` is left."""
 
     def __init__(self, profiler: profile) -> None:
         self._profiler = profiler

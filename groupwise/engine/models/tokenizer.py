@@ -27,7 +27,7 @@ from groupwise.engine.models.memory import memory_explained
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """Where a model's files are: a local folder, or a hub id with its revision."""
+    """The location of a model's files: a local folder, or a hub id with its revision."""
 
     location: str
     revision: str | None
@@ -63,7 +63,7 @@ def resolve(config: ModelConfig) -> ResolvedModel:
 
 
 def located(config: ModelConfig) -> ResolvedModel:
-    """As `resolve`, for whoever reads more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
+    """Like `resolve`, for callers that read more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
     resolved = resolve(config)
     if resolved.local and config.revision is not None:
         raise ModelError(
@@ -90,7 +90,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def _tokenizer_class(resolved: ResolvedModel) -> Any:
-    """What loads it. `AutoTokenizer` imports torch only to find the plain class, where the files say that it is this one."""
+    """The class that loads it. If the files name the plain class, it is returned without `AutoTokenizer`, which imports torch."""
     facts = Path(resolved.location, "tokenizer_config.json")
     told = json.loads(facts.read_text()) if resolved.local and facts.is_file() else {}
     if told.get("tokenizer_class") == "TokenizersBackend":

@@ -24,7 +24,7 @@ def refusal(dtype: torch.dtype) -> str | None:
 
 
 def suits(tensor: Tensor) -> bool:
-    """Whether a kernel, which has one thread, is the best for these rows of numbers."""
+    """True if a kernel, which runs on one thread, is the best choice for these rows of numbers."""
     few = len(tensor) <= FEW or torch.get_num_threads() == 1
     return tensor.device.type == "cpu" and tensor.dtype in FORMATS and few
 

@@ -1,4 +1,4 @@
-"""What can be said of native models without torch: which families have one, and in what blocks its numbers are computed."""
+"""Facts about native models that need no torch: which families have one, and in what blocks its numbers are computed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether a GPU's kernels of `groupwise.engine.models.native.triton_kernels` can be used here.
+"""Finds out whether a GPU's kernels of `groupwise.engine.models.native.triton_kernels` can be used here.
 
-Triton comes with torch's CUDA build, and compiles with the machine's C compiler. Where either is missing, or gives something else than
-torch does, torch's own operations compute the same by more and slower steps.
+Triton comes with torch's CUDA build, and compiles with the machine's C compiler. If either is missing, or gives another result than
+torch, torch's own operations compute the same by more and slower steps.
 """
 
 from __future__ import annotations

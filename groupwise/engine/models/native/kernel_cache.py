@@ -34,7 +34,7 @@ DIGEST_BYTES = 32
 
 
 def cache_of(function: Callable[..., Any]) -> Any:
-    """What numba asks for a compiled function before it compiles it, and gives it to afterwards."""
+    """The cache that numba looks in before it compiles a function, and saves to afterwards; an empty one if no folder can be written."""
     try:
         return KernelCache(function)
     except RuntimeError:  # numba found no folder to write to
@@ -71,7 +71,7 @@ class KernelFiles:
         self._folder, self._name, self._sources = folder, name, sources()
 
     def load(self, key: Any) -> Any:
-        """What was saved under this key; None where nothing was, or it is damaged."""
+        """The function saved under this key; None if there is none, or it is damaged."""
         try:
             stored = self._path(key).read_bytes()
         except OSError:
@@ -110,7 +110,7 @@ def sources() -> str:
 
 
 def digest_of(folder: Traversable) -> str:
-    """Of all Python files in a folder."""
+    """Digest of all Python files in a folder."""
     found = sha256()
     for file in sorted(folder.iterdir(), key=lambda each: each.name):
         if file.name.endswith(".py"):

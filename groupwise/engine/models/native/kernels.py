@@ -1,8 +1,8 @@
-"""What stands between the matrix products of a decoder, compiled for the processor by numba: norm, SwiGLU, attention to the keys of
-a row.
+"""Computes the steps between the matrix products of a decoder, compiled for the processor by numba: norm, SwiGLU, attention to the keys
+of a row.
 
-One call does what takes torch five to forty operations, whose fixed costs are most of a token's time beside the products. Every row is
-computed by itself, so its bits depend on no other row. Sums are float32; what is stored is rounded once.
+One call replaces five to forty of torch's operations, whose fixed costs are most of a token's time beside the products. Every row is
+computed by itself, so its bits depend on no other row. Sums are float32; stored numbers are rounded once.
 
 bfloat16 is handed over as uint16, the upper half of a float32.
 """
@@ -38,7 +38,7 @@ ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
 
 
 def _number(stored: Any) -> Any:
-    """What is stored, as float32."""
+    """Converts a stored number to float32."""
     raise NotImplementedError  # numba takes one of the two below
 
 
@@ -132,7 +132,7 @@ def _exp(x: Any) -> Any:
 
 @kernel()
 def _inverse_root(x: Any) -> Any:
-    """By itself: where sums may be reordered, compilers take an estimate for some processors, whose last bit is wrong."""
+    """A function of its own: if sums may be reordered, compilers take an estimate for some processors, whose last bit is wrong."""
     return np.float32(1.0) / np.sqrt(x)
 
 
@@ -396,7 +396,7 @@ def _attend_heads(
     scores_RX: Array,
     sums_RD: Array,
 ) -> None:
-    """What the queries of one key head find among the first keys of their row and of its prompt; `scores_RX` is overwritten."""
+    """Attention of one key head's queries to the first keys of their row and of its prompt; `scores_RX` is overwritten."""
     own = STRETCH * _blocks(seen)
     both = own + STRETCH * _blocks(prompt_seen)
     _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)

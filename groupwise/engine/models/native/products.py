@@ -36,7 +36,7 @@ Array = NDArray[Any]
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 _HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
 USE_PAIRS = _HAS_INSTRUCTION
-"""Whether `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
+"""True if `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and for what is left."""
 ONE_SIZE = LARGE == SMALL
@@ -118,14 +118,14 @@ _PAIRS = _Kind(64, 2, _add_pairs)
 
 
 def _kind(x_NI: Any, weights: Any) -> _Kind:
-    """Of numba's types of a product's arrays."""
+    """The kind of a product, chosen by numba's types of its arrays."""
     if x_NI.dtype == types.uint16:
         return _PAIRS
     return _HALVES if weights.dtype == types.uint16 else _FLOATS
 
 
 def _line(x_NI: Any, weights: Any) -> Any:
-    """Of the kind, `line` and `inputs`."""
+    """`line` and `inputs` of the product's kind."""
     raise NotImplementedError  # numba takes the one below
 
 

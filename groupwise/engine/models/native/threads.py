@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 _pools: dict[int, ThreadPoolExecutor] = {}
-"""By the number of threads; a forked process begins with none."""
+"""One pool for each number of threads; a forked process begins with none."""
 
 os.register_at_fork(after_in_child=_pools.clear)
 

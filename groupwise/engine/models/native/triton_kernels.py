@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a decoder, on a GPU: each step one kernel, written in Triton.
+"""Computes the steps between the matrix products of a decoder on a GPU: each step is one kernel, written in Triton.
 
 Torch's own operations would be five to ten kernels for each of these, and starting a kernel takes a GPU longer than a step of a small
 model. All compute in float32 and round once, as torch's do; sums of a row may differ from torch's in their last bits. A row's result does

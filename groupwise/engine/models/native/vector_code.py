@@ -41,7 +41,7 @@ class VectorCode:
         return self.builder.inttoptr(self.builder.add(address, offset), kind.as_pointer())
 
     def addresses(self, first: Any, stride: Any, count: int) -> list[Any]:
-        """Where each of some rows begins."""
+        """The address at which each of `count` rows begins."""
         builder = self.builder
         return [builder.add(first, builder.mul(stride, self.number(row))) for row in range(count)]
 

@@ -38,7 +38,7 @@ PRODUCTS = {
     "gate_up": ("mlp", ("gate_proj", "up_proj")),
     "down": ("mlp", ("down_proj",)),
 }
-"""Of each product of a layer, where transformers keeps its matrices, which stand above each other in it."""
+"""Names under which transformers keeps the matrices of each product of a layer; the product stacks them in this order."""
 
 _made: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
 
@@ -112,7 +112,7 @@ class NativeModel:
         self.dtype = model.dtype
         self.device = model.device
         self.compiled = self.device.type == "cpu"
-        """Whether kernels of our own may compute what stands between products."""
+        """True if kernels of our own may compute the steps between products."""
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         self.layers = [
             self._layer(f"{_body_path(model)}.layers.{index}", layer)
@@ -175,7 +175,7 @@ class NativeModel:
         return (F.silu(gate_NF) * up_NF).to(self.dtype)
 
     def logits(self, residual_NH: Tensor) -> Tensor:
-        """Of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
+        """Logits of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
         return self.head.few(self.normed(residual_NH, self.norm_H, few=True))
 
     def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
@@ -211,9 +211,9 @@ class NativeModel:
         )
 
     def _by_kernels(self, x: Tensor, *, few: bool) -> bool:
-        """Whether kernels of our own compute what stands between products.
+        """True if kernels of our own compute the steps between products.
 
-        While decoding they do for any number of rows: torch may give a row other last bits, and would, whenever others join it.
+        In decoding they do for any number of rows: torch may change a row's last bits whenever others join it.
         """
         return (few and self.packed) or (self.compiled and compiled.suits(x))
 
@@ -295,9 +295,9 @@ class NativeModel:
 
 
 def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel | None:
-    """The model as plain matrices; None, with the reason in the log, where it cannot be.
+    """The model as plain matrices; None, with the reason in the log, if it has no such form.
 
-    It is made once for each model, and `anew` where weights have changed.
+    It is built once for each model, and again with `anew` after weights have changed.
     """
     if model not in _made:
         try:
@@ -349,7 +349,7 @@ def _unreadable(model: PreTrainedModel) -> str | None:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """What holds the weights of all products and of the embeddings, below an adapter, each with a name for people."""
+    """Modules that hold the weights of all products and of the embeddings, without adapters, each with a name for people."""
     body: Any = model.get_decoder()
     for number, layer in enumerate(body.layers):
         for owner, children in PRODUCTS.values():
