@@ -1,4 +1,4 @@
-"""What the published weights say, by the model of the first learner, where servers of vLLM sample for several."""
+"""Asks the first learner's model what the published weights say, if vLLM servers sample for several learners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankWitness:
         self._fingerprint = str(self._asked("fingerprint"))
 
     def fingerprint(self) -> str:
-        """Of the tensors in that rank's memory, as they were when they were read."""
+        """Fingerprint of the tensors in that rank's memory, as they were when they were read."""
         return self._fingerprint
 
     def logprobs(

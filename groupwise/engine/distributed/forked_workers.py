@@ -1,11 +1,11 @@
-"""The main process's side: it starts the zygote, calls the ranks, and hears of their end.
+"""The main process's side: it starts the zygote, calls the ranks, and notices their end.
 
-A run may begin a zygote before it knows what is to be made: it imports what it will need meanwhile, which takes seconds, and answers
-questions that the main process would have to import the same for.
+A run may begin a zygote before it knows what to build: meanwhile the zygote imports what it will need, which takes seconds, and answers
+questions for which the main process would have to import the same.
 
 A thread of its own starts the zygote, reads all connections and lives as long as the zygote does, because the kernel's parent-death
-signal goes by threads. Futures connect it with whoever has called. All processes are in a session of their own, out of the reach of
-Ctrl-C. Whatever ends one of them ends all, and every call then fails with the reason.
+signal goes by threads. Futures connect it with the callers. All processes are in a session of their own, out of the reach of
+Ctrl-C. If one of them ends for any reason, all end, and every call then fails with the reason.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class Ranks(Calls):
         self._thread.start()
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """What a function (`package.module:function`) gives in the begun zygote, before it is told what to make.
+        """Call a function (`package.module:function`) in the begun zygote, before it knows what to make.
 
-        Raises what it raises, and RunError where the zygote has ended.
+        Raises what it raises, and RunError if the zygote has ended.
         """
         number, future = self._expected()
         try:
@@ -110,7 +110,7 @@ class Ranks(Calls):
             raise
 
     def make_now(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
-        """As `make`, for code that is not async."""
+        """Like `make`, for code that is not async."""
         self._set_up(factory, arguments, count)
         try:
             self._ready.result()

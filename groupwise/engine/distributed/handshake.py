@@ -1,10 +1,10 @@
-"""How two processes on a network make sure of each other, before either takes more from the other than bytes of a fixed number.
+"""Lets two processes on a network verify each other, before either accepts more from the other than bytes of a fixed number.
 
-Both know a secret of the run's attempt: what whoever placed the job has put into a file on each machine (`groupwise.core.rendezvous`), else
+Both know a secret of the run's attempt: the one that the launcher has put into a file on each machine (`groupwise.core.rendezvous`), else
 a word that the first process tells the others by torchrun's store, which is as secret as that store. Each sends a challenge, and answers
-the other's with a code that only who knows the secret can make; the secret itself is not sent. From both challenges follow two keys, one
-for each direction, which seal every message with its number: what a stranger sends, changes, repeats or leaves out is no message, and ends
-the connection. Nothing is encrypted: whoever can listen hears what is said.
+the other's with a code that requires the secret; the secret itself is not sent. Two keys are derived from both challenges, one for each
+direction, which seal every message with its number: anything that a stranger sends, changes, repeats or leaves out is rejected, and ends
+the connection. Nothing is encrypted: anyone who can listen can read the messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANK = 8
 
 
 class Stranger(ConnectionError):
-    """Who is at the other end does not know the secret."""
+    """The process at the other end does not know the secret."""
 
 
 class BrokenSeal(EOFError):
@@ -40,7 +40,7 @@ class BrokenSeal(EOFError):
 
 @dataclass(slots=True)
 class Seal:
-    """Of one end of a connection."""
+    """Keys and message counts of one end of a connection."""
 
     ours: bytes
     """The key of what this end sends."""
@@ -50,7 +50,7 @@ class Seal:
     opened: int = 0
 
     def code(self, message: bytes) -> bytes:
-        """Of the next message that is sent."""
+        """Code of the next message that is sent."""
         self.sent += 1
         return _sealed(self.ours, self.sent, message)
 
@@ -64,7 +64,7 @@ class Seal:
 
 
 def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """What whoever placed the job has put beside it; None: nothing. Raises UsageError for a file that is named and holds none."""
+    """The secret that the launcher has put into a file, or None. Raises UsageError if the named file is unreadable or empty."""
     path = environment.get(KEY_FILE)
     if path is None:
         return None

@@ -33,9 +33,9 @@ class RankLearner:
         self._ranks = ranks
         self._divided = divided
         self._failed = False
-        """Whether ranks wait for one that has failed."""
+        """True while ranks wait for one that has failed."""
         self._trained: list[list[int]] = []
-        """Of the rows that `forward_backward` was last given, the share of each rank."""
+        """Each rank's share of the rows that `forward_backward` was last given."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -135,7 +135,7 @@ class RankLearner:
             raise
 
     async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
-        """What the ranks say of their rows, in the order of all rows."""
+        """Results of the ranks for their rows, in the order of all rows."""
         shares = cut_rows(rows, self._ranks.count)
         calls = [
             (rank, name, (_taken(rows, share), *arguments))
@@ -162,7 +162,7 @@ class RankTrace:
 
 
 def _in_order(shares: Sequence[Sequence[int]], told: Sequence[Sequence[Any]]) -> list[Any]:
-    """What was told of each share of some rows, in the order of all of them."""
+    """Values told for each share of some rows, in the order of all rows."""
     found: list[Any] = [None] * sum(map(len, shares))
     for share, values in zip(shares, told, strict=True):
         for index, value in zip(share, values, strict=True):

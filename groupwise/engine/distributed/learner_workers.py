@@ -67,7 +67,7 @@ class Peers(Started):
 
     @property
     def _host(self) -> str:
-        """At which interface this machine listens: at all of them where ranks call from others."""
+        """Interface on which this machine listens: all of them if ranks call from other machines."""
         return "" if self._place and self._place.machines > 1 else HERE
 
     def _surroundings(self) -> dict[str, str]:
@@ -82,7 +82,7 @@ class Peers(Started):
             self._door.close()
 
     def _let_in(self) -> None:
-        """Take a rank that calls; whoever does not know the secret is not heard."""
+        """Accept a rank that calls; a caller that does not know the secret is rejected."""
         assert self._door is not None
         connection, caller = self._door.accept()
         try:

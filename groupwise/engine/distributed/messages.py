@@ -29,12 +29,12 @@ from groupwise.engine.distributed.handshake import Seal
 _PIECE = 1 << 20
 """Bytes that are read at once."""
 _MOST_SOCKETS = 253
-"""That the kernel hands over at once."""
+"""Sockets that the kernel hands over at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the zygote makes, for as many ranks as sockets were handed over."""
+    """The object that the zygote makes, for as many ranks as sockets were handed over."""
 
     factory: str
     """`package.module:function`; what it returns is hosted, see `groupwise.engine.distributed.rank`."""
@@ -47,7 +47,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """What one rank with a model of its own is to be."""
+    """The part of one rank with a model of its own."""
 
     rank: int
     count: int
@@ -55,10 +55,10 @@ class PeerSetup:
     meeting: tuple[str, int] | None
     """Host and port where those that learn together meet; the first rank's socket that listens there comes with the message."""
     calls: str | None = None
-    """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word in place of a secret
-    where they were given none."""
+    """The address that the first rank under torchrun announces to the others, host and port, and a word in place of a secret if they were
+    given none."""
     tells: bool = False
-    """Whether it sends what the package logs; the others would say the same."""
+    """True if it sends what the package logs; the others would say the same."""
     beat: float | None = None
     """Seconds between two signs of life; None: it gives none."""
 
@@ -81,7 +81,7 @@ class Ended:
 
     rank: int
     code: int
-    """As `subprocess.Popen.returncode`."""
+    """Exit code, as in `subprocess.Popen.returncode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +102,21 @@ class Call:
 
     number: int
     name: str
-    """For a rank a path of attributes, `learner.update`; what is callable there is called, and awaited if need be. For the zygote
+    """A path of attributes for a rank, `learner.update`; a callable there is called, and awaited if need be. For the zygote
     `package.module:function`."""
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for the call of that number any more."""
+    """The caller no longer waits for the call of that number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a call gave."""
+    """The result of a call."""
 
     number: int
     value: Any
@@ -124,7 +124,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What a call raised; `number` is 0 for what the zygote was to make."""
+    """The error that a call raised; `number` is 0 if the zygote could not make its object."""
 
     number: int
     error: BaseException
@@ -142,13 +142,13 @@ class MessageChannel:
         self._sending = threading.Lock()
 
     def give_up_after(self, seconds: float) -> None:
-        """Of sending, where the other end takes nothing for so long: the connection is ended then, and `send` raises OSError."""
+        """End the connection if the other end takes nothing for so many seconds; `send` then raises OSError."""
         whole, part = int(seconds), int(seconds % 1 * 1e6)
         limit = struct.pack("@ll", whole, part)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """File descriptor for selectors."""
         return self._connection.fileno()
 
     def send(self, message: object, sockets: Sequence[socket.socket] = ()) -> None:
@@ -213,7 +213,7 @@ class MessageChannel:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error as it can be sent; one that is nobody's message carries where it was raised."""
+    """The error as it can be sent; one that is not a GroupwiseError carries its traceback."""
     if not isinstance(error, GroupwiseError):
         error.add_note("In a model worker:\n" + "".join(traceback.format_exception(error)))
     try:

@@ -1,11 +1,11 @@
 """Models beside each other: adapters that are trained and sampled over one base, each with a learner and a sampler of its own.
 
-Whoever drives them asks `Models`, in the main process. In one process their work is done there, by the
-`groupwise.engine.distributed.worker_state.Hosted` of that process. With ranks each model is bound to one of them, so that nothing of it
-need have been there before the fork: that rank alone learns and samples for it, and several models keep several ranks busy. Calls name what
-is called, as those of ranks do.
+The caller drives them through `Models`, in the main process. Without ranks their work is done in that process, by its
+`groupwise.engine.distributed.worker_state.Hosted`. With ranks each model is bound to one of them, so that nothing of it need exist before
+the fork: that rank alone learns and samples for it, and several models keep several ranks busy. Calls name the function to call, like
+calls of ranks.
 
-A model that is dropped is gone with its adapter, optimiser and sampler once what is under way for it has ended; calls that come later
+A model that is dropped is removed with its adapter, optimiser and sampler once its running calls have ended; calls that come later
 are refused.
 """
 
@@ -36,14 +36,14 @@ from groupwise.engine.models.config import LoraConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewModel:
-    """What a model over a base that is in memory begins with."""
+    """The start of a model over a base that is in memory."""
 
     run: str
-    """What its policies are called."""
+    """Name of its policies."""
     folder: str
-    """Where it publishes its weights; nobody else's."""
+    """Folder in which it publishes its weights; no other model may use it."""
     seed: int
-    """Of the numbers that a new adapter begins with, and of dropout."""
+    """Seed of a new adapter's numbers and of dropout."""
     lora: LoraConfig
     """Its shape. A stored adapter that it starts from decides its own; keys that are given must agree with it."""
     start: str | None = None
@@ -52,10 +52,10 @@ class NewModel:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What `groupwise.engine.distributed.worker_state.Hosted.add_model` tells of a model that it has made."""
+    """Facts from `groupwise.engine.distributed.worker_state.Hosted.add_model` about a model that it has made."""
 
     fingerprint: str
-    """Of what its sampler serves."""
+    """Fingerprint of the weights that its sampler serves."""
 
 
 class Host(Protocol):
@@ -67,7 +67,7 @@ class Host(Protocol):
 
 
 class LocalWorker:
-    """What is hosted in this process."""
+    """Calls the models hosted in this process."""
 
     def __init__(self, hosted: Any) -> None:
         """`hosted` is a `groupwise.engine.distributed.worker_state.Hosted`."""
@@ -82,7 +82,7 @@ class LocalWorker:
 
 
 class RemoteWorker:
-    """What one rank hosts."""
+    """Calls the models hosted by one rank."""
 
     def __init__(self, ranks: Calls, rank: int) -> None:
         self._ranks = ranks
@@ -147,7 +147,7 @@ class ModelSampler:
             self._fingerprint = await self._model.call("sampler.fingerprint")
 
     def fingerprint(self) -> str:
-        """Of the tensors in memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in memory, as they were when they were loaded."""
         return self._fingerprint
 
 
@@ -202,12 +202,12 @@ class ModelLearner:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What drives a model: as the parts of a run, but that the processes are those of the base."""
+    """Parts that drive a model: like the parts of a run, but the processes are those of the base."""
 
     sampler: ModelSampler
     learner: ModelLearner
     model: Model
-    """For what else can be called of it, `learner.fingerprint`."""
+    """Used for other calls, such as `learner.fingerprint`."""
     stop_token_ids: tuple[int, ...]
 
 
@@ -231,7 +231,7 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all models there are, the oldest first."""
+        """Names of all models there are, the oldest first."""
         return (*((self._first,) if self._first is not None else ()), *self._models)
 
     async def add(self, name: str, new: NewModel) -> ModelParts:
@@ -273,7 +273,7 @@ class Models:
         return await self._hosts[0].call("layer_kinds")
 
     def host_of(self, name: str) -> int:
-        """Which of the hosts does the work of a model that was added: the number of its rank."""
+        """Number of the rank that hosts a model that was added."""
         return self._models[name][1]
 
     def _chosen(self) -> int:

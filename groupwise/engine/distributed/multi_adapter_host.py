@@ -1,6 +1,6 @@
-"""Where the models over one base stand, in the process that computes them: see `groupwise.engine.distributed.multi_adapter` for who asks.
+"""Hosts the models over one base, in the process that computes them; `groupwise.engine.distributed.multi_adapter` calls it.
 
-Each has adapters of its own on the base, a learner and a sampler; base weights, and what was packed of them, are there once. Calls
+Each has adapters of its own on the base, a learner and a sampler; base weights, and their packed copies, are there once. Calls
 are answered in one event loop: samplers decode a token each in turn, and learners give way to them after every micro-batch.
 """
 
@@ -116,7 +116,7 @@ class AdapterHost:
         standing.gone.set()
 
     def _remove_adapters(self, inner: str) -> None:
-        """What there is already of a model that could not be made."""
+        """Remove the adapters of a model that could not be made completely."""
         for each in [*self._adapted.configs]:
             if each == inner or each.startswith(f"{inner}-"):
                 self._adapted.remove(each)

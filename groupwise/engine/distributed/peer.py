@@ -43,7 +43,7 @@ CONNECT_TIMEOUT = 60.0
 """Seconds in which the first rank is called again and again."""
 AGAIN = 0.2
 LINE = "groupwise/line"
-"""In torchrun's store: where the first rank is to be called and, where ranks were given no secret, a word in its place."""
+"""Key in torchrun's store: address of the first rank and, if ranks were given no secret, a word in its place."""
 
 
 def main(parent: int, descriptor: int) -> NoReturn:
@@ -79,7 +79,7 @@ def be_launched(place: Launched) -> NoReturn:
 
 
 def _called(told: list[str], rank: int) -> MessageChannel:
-    """To the first rank, which each side has made sure of. Raises UsageError, WorkerLostError."""
+    """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
     host, port, *word = told
     secret = secret_of_attempt()
     if secret is None and not word:
@@ -137,8 +137,8 @@ def serve(line: MessageChannel) -> NoReturn:
 
 
 def _find_model(setup: Setup) -> None:
-    """What is converted once for this machine is converted before the ranks meet: from then on transformers' `save_pretrained` writes
-    nothing in any but the first of them."""
+    """Convert the model before the ranks meet, if it is one that is converted once for this machine: from then on transformers'
+    `save_pretrained` writes nothing in any but the first of them."""
     from groupwise.engine.models.config import ModelConfig
     from groupwise.engine.models.tokenizer import resolve
 

@@ -1,8 +1,8 @@
-"""Calls of ranks: each by a number, over the line of its rank; futures connect whoever calls with the thread that listens.
+"""Calls of ranks: each has a number and goes over its rank's line; futures connect the callers with the thread that listens.
 
-What starts the processes, listens and hears of their end is `groupwise.engine.distributed.forked_workers` where ranks are forks that share
-a model, and `groupwise.engine.distributed.spawned_workers` where each has its own. Whatever ends one of them ends all, and every call then
-fails with the reason; but samplers apart from learners are replaced (`groupwise.engine.distributed.sampler_workers`).
+Two modules start the processes, listen and notice their end: `groupwise.engine.distributed.forked_workers` if ranks are forks that share
+a model, and `groupwise.engine.distributed.spawned_workers` if each has its own. If one of them ends for any reason, all end, and every
+call then fails with the reason; but samplers apart from learners are replaced (`groupwise.engine.distributed.sampler_workers`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 RESUME = "A run goes on from its last checkpoint with --resume."
 
 RankCall = tuple[int, str, tuple[Any, ...]]
-"""Which rank, what of it, with which arguments."""
+"""Rank, path of the attribute to call, arguments."""
 
 
 class Calls:
@@ -81,7 +81,7 @@ class Calls:
         return await self.call_each((rank, name, arguments) for rank in range(self.count))
 
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
-        """As `call_each`, for code that is not async."""
+        """Like `call_each`, for code that is not async."""
         asked = [self._ask(*call) for call in calls]
         errors = [future.exception() for _, future in asked]
         for error in errors:
@@ -90,7 +90,7 @@ class Calls:
         return [future.result() for _, future in asked]
 
     def call_all_now(self, name: str, *arguments: Any) -> list[Any]:
-        """As `call_all`, for code that is not async."""
+        """Like `call_all`, for code that is not async."""
         return self.call_each_now((rank, name, arguments) for rank in range(self.count))
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Calls:
         return number, future
 
     def _awaited(self, number: int) -> Future[Any] | None:
-        """The future of a call that is over; None where nobody waits for it any more."""
+        """The future of a call that is over; None if its caller does not wait for it any more."""
         with self._lock:
             return self._pending.pop(number, None)
 
@@ -148,7 +148,7 @@ def how(code: int | None) -> str:
 
 
 def reason_of(lived: Callable[[], RunError]) -> RunError:
-    """Why listening to processes was over: what `lived` says or, whatever it raises, an error that whoever waits for a call can be told."""
+    """The reason why listening to processes is over, as an error that callers can receive: what `lived` returns, or whatever it raises."""
     try:
         return lived()
     except RunError as error:
@@ -172,7 +172,7 @@ def log_here(record: logging.LogRecord) -> None:
 
 
 def agreed(what: str, found: Sequence[str]) -> str:
-    """What all ranks say of `what`. Raises RunError if they do not say the same."""
+    """The value of `what` that all ranks report. Raises RunError if they differ."""
     if len(set(found)) > 1:
         raise RunError(
             f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(found)}. "

@@ -73,7 +73,7 @@ class RankSampler:
         self._fingerprint = agreed(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
 
     def fingerprint(self) -> str:
-        """Of the tensors in the memory of all ranks, as they were when they were loaded."""
+        """Fingerprint of the tensors in the memory of all ranks, as they were when they were loaded."""
         return self._fingerprint
 
     def _deal(self) -> None:

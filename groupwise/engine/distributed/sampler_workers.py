@@ -40,12 +40,13 @@ logger = logging.getLogger(__name__)
 _DRAW = "sampler.generate"
 _LOAD = "sampler.load"
 MOST_ENDS = 3
-"""Of one sampler, without a completion in between: what it is asked, or the machine, is then likely to end the next one, too."""
+"""Ends of one sampler without a completion in between after which the run fails: its requests, or the machine, are then likely to end the
+next one, too."""
 BEGINS = 1800.0
 """Seconds that one may take until it has made its model: a large one comes slowly from a shared disk."""
 _BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
 _LOOKS = 8
-"""At samplers, and signs of life of each, in the time of `distributed.sampler_timeout`."""
+"""Looks at samplers, and signs of life of each, within `distributed.sampler_timeout`."""
 
 
 class Samplers(Started):
@@ -62,14 +63,14 @@ class Samplers(Started):
         self._tells = tells
         self._turn = threading.RLock()
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
-        """Of each sampler, by their numbers."""
+        """Unanswered calls of each sampler, by their numbers."""
         self._up: set[int] = set()
         """Samplers that can be sent calls."""
         self._newest: Policy | None = None
         self._catching_up: dict[int, int] = {}
-        """Which sampler takes the newest weights, by the number of that call."""
+        """The sampler that takes the newest weights, by the number of that call."""
         self._ends: Counter[int] = Counter()
-        """Of each sampler, since it has drawn something."""
+        """Ends of each sampler since it has drawn something."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         number, future = self._expected()
@@ -105,7 +106,7 @@ class Samplers(Started):
         return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
 
     def _know(self, rank: int, line: MessageChannel) -> None:
-        """See `Started._know`. Who sends has its turn, without which nobody is replaced: that must end, also where nothing is taken."""
+        """See `Started._know`. Sending holds the lock that replacing a sampler needs, so it must end even if nothing is received."""
         line.give_up_after(self._patience)
         super()._know(rank, line)
 
@@ -159,7 +160,7 @@ class Samplers(Started):
             self._send(self._by_rank[rank], call)
 
     def _looked(self, heard: set[int]) -> RunError | None:
-        """Replace who is silent. Looks are counted, not seconds: while this process is stopped itself, nobody is missed."""
+        """Replace silent samplers. Looks are counted, not seconds: while this process is stopped itself, no sampler counts as silent."""
         for rank in heard:
             self._silent[rank] = 0
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""Who does what: members of groups that are sampled, and rows that are learnt from, divided among ranks.
+"""Divides work among ranks: members of groups that are sampled, and rows that are learnt from.
 
 Both divisions follow from their arguments alone. Whole groups stay together as long as that keeps the ranks evenly busy, because each
-rank computes the prompt of what it has.
+rank computes the prompts of its own share.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.layout import by_prompt
 
 UNEVEN = 1.1
-"""Where whole groups give a rank more than this times its fair share of tokens, groups are cut instead: a prompt that is computed
-twice costs less than ranks that wait."""
+"""Groups are cut if whole ones give a rank more than this times its fair share of tokens: a prompt that is computed twice costs less than
+ranks that wait."""
 
 
 @dataclass(frozen=True, slots=True)

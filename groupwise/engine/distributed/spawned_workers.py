@@ -45,7 +45,7 @@ _LAST_WORDS = 1.0
 """Seconds that one may take to end whose line has ended."""
 
 FromRank = Ready | Answered | Failed | LogRecordMessage | Alive
-"""What a rank says."""
+"""Messages that a rank sends."""
 
 
 class Started(Calls):
@@ -73,7 +73,7 @@ class Started(Calls):
         self._thread = threading.Thread(target=self._attend, name=f"{called}s", daemon=True)
 
     async def make(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """As `groupwise.engine.distributed.forked_workers.Ranks.make`."""
+        """Like `groupwise.engine.distributed.forked_workers.Ranks.make`."""
         self._begin(factory, arguments)
         try:
             await wrap_future(self._ready)
@@ -82,7 +82,7 @@ class Started(Calls):
             raise
 
     def make_now(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """As `make`, for code that is not async."""
+        """Like `make`, for code that is not async."""
         self._begin(factory, arguments)
         try:
             self._ready.result()
@@ -141,7 +141,7 @@ class Started(Calls):
         raise NotImplementedError
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
-        """What a rank is to be, and the sockets that come with it."""
+        """The setup of a rank, and the sockets that come with it."""
         raise NotImplementedError
 
     def _ended(self, rank: int) -> RunError | None:
@@ -243,7 +243,7 @@ class Started(Calls):
             raise RunError(f"The model workers cannot be started: {error}") from error
 
     def _surroundings(self) -> dict[str, str]:
-        """Of their environment, what holds where the user's does not say otherwise."""
+        """Defaults for the ranks' environment; the user's own environment has precedence."""
         return {}
 
     def _know(self, rank: int, line: MessageChannel) -> None:

@@ -1,4 +1,4 @@
-"""What torchrun, or whatever else starts the same command several times, says of this one in its environment."""
+"""Reads what torchrun, or whatever else starts the same command several times, says of this one in its environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Launched:
     """Among those of its machine."""
     local_count: int
     host: str
-    """Where the first one is."""
+    """Host of the first one."""
 
     @property
     def machines(self) -> int:
@@ -35,12 +35,12 @@ class Launched:
         return max(1, self.count // self.local_count)
 
     def elsewhere(self, rank: int) -> bool:
-        """Whether that one is on another machine than the first: ranks are counted machine by machine."""
+        """True if that one is on another machine than the first: ranks are counted machine by machine."""
         return rank >= self.local_count
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """What this process is, if it was started with others. UsageError for words that are no such thing."""
+    """This process's place if it was started with others, else None. Raises UsageError for values that are not whole numbers."""
     if not all(environment.get(word) for word in WORDS):
         return None
     try:

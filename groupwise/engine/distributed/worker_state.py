@@ -1,4 +1,4 @@
-"""What a rank hosts: a sampler and a learner as they are in a process of their own, and what can be asked of them there.
+"""The state that a rank hosts: a sampler and a learner as they are in a process of their own, and the calls that they answer there.
 
 Made in the zygote, before the fork; see `groupwise.engine.distributed.rank` for how its attributes are called.
 """
@@ -29,19 +29,19 @@ class Hosted:
     """Sampler and learner over one model, and models beside it that this process alone computes."""
 
     threads: int
-    """Of each rank."""
+    """Threads of each rank."""
     sampler: Sampler | None = None
     learner: Learner | None = None
     stop_token_ids: tuple[int, ...] = ()
     trained: Any = None
     """The learner's `groupwise.engine.learner.weights.TrainedWeights`."""
     replicas: Summed | None = None
-    """What its learner has in common with those of the other ranks; None where it learns alone, or not at all."""
+    """Shared by its learner and those of the other ranks; None if it learns alone, or not at all."""
     tracing: Tracing | None = None
     witness: Any = None
-    """Of what servers of vLLM answer, which sample in the ranks' place (`groupwise.engine.sampler.vllm.witness`)."""
+    """Checks the answers of vLLM servers that sample in the ranks' place (`groupwise.engine.sampler.vllm.witness`)."""
     bench: AdapterHost | None = None
-    """Where models beside this one stand; None where all weights of the base are trained."""
+    """Holds the models beside this one; None if all weights of the base are trained."""
 
     def join(self, rank: int) -> None:
         """Be a rank from now on."""

@@ -83,7 +83,7 @@ def _asked_until_setup(line: MessageChannel) -> Setup:
 
 
 def make(setup: Setup) -> Any:
-    """What is to be hosted."""
+    """Make the object to be hosted."""
     sys.path.extend(folder for folder in setup.sys_path if folder not in sys.path)
     return load(setup.factory, kind="factory").object(**setup.arguments)
 

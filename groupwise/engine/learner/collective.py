@@ -22,11 +22,11 @@ from groupwise.core.errors import WorkerLostError
 from groupwise.engine.models.memory import lacks_memory
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""That ranks wait for each other: for the first one to have read its data, for models to be read, and for the rank with the longest rows.
-Whoever ends is heard of at once; this is how long one that hangs, or whose machine is gone without a word, is waited for."""
+"""Time that ranks wait for each other: for the first one to read its data, for models to be read, and for the rank with the longest rows.
+The end of a rank is noticed at once; this limit is for one that hangs, or whose machine is gone without a word."""
 GRACE = 5.0
-"""Seconds after which a rank ends that cannot reach another one, if nobody has ended it: the end of the other one is to be heard of first,
-because it is the reason."""
+"""Seconds after which a rank that cannot reach another one ends, if it has not been ended by then: the end of the other one should be
+noticed first, because it is the reason."""
 _NUMBER = torch.float32
 
 
@@ -51,7 +51,7 @@ def tell(name: str, value: str) -> None:
 
 
 def heard(name: str) -> str:
-    """What the first of them tells, when it does. Raises WorkerLostError where it does not."""
+    """The value that the first rank tells, once it does. Raises WorkerLostError if it does not."""
     try:
         return _launchers_store().get(name).decode()
     except dist.DistError as error:
@@ -80,7 +80,7 @@ class Collective:
         """They have met already."""
 
     def leave(self) -> None:
-        """Nobody was forked."""
+        """Does nothing, because no process was forked."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""

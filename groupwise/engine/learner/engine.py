@@ -1,4 +1,4 @@
-"""What computes rows for a learner: by plain matrices where the model is of a known family, else by transformers' modules."""
+"""Defines what computes rows for a learner: plain matrices if the model is of a known family, else transformers' modules."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class Engine(Protocol):
         ...
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """What was cut has been computed; where several learners hold parts of a model, wait for those who have more."""
+        """Follows the last row of a step: learners that hold parts of one model keep in step here with those that have more rows."""
         ...

@@ -39,7 +39,7 @@ from groupwise.engine.learner.weights import TrainedWeights
 _PASS = "divided_pass"
 """The method of a divided model that makes a pass."""
 _EMPTY = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
-"""What those compute who have nothing left."""
+"""Computed by learners that have no rows left."""
 
 Numbers = tuple[Tensor, Tensor, Tensor | None]
 """The fields of a `Forward`: tensors, because hooks of FSDP look for them in what a pass returns."""
@@ -106,7 +106,7 @@ class DividedEngine:
 
 
 class Divided(Collective):
-    """As `Collective`, where gradients of divided weights have been added up on their way to their parts."""
+    """Like `Collective`, but gradients of divided weights have been added up on their way to their parts."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""

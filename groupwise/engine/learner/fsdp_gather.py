@@ -38,7 +38,7 @@ class Whole(Mapping[str, Tensor]):
 
 
 def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
-    """As `groupwise.engine.models.lora.copy_exactly`; of what is divided each learner takes its part."""
+    """Like `groupwise.engine.models.lora.copy_exactly`; each learner takes its part of divided tensors."""
     refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
     with torch.no_grad():
         for name, tensor in owned.items():
@@ -46,7 +46,7 @@ def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin:
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Of all together, and of all parts of them."""
+    """Norm of all tensors together, including their parts on other learners."""
     found = torch.nn.utils.get_total_norm(tensors)
     return float(found.full_tensor() if isinstance(found, DTensor) else found)
 

@@ -28,12 +28,12 @@ Compute = Callable[[Tensor, Factors], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Of the realised on the exact change of a layer's output: 1 where the change acts in full."""
+    """Regression of the realised on the exact change of a layer's output: 1 if the change acts in full."""
 
     layer: str
     value: float
     error: float
-    """Of the value, by chance: one standard deviation."""
+    """Standard deviation of the value, by chance."""
 
 
 def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]:
@@ -55,7 +55,7 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
 
 
 def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
-    """Of what `compute` makes of the change from one adapter of a layer to another, on the change itself (float64)."""
+    """Slope of the change that `compute` makes from one adapter of a layer to another, on the exact change (float64)."""
     return slope_of(*_changes(compute, inputs_NI, before, after))
 
 
@@ -68,7 +68,7 @@ def _changes(
 
 
 def slope_of(realised: Tensor, exact: Tensor) -> float:
-    """Of one change on another, through 0: 1 where it acts in full. `exact` is float64."""
+    """Slope of one change on another, through 0: 1 if it acts in full. `exact` is float64."""
     return float((realised * exact).sum() / (exact * exact).sum())
 
 
@@ -93,7 +93,7 @@ def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
 def _least(
     weights: TrainedAdapter, native: NativeModel | None, path: str, learning_rate: float
 ) -> tuple[float, float]:
-    """With its error."""
+    """The least slope among the ways in which the layer is computed, with its error."""
     before = weights.adapted.low_rank(weights.name)[path]
     generator = torch.Generator().manual_seed(0)
     up_OR = before.up_OR
@@ -120,7 +120,7 @@ def _added(inputs_NI: Tensor, factors: Factors) -> Tensor:
 
 
 def _by_module(layer: ExactLoraLinear, name: str, inputs: Tensor, factors: Factors) -> Tensor:
-    """As a transformers model computes it, with its adapter acting."""
+    """The layer's output as a transformers model computes it, with these factors as its adapter."""
     _, up = layer.factors(name)
     kept = up.clone()
     try:

@@ -22,7 +22,7 @@ class MicroBatch:
     prompt_ids: tuple[int, ...]
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Where each row stands in the sequence that was cut up."""
+    """Index of each row in the sequence that was cut up."""
 
     @property
     def width(self) -> int:
@@ -41,9 +41,9 @@ class PackedBatch:
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Where each row stands in the sequence that was cut up."""
+    """Index of each row in the sequence that was cut up."""
     places: tuple[tuple[int, int], ...]
-    """For each row the sequence that it is in, and where in it its first token is."""
+    """The sequence that each row is in, and the place of its first token there."""
     shape: tuple[int, int]
     """Sequences, and the length of each in tokens."""
 
@@ -66,7 +66,7 @@ class Batch(Protocol):
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Where each row stands in the sequence that was cut up."""
+        """Index of each row in the sequence that was cut up."""
         ...
 
     @property
@@ -105,7 +105,7 @@ def cut(
 
 
 def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
-    """Which rows each prompt has, in the order of their first."""
+    """Indices of the rows of each prompt, in the order of their first."""
     found: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
         found.setdefault(row.prompt_ids, []).append(index)

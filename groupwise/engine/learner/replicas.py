@@ -36,7 +36,7 @@ class Replicas:
     """The places of `count` learners that train the same parameters, given in the same order by all."""
 
     def __init__(self, count: int, parameters: Sequence[nn.Parameter]) -> None:
-        """To be made before the fork."""
+        """Create it before the fork."""
         sizes = [parameter.numel() for parameter in parameters]
         self.rank = 0
         self._sizes = sizes

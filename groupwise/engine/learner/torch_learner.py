@@ -100,7 +100,7 @@ class TorchLearner:
         self._updates = 0
         self._replicas = replicas
         self._trained: tuple[Sequence[Row], list[tuple[Batch, Tensor]]] = ((), [])
-        """What `forward_backward` was last given, and the log-probabilities that it found, by micro-batch."""
+        """Rows of the last `forward_backward`, and the log-probabilities that it found, by micro-batch."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -170,11 +170,11 @@ class TorchLearner:
         )
 
     def fingerprint(self) -> str:
-        """Of the weights as they are now; see `groupwise.core.types.Policy.fingerprint`."""
+        """Fingerprint of the weights as they are now; see `groupwise.core.types.Policy.fingerprint`."""
         return fingerprint(Whole(self._parameters))
 
     def attend_publication(self) -> str:
-        """What another learner does while the first one publishes; its fingerprint."""
+        """Take part while the first learner publishes; returns the fingerprint."""
         found = self.fingerprint()
         self._weights.lend()
         return found
@@ -196,7 +196,7 @@ class TorchLearner:
     async def measure(
         self, rows: Sequence[Row], loss: LossSpec
     ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
-        """What `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
+        """Return what `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
         found = from_spec(loss)
         wanted = ForwardOutputs(found.needs_entropy_gradient, found.needs_accuracy)
         forwards = self._forwards(rows, wanted=wanted)
@@ -225,7 +225,7 @@ class TorchLearner:
         (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
 
     def attend_save(self) -> None:
-        """What another learner does while the first one saves."""
+        """Take part while the first learner saves."""
         Whole(self._optimiser_tensors()).lend()
         self._weights.lend()
 
@@ -240,7 +240,7 @@ class TorchLearner:
         copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def load_weights(self, folder: str) -> None:
-        """Take weights that were saved or published, with an optimiser that begins anew."""
+        """Take weights that were saved or published, and reset the optimiser."""
         self._weights.read(Path(folder))
         self.discard()
         self._optimiser.state.clear()
@@ -389,7 +389,7 @@ def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
 
 
 def _others(batch: Batch, device: torch.device) -> Others | None:
-    """What rows know of the other rows of their rollouts; None where each is a whole rollout."""
+    """Sums over the other rows of each row's rollout; None if each row is a whole rollout."""
     if all(row.others is None for row in batch.rows):
         return None
     sums = [row.others or SiblingRowStats(0) for row in batch.rows]

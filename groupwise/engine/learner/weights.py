@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainedWeights(Protocol):
-    """What a learner needs of its weights."""
+    """The weights as a learner sees them."""
 
     kind: Literal["adapter", "full"]
 
@@ -41,11 +41,11 @@ class TrainedWeights(Protocol):
         ...
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by the names used in files, sorted."""
+        """Trained parameters, by the names used in files, sorted."""
         ...
 
     def undivided(self) -> Sequence[nn.Parameter]:
-        """What of the models stays whole where their weights are divided among learners (`groupwise.engine.learner.fsdp`)."""
+        """Parameters that stay whole if the models' weights are divided among learners (`groupwise.engine.learner.fsdp`)."""
         ...
 
     @property
@@ -64,7 +64,7 @@ class TrainedWeights(Protocol):
         ...
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:
-        """What an adapter adds to the layers of `native`, by their names; those of the policy are what is trained."""
+        """The adapter's additions to the layers of `native`, by their names; those of the policy are the trained parameters."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -213,7 +213,7 @@ class TrainedModel:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
 
     def _stored(self) -> Whole:
-        """What is saved; weights that are the same ones under two names are there once."""
+        """The tensors to save; a weight that has two names is there once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
         return Whole({**buffers, **self.parameters()})

@@ -1,6 +1,6 @@
-"""What a sampler needs of a model: prompts computed once, and rows that are moved one token forward together.
+"""Defines what a sampler needs of a model: prompts computed once, and rows that are moved one token forward together.
 
-A row is one completion on its way. Engines keep its keys and values; what it draws is the sampler's business. A row's logits depend
+A row is a completion in progress. Engines keep its keys and values; the sampler decides what it draws. A row's logits depend
 on its own tokens alone, bit for bit, never on the rows beside it.
 """
 
@@ -20,7 +20,7 @@ class Prompt:
     length: int
     """Tokens."""
     logits_V: Tensor
-    """Of the first token after it, in float32 or the model's own format."""
+    """Logits of the first token after it, in float32 or the model's own format."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,11 +31,11 @@ class Row:
     written: int = 0
     """Tokens after the prompt that the engine has seen."""
     place: int | None = None
-    """Where the engine keeps it; None before its first token."""
+    """Index under which the engine keeps it; None before its first token."""
 
     @property
     def position(self) -> int:
-        """Of the next token that the engine will see."""
+        """Position of the next token that the engine will see."""
         return self.prompt.length + self.written
 
 

@@ -1,7 +1,7 @@
-"""What samplers in this process have in common: groups that wait, one driver that serves them, and what a drawn token does.
+"""The common part of all samplers in this process: groups that wait, one driver that serves them, and the handling of a drawn token.
 
-Callers await `generate`, one call for each group, as many at once as they like. A single driver task serves them all; how it computes
-their rows is the subclass's. What a member draws depends on its seed and the logits of its own row only.
+Callers await `generate`, one call for each group, as many at once as they like. A single driver task serves them all; the subclass
+decides how their rows are computed. What a member draws depends on its seed and the logits of its own row only.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class QueuedSampler(ABC):
 
     @abstractmethod
     async def _serve(self) -> None:
-        """Draw until nobody waits, and yield to the event loop meanwhile."""
+        """Draw until no group is waited for, and yield to the event loop meanwhile."""
 
     @abstractmethod
     def _on_their_way(self) -> Sequence[Member]:
@@ -89,7 +89,7 @@ class QueuedSampler(ABC):
 
     @abstractmethod
     def _forget(self, ticket: Ticket) -> None:
-        """Nobody waits for this group any more."""
+        """Called once no caller waits for this group any more."""
 
     @abstractmethod
     def _reset(self) -> None:
@@ -136,7 +136,7 @@ class QueuedSampler(ABC):
         self._version = policy.version
 
     def fingerprint(self) -> str:
-        """Of the tensors in memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in memory, as they were when they were loaded."""
         return self._fingerprint
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
@@ -186,7 +186,7 @@ class QueuedSampler(ABC):
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _deliver(self, ticket: Ticket) -> None:
-        """Tell whoever waits for a group that it is finished, or that one of its members cannot go on."""
+        """Tell the caller that waits for a group if it is finished, or if one of its members cannot go on."""
         if ticket.done.done():
             return
         if not all(
@@ -198,7 +198,7 @@ class QueuedSampler(ABC):
 
 
 def _explained(error: Exception) -> GroupwiseError:
-    """What those are told who wait for their groups."""
+    """The error that callers waiting for their groups receive."""
     if isinstance(error, GroupwiseError):
         return error
     if lacks_memory(error):
@@ -213,7 +213,7 @@ COLDEST = 1e-30
 def drawn(
     members: Sequence[Member], logits_NV: Tensor, empty: int = 0
 ) -> tuple[list[int], list[float]]:
-    """A token and its log-probability for each row of logits, of which the last `empty` are nobody's."""
+    """A token and its log-probability for each row of logits; the last `empty` rows belong to no member."""
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]

@@ -1,4 +1,4 @@
-"""What every sampler refuses, in the same words; free of torch."""
+"""Errors that every sampler raises in the same words; free of torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_other_weights(policy: Policy, found: str) -> None:
 
 
 def not_finite(version: int) -> NonFiniteError:
-    """Of logits."""
+    """The error for logits that are not finite."""
     return NonFiniteError(
         f"The model's logits are not finite (policy version {version}), so nothing can be drawn from them. "
         "Lower training.learning_rate, or try model.dtype=float32."

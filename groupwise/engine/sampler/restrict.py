@@ -66,7 +66,7 @@ def _truncation(params: SamplingParams) -> Truncation:
 
 
 def _floors(kind: Truncation, concerned_S: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
-    """For each rule the least logit [S, 1] that it keeps."""
+    """Yields a function for each rule, which gives the least logit [S, 1] that the rule keeps."""
     top_k, top_p, min_p = kind
     if top_k is not None:
         yield lambda scaled_SV: _best(scaled_SV, top_k)[:, -1:]

@@ -18,7 +18,7 @@ from groupwise.engine.models.native.weights import NativeModel, native_model
 
 
 class ServedWeights(Protocol):
-    """What a sampler needs of its weights."""
+    """The weights as a sampler sees them."""
 
     model: PreTrainedModel
 
@@ -39,7 +39,7 @@ class ServedWeights(Protocol):
         ...
 
     def factors(self) -> dict[str, Factors]:
-        """What an adapter adds to the layers of `native`, by their names."""
+        """The adapter's additions to the layers of `native`, by their names."""
         ...
 
 

@@ -54,7 +54,7 @@ SENT = "sent"
 
 @dataclass(frozen=True, slots=True)
 class PartsRequestSpec:
-    """What is to be made."""
+    """Describes the parts to make."""
 
     kind: PartsKind
     config: Mapping[str, Any]
@@ -66,7 +66,7 @@ class PartsRequestSpec:
     base: str
     """Fingerprint of the base; see `groupwise.engine.models.identity`."""
     called: str | None = None
-    """What adapters call the base; None: as the server does."""
+    """The base's name in adapters; None: as the server names it."""
     keep_publications: int = 2
     model: Path | None = None
     """A folder with the base; None: the server has it under the name that the config gives."""
@@ -77,14 +77,14 @@ class PartsRequestSpec:
 
     @property
     def sent(self) -> dict[str, Path]:
-        """What the server is sent, by what it is."""
+        """Folders that are sent to the server, by their role."""
         given = {"model": self.model, "adapter": self.adapter, "weights": self.weights}
         return {name: folder for name, folder in given.items() if folder is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteParts:
-    """Parts that are ready; whoever has them closes the session."""
+    """Parts that are ready; the caller closes the session."""
 
     session: Session
     sampler: RemoteSampler
@@ -178,13 +178,13 @@ async def _opened(session: Session, wanted: PartsRequestSpec) -> Any:
 
 
 def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the server is told of a config: nothing of data, rewards, task and tracking."""
+    """Sections of the config that the server receives: nothing of data, rewards, task and tracking."""
     run = {key: config["run"][key] for key in OF_RUN}
     return {**{key: config[key] for key in SECTIONS[kind] if key in config}, "run": run}
 
 
 def owner_of(wanted: PartsRequestSpec) -> str:
-    """The same for a run that is gone on with: whoever has its folder is its only loop, so that an earlier one is no more."""
+    """A name that is the same when a run is resumed: its folder has only one loop at a time, so an earlier one no longer exists."""
     if wanted.kind == "serving":
         return f"evaluation ({secrets.token_hex(6)})"
     place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(wanted.config['run']['dir']).resolve()}:{wanted.run}"

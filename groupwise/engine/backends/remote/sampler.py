@@ -15,7 +15,7 @@ from groupwise.engine.backends.remote.session import Session
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Of the files of a folder: name, size, time of the last change."""
+"""Files of a folder: name, size, time of the last change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Published:
     there: str
     """Its folder on the server."""
     stamp: Stamp
-    """Of its files here: others would not be what the server has."""
+    """Stamp of its files here: if they change, they are no longer those that the server has."""
 
 
 class RemoteSampler:
@@ -46,7 +46,7 @@ class RemoteSampler:
         await self._session.awaited(self._loaded(policy))
 
     def fingerprint(self) -> str:
-        """Of the tensors in the server's memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in the server's memory, as they were when they were loaded."""
         return self._fingerprint
 
     async def _loaded(self, policy: Policy) -> None:
@@ -72,7 +72,7 @@ class RemoteSampler:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Whether its files are still the same, as far as can be told without reading them."""
+    """Facts that change with the folder's files, as far as can be told without reading them."""
     facts = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
 

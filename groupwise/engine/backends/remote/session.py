@@ -156,7 +156,7 @@ class RequestThread:
 
 
 def as_usage(error: ClientError) -> UsageError:
-    """What is wrong at the beginning, before anything was started: with the key `run.server`, or with that of the server."""
+    """An error before anything was started as one of usage: with the key `run.server`, or with the server's own key."""
     hint = ""
     if isinstance(error, NotAuthorised):
         hint = f" The key of the server is read from {VARIABLE}."
@@ -174,7 +174,7 @@ class Session(RequestThread):
     """Parts that are open on a server; `open` first. One at a time has the model of a server."""
 
     def __init__(self, url: str, *, timing: Timing | None = None, **more: Any) -> None:
-        """As `RequestThread`."""
+        """Takes the arguments of `RequestThread`."""
         super().__init__(url, timing=timing, **more)
         self.id = secrets.token_hex(16)
         self._numbers = itertools.count(1)
@@ -226,7 +226,7 @@ class Session(RequestThread):
     # --- within the thread ------------------------------------------------------------------------
 
     async def called(self, do: AnyVerb, *, ordered: bool = False) -> Any:
-        """As `call`, for what goes on in the thread already."""
+        """Like `call`, for code that already runs in the thread."""
         number, after = next(self._numbers), None
         if ordered:
             after, self._last = self._last, number
@@ -322,7 +322,7 @@ class Session(RequestThread):
 
 
 def _error(code: str, message: str) -> GroupwiseError:
-    """What was raised on the server, as it is raised here."""
+    """The server's error as an exception of the same class; RunError if its code is unknown."""
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
     known = {kind.code: kind for kind in kinds if issubclass(kind, GroupwiseError)}
     return known.get(code, RunError)(message)

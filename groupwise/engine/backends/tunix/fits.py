@@ -1,8 +1,8 @@
-"""Whether Tunix computes a model as transformers does, and can read its files: asked before a worker is started.
+"""Checks that Tunix computes a model as transformers does, and can read its files, before a worker is started.
 
-Tunix takes what it knows of a model and passes over the rest in silence: a key that changes the sums, a tensor that it has no place for,
+Tunix takes what it knows of a model and silently ignores the rest: a key that changes the sums, a tensor that it has no place for,
 a number format that it reads as another. So everything that it does not compute is refused here, by the model's description (as
-transformers completes it) and by the headers of its files. Nothing is read of the weights but the embeddings that stand there twice.
+transformers completes it) and by the headers of its files. No weights are read except embeddings that stand there twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from groupwise.engine.backends.tunix.messages import Open
 from groupwise.engine.models.files import indexed
 
 Described = Mapping[str, Any]
-"""What transformers knows of a model's text: `config.json` with the defaults of its kind."""
+"""The config of a model's text part: `config.json` with transformers' defaults for its kind."""
 Shape = tuple[int, ...]
 
 TORCH = "Leave model.backend out to train it with torch."
@@ -42,18 +42,18 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "qwen2": SILU,
     "qwen3": {**SILU, "attention_bias": False},
 }
-"""By `model_type` the keys that change what transformers computes, each with the one value that Tunix computes."""
+"""Keys that change what transformers computes, by `model_type`, each with the one value that Tunix computes."""
 
 _ATTENTION = tuple(f"self_attn.{each}_proj" for each in "qkvo")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 FORMATS = ("BF16", "F16", "F32", "F64")
-"""Of numbers, as safetensors calls those that Tunix reads."""
+"""Number formats that Tunix reads, by safetensors' names."""
 OF_PICTURES = ("vision_tower.", "multi_modal_projector.")
 """How the names of tensors begin that have no part in the text of a model."""
 NO_WEIGHT = re.compile(r".*rotary_emb\.inv_freq")
-"""What older files hold besides, and transformers passes over, too."""
+"""Tensors in older files that transformers ignores, too."""
 TEXT = "language_model."
 """How those of the text begin in a Gemma 3 with pictures."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -89,7 +89,7 @@ class TunixSampler:
         self._fingerprint = str(await self._worker.call(Load(policy=policy)))
 
     def fingerprint(self) -> str:
-        """Of the tensors in the worker's memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in the worker's memory, as they were when they were loaded."""
         return self._fingerprint
 
 

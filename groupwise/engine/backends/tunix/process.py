@@ -45,7 +45,7 @@ def own_environment() -> dict[str, str]:
 
 
 class WorkerProcess:
-    """One worker. Whoever has it calls `close`."""
+    """One worker process. Its owner must call `close`."""
 
     def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
         """Start it. `environment`: in addition to this process's own."""
@@ -65,7 +65,7 @@ class WorkerProcess:
         self._output = Output(self._process, "tunix")
 
     def tell(self, do: Verb) -> None:
-        """Send an order whose outcome nobody waits for. One that has ended has nothing left to do."""
+        """Send an order without waiting for its outcome. A worker that has ended has nothing left to do."""
         with suppress(RunError):
             self.begin(do)
 
@@ -74,7 +74,7 @@ class WorkerProcess:
         return self._process.pid
 
     async def call(self, do: Verb) -> Any:
-        """What an order gives. Cancelling the call withdraws it, if it has not begun."""
+        """The result of an order. Cancelling the call withdraws it, if it has not begun."""
         return await asyncio.wrap_future(self.begin(do))
 
     def call_now(self, do: Verb) -> Any:
@@ -82,7 +82,7 @@ class WorkerProcess:
         return self.begin(do).result()
 
     def last_words(self) -> str:
-        """What it printed last, for a message."""
+        """The worker's last output, for a message."""
         return self._output.last_words()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'groupwise[train,unsloth]'"
 FIRST = "default"
-"""How peft calls an adapter that nobody names."""
+"""The name that peft gives an adapter by default."""
 
 
 def installed() -> str:
@@ -143,7 +143,7 @@ def _fast() -> Any:
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """What it prints goes to stderr, and what it imports does not have every logger of the process write there."""
+    """Sends its output to stderr, and keeps its imports from making every logger of the process write there."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]
     try:

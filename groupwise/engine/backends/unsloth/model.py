@@ -46,7 +46,7 @@ class Layer:
 
 
 class UnslothModel(AdaptedModel):
-    """A frozen base with named adapters, which act one at a time: whoever computes has the model for himself."""
+    """A frozen base with named adapters, which act one at a time: the caller that computes has the model to itself."""
 
     def __init__(
         self, base: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool

@@ -1,4 +1,4 @@
-"""What a run is made of where Unsloth loads the model: the model, its adapters, and what learns and samples them."""
+"""Makes the parts of a run if Unsloth loads the model: the model, its adapters, and what learns and samples them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class UnslothSampler(QueuedSampler):
         super().__init__(weights, tokenizer, layout)
         self._batch: list[Member] = []
         self._left: set[int] = set()
-        """Ids of tickets that nobody waits for any more, of those in the batch."""
+        """Ids of tickets in the batch that no caller waits for any more."""
         self._ending = False
         most = getattr(weights.model.config, "max_position_embeddings", None)
         self._room = min(layout.key_length, most or layout.key_length)
@@ -98,7 +98,7 @@ class UnslothSampler(QueuedSampler):
         return tokens_B
 
     def over(self) -> list[bool]:
-        """Of each row of the batch, whether it has ended."""
+        """True for each row of the batch that has ended."""
         return [self._is_over(member) for member in self._batch]
 
     def _is_over(self, member: Member) -> bool:
@@ -133,7 +133,7 @@ class _Drawing(LogitsProcessor):
 
 
 class _Ended(StoppingCriteria):
-    """Which rows have ended."""
+    """Reports the rows that have ended."""
 
     def __init__(self, sampler: UnslothSampler) -> None:
         self._sampler = sampler

@@ -33,13 +33,13 @@ from groupwise.engine.models.native.weights import Layer, NativeModel
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed: a micro-batch by a model with an adapter."""
+    """A micro-batch that is computed by a model with an adapter."""
 
     model: NativeModel
     batch: FlatBatch
     rotations_N1C: Tensor
     query_rotations_N1C: Tensor
-    """Times what attention wants queries to be multiplied with."""
+    """Rotations times the factor that attention wants for queries."""
     attention: Sequence[Attention]
     products: list[Product]
     recompute: bool
@@ -48,17 +48,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Of a layer, for its backward pass."""
+    """Results of a layer that its backward pass needs."""
 
     residual_NH: Tensor
     qkv_NO: Tensor
     found_NO: Tensor
-    """What attention found."""
+    """The output of attention."""
     middle_NH: Tensor
     """The residual stream before the MLP."""
     gate_up_N2F: Tensor
     lows: tuple[Tensor | None, ...]
-    """Of the four products, x Aᵀ."""
+    """x Aᵀ of each of the four products."""
 
 
 def residual_stream(

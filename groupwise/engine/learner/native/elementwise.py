@@ -1,6 +1,6 @@
-"""What stands between the matrix products of a layer, with its gradient: norm, SwiGLU, rotary positions.
+"""Computes the steps between the matrix products of a layer, with their gradients: norm, SwiGLU, rotary positions.
 
-Nothing that can be made again from what a layer keeps is kept.
+Nothing is kept that can be computed again from what a layer keeps.
 """
 
 from __future__ import annotations

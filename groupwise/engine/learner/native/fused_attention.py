@@ -70,12 +70,12 @@ class FusedAttention(PaddedAttention):
 def fused_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[FusedAttention]:
-    """For each set of texts."""
+    """One attention for each set of texts."""
     return [FusedAttention(shape, each, real_places(each, device)) for each in texts]
 
 
 def _found(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:
-    """What queries find, [M, heads, L, D]."""
+    """The output of attention, [M, heads, L, D]."""
     return F.scaled_dot_product_attention(
         queries_MHLD,
         keys_MJCD,

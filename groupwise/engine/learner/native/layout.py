@@ -22,10 +22,10 @@ class Texts:
     """Texts behind each other, longest first, of which each sees itself and all of them the same prompt, or none."""
 
     start: int
-    """Where the first of them begins."""
+    """Place where the first of them begins."""
     lengths: tuple[int, ...]
     prompt: tuple[int, int] | None = None
-    """Where the prompt that they see begins, and its length."""
+    """Start and length of the prompt that they see."""
 
     @property
     def end(self) -> int:
@@ -44,15 +44,15 @@ class FlatBatch:
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Where each row stands in the sequence that was cut up."""
+    """Index of each row in the sequence that was cut up."""
     token_ids: tuple[int, ...]
-    """Of all texts, N."""
+    """Ids of the tokens of all texts, N."""
     positions: tuple[int, ...]
-    """Of each token in its own text, prompt included; N."""
+    """Position of each token in its own text, prompt included; N."""
     texts: tuple[Texts, ...]
     """Together they are all tokens, those that see no prompt first."""
     before: tuple[int, ...]
-    """For each completion token, one row after another, the place of the token before it."""
+    """The place of the token before each completion token, one row after another."""
 
     @property
     def width(self) -> int:
@@ -96,7 +96,7 @@ def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> It
 
 
 def _tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
-    """What rows of one prompt cost together."""
+    """Tokens to compute for the rows of one prompt together."""
     own = sum(len(rows[index].completion_ids) - 1 for index in members)
     return len(rows[members[0]].prompt_ids) + own
 

@@ -27,13 +27,13 @@ except ImportError:  # torch before 2.10
 FORMATS = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 GROUPED = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
-"""Whether it wants to be told that there are fewer heads of keys than of queries; torch 2.11 takes them as they are."""
+"""True if the kernel needs a flag for fewer heads of keys than of queries; torch 2.11 takes them as they are."""
 CAUSAL = (-1, 0)
 """A window that ends with the query itself, the last query at the last key."""
 
 
 def suits(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel computes a model of this shape and number format on this device."""
+    """True if the kernel computes a model of this shape and number format on this device."""
     return (
         varlen_attn is not None
         and device.type == "cuda"
@@ -110,7 +110,7 @@ class PackedAttention:
         )
 
     def _summed(self, d_KJD: Tensor, tokens: int) -> Tensor:
-        """Of each token, the sum over all texts that saw it, [tokens, J, D]."""
+        """The sum, for each token, over all texts that saw it, [tokens, J, D]."""
         # A plain index adds in the order in which threads come; the gradient of an embedding in that of the indices.
         d_KX = d_KJD.to(torch.promote_types(d_KJD.dtype, torch.float32)).flatten(1)
         d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)

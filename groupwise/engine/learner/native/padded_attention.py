@@ -26,7 +26,7 @@ class PaddedAttention(ABC):
     shape: Shape
     texts: Texts
     real_X: Tensor | None
-    """Of the M · L places of the padded texts, those with a token; None where all have one."""
+    """Those of the M · L places of the padded texts that hold a token; None if all do."""
 
     @property
     @abstractmethod

@@ -65,13 +65,13 @@ class GraphEngine:
         self._keys_LSJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
         self._values_LSJTD = torch.zeros_like(self._keys_LSJTD)
         self._inputs_2S = torch.zeros(2, slots, device=model.device, dtype=torch.long)
-        """Of every place the token and its position."""
+        """The token and its position, for every place."""
         room = slots, len(model.head.weight_OI)
         self._logits_SV = torch.empty(room, device=model.device, dtype=model.dtype)
-        """Of every place; all recordings write to it, because each would need as much for itself."""
+        """Logits of every place; all recordings write to it, because each would need as much for itself."""
         self._adapter: list[LowRank | None] = []
         self._recorded: dict[int, Compute] = {}
-        """By the number of keys."""
+        """Recordings by the number of keys."""
         self.refresh()
 
     def prefill(self, ids: Sequence[int]) -> Prompt:

@@ -1,10 +1,11 @@
-"""How an adapter comes to a server and goes: a folder that both see, under a name of its own for each version.
+"""Loads adapters into a server and unloads them: a folder that both see, under a name of its own for each version.
 
-    groupwise-<run>-v<version>-<fingerprint>
+groupwise-<run>-v<version>-<fingerprint>
 
-A name that is used once cannot serve anybody else's weights, nor keys and values that were computed with earlier ones. Loading is
-idempotent: what is listed with the same folder is there; what is listed with another one was left by somebody who was killed, and is
-loaded anew. Of the server's list, those are ours that lie in the run's own folder; all but the one that serves are unloaded.
+A name that is used once cannot serve other weights, nor keys and values that were computed with earlier ones. Loading is
+idempotent: an adapter listed with the same folder is loaded already; one listed with another folder was left by a process that was
+killed, and is loaded again. An adapter in the server's list is ours if it lies in the run's own folder; all of ours but the one that
+serves are unloaded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Listed:
     """A model that a server says it has."""
 
     root: str | None
-    """Where it lies, as the server sees it."""
+    """Its folder, as the server sees it."""
     longest: int | None
     """Most tokens of prompt and completion; None for adapters, and where the server does not say."""
 
@@ -42,7 +43,7 @@ class Shared:
 
     here: Path
     there: str
-    """What the servers call it."""
+    """The servers' name for it."""
 
     def put(self, policy: Policy) -> str:
         """Copy a publication there, whole or not at all; gives the folder as the servers see it."""
@@ -65,7 +66,7 @@ class Shared:
 
 
 def adapter_name(policy: Policy) -> str:
-    """What servers call it."""
+    """The servers' name for the policy's adapter."""
     run = re.sub(r"[^A-Za-z0-9._-]+", "-", policy.run)
     return f"groupwise-{run}-v{policy.version}-{policy.fingerprint}"
 

@@ -1,7 +1,7 @@
-"""A server of vLLM that a run starts for itself (`sampler.vllm_python`), begins anew when it ends, and ends with itself.
+"""A server of vLLM that a run starts for itself (`sampler.vllm_python`), restarts if it ends, and ends with itself.
 
-It is a program of an environment of its own. It listens on the loopback alone, and answers those who know a key that nobody else has: it
-stands in the server's environment, never among its arguments. When this process ends, however it ends, so does the server.
+It is a program of an environment of its own. It listens on the loopback alone, and answers only callers with a key that no other program
+has: the key stands in the server's environment, never among its arguments. When this process ends, however it ends, so does the server.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """What is started."""
+    """Describes the server to start."""
 
     python: str
-    """Of the environment with vLLM."""
+    """Interpreter of the environment with vLLM."""
     location: str
-    """Of the base: a folder or a hub id."""
+    """Location of the base: a folder or a hub id."""
     revision: str | None
     name: str
-    """What requests call the base."""
+    """Name of the base in requests."""
     dtype: str
     rank: int
-    """Of the adapters."""
+    """Rank of the adapters."""
     longest: int
     """Tokens of prompt and completion."""
     memory: float
@@ -70,11 +70,11 @@ class ServerSpec:
     parallel: int = 1
     """GPUs that share each product."""
     in_4bit: bool = False
-    """As the learner holds the weights."""
+    """True if the base is held in 4 bit, as the learner holds the weights."""
     trust_remote_code: bool = False
 
     def arguments(self, port: int) -> tuple[str, ...]:
-        """Of vLLM's server."""
+        """Command-line arguments of vLLM's server."""
         rank = next((each for each in RANKS if each >= self.rank), self.rank)
         return (
             *PROGRAM,
@@ -98,7 +98,7 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class OwnEndpoint(Endpoint):
-    """Whose key is in no variable."""
+    """An endpoint whose key is in no environment variable."""
 
     secret: str = field(default="", repr=False)
 
@@ -111,10 +111,10 @@ class OwnServer:
     """See the module. It begins with `up`."""
 
     def __init__(self, wanted: ServerSpec, log: Path, *, timeout: float) -> None:
-        """`log`: where its words go, anew for each run. `timeout`: seconds of a request."""
+        """`log`: file for the server's output, started afresh for each run. `timeout`: seconds of a request."""
         self._wanted = wanted
         self.log = log
-        """Of what it says."""
+        """File of the server's output."""
         self._secret = secrets.token_urlsafe(32)
         self._port = free_port()
         self.endpoint = OwnEndpoint(
@@ -232,7 +232,7 @@ def gpus_beside(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started, which is in its group."""
+    """End it with all that it started, which is in its process group."""
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,8 +1,8 @@
-"""Whether a server serves the policy: a few fixed prompts, answered by it, and what the same weights say here of its tokens.
+"""Checks that a server serves the policy: it answers a few fixed prompts, and the same weights give the probabilities of its tokens here.
 
 A server that has the right name for an adapter may yet have another base, not apply the adapter, or give log-probabilities of another
-temperature. Engines round differently, so no exact comparison will do. But of two explanations that are further apart than the noise,
-the answers are near to one only.
+temperature. Engines round differently, so an exact comparison is impossible. But if two explanations are further apart than the noise,
+the answers are near to only one of them.
 """
 
 from __future__ import annotations

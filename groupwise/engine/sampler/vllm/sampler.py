@@ -1,12 +1,12 @@
-"""A sampler whose completions a vLLM server draws, or several of them: token ids there, token ids and log-probabilities back.
+"""A sampler that has vLLM servers draw its completions, one or several: token ids go there, token ids and log-probabilities come back.
 
-    load       the published adapter is read here and its fingerprint found; each server loads it under a name of its own,
-               answers fixed prompts (`probe.py`), and forgets the one before
-    generate   each member is a request with its own seed, to the server with the fewest (`servers.py`)
+load       the published adapter is read here and its fingerprint found; each server loads it under a name of its own,
+answers fixed prompts (`probe.py`), and forgets the one before
+generate   each member is a request with its own seed, to the server with the fewest (`servers.py`)
 
-A server is made ready when it is first needed and whenever it may have been started anew: after a lost connection, or when it does not
+A server is made ready when it is first needed and whenever it may have been restarted: after a lost connection, or when it does not
 know the adapter. One that turns out to serve something else ends the run. The servers compute in their own way, so the same seed need not
-draw the same tokens twice; what was drawn, and how probable it was there, is what is trained.
+draw the same tokens twice; the run trains on what was drawn, with the probabilities that it had there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ATTEMPTS = 3
 
 
 class Knows(Protocol):
-    """What the published weights say, by the files; `groupwise.engine.sampler.vllm.witness` is the one that computes it."""
+    """Answers of the published weights, read from the files; `groupwise.engine.sampler.vllm.witness` computes them."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -61,14 +61,14 @@ class Knows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is asked of all servers at a time."""
+    """The weights that all servers are asked for at a time."""
 
     name: str
     """The model in each request."""
     version: int
     fingerprint: str
     folder: str | None = None
-    """Of the adapter, as the servers see it; None: the base as it is."""
+    """Folder of the adapter, as the servers see it; None: the base as it is."""
     policy: Policy | None = None
 
 
@@ -143,7 +143,7 @@ class VllmSampler:
         await self._serve(Served(self._base, 0, self._witness.fingerprint()))
 
     def fingerprint(self) -> str:
-        """Of the tensors that were read here from the files that the servers have; their answers fit to them."""
+        """Fingerprint of the tensors that were read here from the servers' own files; the servers' answers fit to them."""
         return self._witness.fingerprint()
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class VllmSampler:
         seed: int,
         params: SamplingParams,
     ) -> Drawn:
-        """By a server that is ready, and again by one that has been started anew since."""
+        """Have a server draw once it is ready, and again if it has been restarted since."""
         for attempt in range(ATTEMPTS):
             await self._ready(server, served)
             try:

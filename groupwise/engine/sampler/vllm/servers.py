@@ -39,9 +39,9 @@ class Server:
     load: int = 0
     """Requests under way or waiting for their turn."""
     failures: int = 0
-    """In a row."""
+    """Number of failures in a row."""
     alone_until: float = -math.inf
-    """On `timing.clock`."""
+    """Time on `timing.clock` until which it gets no requests."""
     ready: str | None = None
     """The model that was found there, and found right; None: not yet, or not since it was last lost."""
     _clients: dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]] = field(
@@ -54,7 +54,7 @@ class Server:
 
     @property
     def client(self) -> Client:
-        """That of the running event loop. No connection outlives its request, so there is none to close."""
+        """Client of the running event loop. No connection outlives its request, so there is none to close."""
         return self._here()[0]
 
     @property
@@ -81,7 +81,7 @@ class Server:
         self.failures, self.alone_until = 0, -math.inf
 
     def failed(self, error: EndpointError) -> None:
-        """It is not, or is not ready any more: somebody may have started another one there."""
+        """Leave it alone for a while, and count it as not ready: another server may have been started there."""
         self.ready = None
         if self.timing.clock() < self.alone_until:
             return  # of those that were under way, the first one has told already
@@ -115,7 +115,7 @@ class Servers:
         self._remedy = remedy
 
     async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
-        """What `work` makes of one of the servers, tried again as long as it raises an EndpointError that may pass."""
+        """Result of `work` on one of the servers, tried again as long as it raises an EndpointError that may pass."""
         until, last = math.inf, None
         while True:
             server = await self._chosen(until, last)

@@ -1,9 +1,9 @@
-"""What a vLLM server is asked for a completion, and what it must answer: token ids and log-probabilities, exactly.
+"""Writes requests for a completion to a vLLM server, and reads its answers: token ids and log-probabilities, exactly.
 
 Every sampling parameter is sent, so that none is left to the defaults of the server, which vLLM takes from the model's
-`generation_config.json`. The server's own end-of-text token does not end anything (`ignore_eos`): the stop tokens are those that are
-asked for. What a server would do otherwise than is meant here is refused before it is asked; what it answers is believed only as far as
-it can be checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
+`generation_config.json`. The server's own end-of-text token does not end anything (`ignore_eos`): only the requested stop tokens do.
+Requests that a server would understand differently are refused before they are sent; its answers are believed only as far as
+they can be checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEEDS = (1 << 63) - 1
 COLDEST = 0.01
 """Temperature that vLLM raises lower ones to without a word; 0 is greedy."""
 LEAST_LOGPROB = -9999.0
-"""What vLLM writes for minus infinity, because JSON has none."""
+"""Number that vLLM writes for minus infinity, because JSON has none."""
 ROUNDING = 1e-3
 """Nats above 0 that a log-probability may have by rounding."""
 TOKEN_AS_TEXT = "token_id:"
@@ -181,8 +181,8 @@ def _ended(
     params: SamplingParams,
     text_of: Callable[[Sequence[int]], str],
 ) -> Drawn:
-    """What ended it, by the rules of this project: vLLM looks for stop texts after `min_tokens`, here they may end with the last of
-    them."""
+    """The completion up to its end by the rules of this project: vLLM looks for stop texts after `min_tokens`, here they may end with the
+    last of them."""
     early = next((place for place, id in enumerate(ids[:-1]) if id in params.stop_token_ids), None)
     if early is not None:
         raise EndpointError(

@@ -46,7 +46,7 @@ class Adapted:
         """`layers`: those of transformers' model that get an adapter."""
         there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
         self.layers = _by_weight(layers, family, there)
-        """For each adapted weight (layer, Tunix's name) the layers of transformers that it is, in its order."""
+        """Layers of transformers that each adapted weight (layer, Tunix's name) consists of, in its order."""
         self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
         adapted = _with_places(model, [*self.layers], rank, alpha)
         self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
@@ -54,7 +54,7 @@ class Adapted:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the factors."""
+        """Shapes of the factors, by name."""
         return {name: place.get_value().shape for name, (_, place) in self._places.items()}
 
     def fresh(self, seed: int) -> Factors:
@@ -126,12 +126,12 @@ class Adapted:
         return made
 
     def to_peft_names(self) -> list[str]:
-        """Of the tensors in files."""
+        """Names of the tensors in files."""
         layers = [layer for found in self.layers.values() for layer in found]
         return [f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"]
 
     def _placed(self, name: str, value: np.ndarray) -> jax.Array:
-        """On the devices where the model has its place."""
+        """Put it on the devices that hold its place in the model."""
         _, place = self._places[name]
         return jax.device_put(jnp.asarray(value), place.get_value().sharding)
 
@@ -215,7 +215,7 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
-    """As `groupwise.engine.models.lora.fingerprint` gives it for the same tensors in torch."""
+    """The same as `groupwise.engine.models.lora.fingerprint` gives for these tensors in torch."""
     digest = hashlib.sha256()
     for key in sorted(tensors):
         tensor = np.ascontiguousarray(tensors[key])

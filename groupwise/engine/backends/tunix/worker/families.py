@@ -41,11 +41,11 @@ class Family:
     """Models of one kind."""
 
     module: str
-    """Of Tunix; has a module `model` and that of the loader."""
+    """A module of Tunix; it contains a module `model` and the loader's module."""
     loader: str
     weights: Mapping[str, tuple[str, ...]]
     config: Callable[[Any, Described, Any], Any]
-    """From the module, the description and the number format to Tunix's own config."""
+    """Makes Tunix's own config from the module, the description and the number format."""
 
 
 def load(folder: Path, described: Described, dtype: str, mesh: Any) -> tuple[Any, Family]:
@@ -120,4 +120,4 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("tunix.models.qwen2", "params", SEPARATE, _qwen),
     "qwen3": Family("tunix.models.qwen3", "params", SEPARATE, _qwen),
 }
-"""By `model_type`. A model with pictures is one of them by its text."""
+"""Families by `model_type`. A model with pictures belongs to one of them by its text."""

@@ -19,7 +19,7 @@ from groupwise.engine.backends.tunix.worker.head import numbers as numbers_of
 LENGTHS = 4
 """Rows are as long as the longest, or three quarters of it, half of it, a quarter."""
 HALVINGS = 3
-"""Of the numbers of rows that are computed together."""
+"""Number of batch sizes in rows, each half of the one before."""
 
 
 class Sequences(NamedTuple):
@@ -29,7 +29,7 @@ class Sequences(NamedTuple):
     targets: Targets
     temperatures_B: Any
     withheld_V: Any
-    """What cannot be drawn where the targets say so; None where nothing is withheld."""
+    """Tokens that cannot be drawn if the targets say so; None if nothing is withheld."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterat
 
 
 def numbers(model: Any, given: Sequences) -> Numbers:
-    """What the model says of each target; see `groupwise.engine.backends.tunix.worker.head.numbers`."""
+    """Numbers of each target; see `groupwise.engine.backends.tunix.worker.head.numbers`."""
     length = given.tokens_BL.shape[1]
     positions_BL = jnp.broadcast_to(jnp.arange(length), given.tokens_BL.shape)
     causal_BLL = jnp.broadcast_to(

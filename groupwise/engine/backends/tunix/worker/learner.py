@@ -171,7 +171,7 @@ class Learner:
             checkpointer.save((folder / STATE).resolve(), self._moments, force=True)
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote. Raises `CheckpointError` where it is not there."""
+        """Restore what `save` wrote. Raises `CheckpointError` if it is not there."""
         if not (folder / STATE).is_dir():
             raise CheckpointError(
                 f"{folder} has no {STATE}: it was not written by the backend tunix."
@@ -229,7 +229,7 @@ def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
 
 
 def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
-    """Where both are, on all devices and at every step, so that what is restored is computed with as what was saved."""
+    """Shardings of both on all devices, the same at every step, so that restored tensors are computed with like saved ones."""
     own = {name: value.sharding for name, value in factors.items()}
     mesh = next(iter(own.values())).mesh
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -259,7 +259,7 @@ def _stepped(
 
 
 def _given(batch: Batch) -> dict[str, Any]:
-    """What a loss is told of the rows, as arrays."""
+    """Facts about the rows that a loss receives, as arrays."""
     rows = batch.rows
     about: dict[str, Any] = {
         "sampling": batch.spread([row.sampling_logprobs for row in rows]),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 Product = Callable[..., Any]
-"""Of inputs and a weight of one format; takes `preferred_element_type`, as JAX's products do."""
+"""Product of inputs and a weight of one format; takes `preferred_element_type`, as JAX's products do."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -36,7 +36,7 @@ FINENESS = 3
 
 
 class Asked(NamedTuple):
-    """What a compiled loop is given: G members of each of U prompts, S = U · G rows."""
+    """Arguments of a compiled loop: G members of each of U prompts, S = U · G rows."""
 
     prompts_UP: Any
     lengths_U: Any
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What came out; -1 where a row has no token any more."""
+    """Results of a loop; -1 after a row's last token."""
 
     tokens_ST: Any
     logprobs_ST: Any
@@ -62,7 +62,7 @@ class Part:
     request: GroupRequest
     seeds: tuple[int, ...]
     place: tuple[int, int]
-    """Of the request among all, and of its first member in the request."""
+    """Index of the request among all, and of its first member in the request."""
 
 
 class Sampler:
@@ -109,7 +109,7 @@ class Sampler:
                 yield parts[start : start + prompts]
 
     def _width(self, request: GroupRequest) -> int:
-        """Of the prompts that this one is computed with."""
+        """Width of the prompts that this one is computed with."""
         longest, step = _rounded_up(request.params.max_tokens)
         widest = self._key_length - (longest - step + 1)
         shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
@@ -286,7 +286,7 @@ def _draw(
 
 
 def _search(weights_SV: Any, uniforms_S: Any) -> Any:
-    """Where the cumulative weights reach a share of their total: first the block of the vocabulary, then the place within it."""
+    """Index at which the cumulative weights reach a share of their total: first the block of the vocabulary, then the place within it."""
     count, vocabulary = weights_SV.shape
     padded = jnp.pad(weights_SV, ((0, 0), (0, -vocabulary % BLOCK)))
     blocks_SKB = padded.reshape(count, -1, BLOCK)
@@ -316,7 +316,7 @@ def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
 
 
 def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
-    """As `groupwise.engine.sampler.restrict.truncated`: each rule of what the one before it left."""
+    """Like `groupwise.engine.sampler.restrict.truncated`: each rule acts on what the one before it left."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]
         scaled_SV = jnp.where(scaled_SV < least, NEVER, scaled_SV)

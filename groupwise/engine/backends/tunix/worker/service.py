@@ -1,6 +1,7 @@
-"""The worker's loop: orders come in lines, one thread reads them, this one does them in their order, completions of many groups together.
+"""The worker's loop: one thread reads orders, a line each; this one does them in their order, completions of many groups together.
 
-It ends with whoever began it: when its orders end. An interrupt of the whole process group is not its affair; the run decides what follows.
+It ends with the process that began it: when its orders end. It ignores an interrupt of the whole process group; the run decides what
+follows.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
-    """Until the connection ends, and the process with it; nobody would hear of a thread that ended alone."""
+    """Read orders until the connection ends, then end the process; a thread that ended alone would go unnoticed."""
     try:
         for line in connection.makefile("r", encoding="utf-8"):
             order = Order.model_validate_json(line)
@@ -92,7 +93,7 @@ def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[
 
 
 def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
-    """What is done now: the first order, with those that follow where they are of completions as it is; and what was read beyond."""
+    """The orders to do now (the first, and those that directly follow it if all are completions), and the rest that was read."""
     taken, *rest = waiting
     if not isinstance(taken.do, Generate):
         return [taken], rest
@@ -140,7 +141,7 @@ def _trouble(error: Exception, order: Any) -> Trouble:
 
 
 def _needs_less(order: Any) -> str:
-    """What an order does, and what to change so that it takes less memory."""
+    """Names an order's work, and what to change so that it takes less memory."""
     if isinstance(order, Open):
         return "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
     if isinstance(order, Generate):
@@ -201,7 +202,7 @@ class Service:
 
     @singledispatchmethod
     def do(self, order: Any) -> Any:
-        """What an order gives."""
+        """The result of an order."""
         raise AssertionError(order)
 
     @do.register
