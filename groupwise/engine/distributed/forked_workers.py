@@ -99,7 +99,7 @@ class Ranks(Calls):
         """Have the begun zygote make what is hosted, and wait for `count` ranks that host it.
 
         `factory` names a function (`package.module:function`), which is called with `arguments`, expressible as JSON, as keywords.
-        Raises what it raises, and RunError where a process has ended; all processes have ended then, and so they have if the wait is
+        Raises what it raises, and RunError if a process has ended; all processes have ended then, and so they have if the wait is
         cancelled.
         """
         self._set_up(factory, arguments, count)

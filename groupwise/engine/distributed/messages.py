@@ -152,7 +152,7 @@ class MessageChannel:
         return self._connection.fileno()
 
     def send(self, message: object, sockets: Sequence[socket.socket] = ()) -> None:
-        """May be called from any thread. The other end is given the sockets, too. OSError where it is gone."""
+        """May be called from any thread. The other end is given the sockets, too. OSError if it is gone."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
             frame = framed(self._sealed(pickled))
@@ -171,7 +171,7 @@ class MessageChannel:
         return taken
 
     def receive(self) -> Any:
-        """The next message, when it comes. Raises EOFError where the other end is gone."""
+        """The next message, when it comes. Raises EOFError if the other end is gone."""
         while (frame := self._buffer.take()) is None:
             self._read()
         return self._opened(frame)

@@ -237,7 +237,7 @@ class Models:
     async def add(self, name: str, new: NewModel) -> ModelParts:
         """Make a model with a learner and a sampler; all others go on as they are.
 
-        Its work is done by the host that has the fewest; of several by the one after the last that was chosen. Raises UsageError where
+        Its work is done by the host that has the fewest; of several by the one after the last that was chosen. Raises UsageError if
         there are as many as there may be, where the name is taken, and where the base is trained itself; ModelError for an adapter
         that cannot be.
         """
@@ -259,7 +259,7 @@ class Models:
         return ModelParts(sampler, ModelLearner(model), model, self._stop_token_ids)
 
     async def drop(self, name: str) -> None:
-        """Forget a model that was added, once what is under way for it has ended. Raises UsageError where there is none."""
+        """Forget a model that was added, once what is under way for it has ended. Raises UsageError if there is none."""
         if name not in self._models:
             raise UsageError(f"There is no model {name} to drop; {self._there_are()}.")
         model, _ = self._models[name]

@@ -53,7 +53,7 @@ class Calls:
     async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
         """Call something of what a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
 
-        Raises what it raises, and RunError where a process has ended.
+        Raises what it raises, and RunError if a process has ended.
         """
         number, future = self._ask(rank, name, arguments)
         try:
@@ -130,7 +130,7 @@ class Calls:
             line.send(message)
 
     def _fail_all(self, reason: RunError) -> bool:
-        """Fail what is under way and all that comes. False where that was done before."""
+        """Fail what is under way and all that comes. False if that was done before."""
         with self._lock:
             if self._over is not None:
                 return False

@@ -145,7 +145,7 @@ class Started(Calls):
         raise NotImplementedError
 
     def _ended(self, rank: int) -> RunError | None:
-        """A rank's line has ended. Returns why that ends all; None where it does not."""
+        """A rank's line has ended. Returns why that ends all; None if it does not."""
         raise NotImplementedError
 
     def _called_in(self) -> None:

@@ -59,7 +59,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def refuse_other_number(found: Launched | None, learners: int) -> None:
-    """UsageError where the config wants another number of learners than were started."""
+    """UsageError if the config wants another number of learners than were started."""
     if found is None or found.count == learners:
         return
     raise UsageError(
@@ -70,7 +70,7 @@ def refuse_other_number(found: Launched | None, learners: int) -> None:
 
 
 def gpu_of(local_rank: int) -> dict[str, str]:
-    """The environment of a rank that is to see its own GPU alone; empty where there is none for it."""
+    """The environment of a rank that is to see its own GPU alone; empty if there is none for it."""
     given = os.environ.get(SEEN)
     seen = [each for each in (given or "").split(",") if each]
     if given is None:

@@ -40,7 +40,7 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
     """After an AdamW step every entry of B has moved by the learning rate: how much of that reaches the outputs?
 
     One layer of each kind (`q_proj`, `down_proj` …) is tried, in the number format of its base, with inputs of unit variance. Where
-    sampler and learner compute it in several ways, the least is told. None where all weights are trained.
+    sampler and learner compute it in several ways, the least is told. None if all weights are trained.
     """
     if not isinstance(weights, TrainedAdapter):
         return []

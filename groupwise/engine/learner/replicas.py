@@ -58,9 +58,9 @@ class Replicas:
         self._meeting.leave()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give each parameter the sum of its gradients in all replicas; None where none has one.
+        """Give each parameter the sum of its gradients in all replicas; None if none has one.
 
-        Waits until all have called it. Raises ConnectionAbortedError where another process is gone.
+        Waits until all have called it. Raises ConnectionAbortedError if another process is gone.
         """
         self._write([parameter.grad for parameter in parameters])
         self._meeting.wait()

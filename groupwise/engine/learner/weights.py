@@ -60,7 +60,7 @@ class TrainedWeights(Protocol):
         ...
 
     def native(self) -> NativeModel | None:
-        """The model as plain matrices; None where it is not to be computed so."""
+        """The model as plain matrices; None if it is not to be computed so."""
         ...
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def adapter_folder(model: ModelConfig) -> Path | None:
-    """The folder of `model.adapter`, which may come from the hub; None where there is none.
+    """The folder of `model.adapter`, which may come from the hub; None if there is none.
 
     Raises `ModelError` if it cannot be had, or holds no plain LoRA adapter.
     """

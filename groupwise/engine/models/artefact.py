@@ -69,7 +69,7 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """The files of a tokenizer with its chat template; none where the weights come without one."""
+    """The files of a tokenizer with its chat template; none if the weights come without one."""
     return _matching(folder, TOKENIZER)
 
 

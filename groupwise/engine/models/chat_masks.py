@@ -63,8 +63,8 @@ def mask_turns(
 
     `prefills` has the words that a turn begins with and that its prompt ends with.
 
-    A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` where
-    that is all there is or the template refuses the messages, and `TaskError` where no mask could be right.
+    A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` if
+    that is all there is or the template refuses the messages, and `TaskError` if no mask could be right.
     """
     rows: list[Masked] = []
     marked = MARKS.search(template_of(tokenizer, chat))

@@ -71,7 +71,7 @@ class Chat:
 
 
 def prompt_text(tokenizer: Any, chat: Chat) -> str:
-    """A conversation up to where the model goes on with it. Raises TaskError where the template refuses it."""
+    """A conversation up to where the model goes on with it. Raises TaskError if the template refuses it."""
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
     *before, begun = chat.messages
@@ -211,6 +211,6 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
 
 
 def _no_unicode(messages: Sequence[Message]) -> str | None:
-    """The first character that no encoding can write; None where there is none."""
+    """The first character that no encoding can write; None if there is none."""
     texts = (str(value) for message in messages for value in message.values())
     return next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)

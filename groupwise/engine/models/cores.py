@@ -46,7 +46,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _limit(group: Path) -> int | None:
-    """Cores that the group alone allows; None where it has no limit of its own."""
+    """Cores that the group alone allows; None if it has no limit of its own."""
     for names in _LIMITS:
         with suppress(OSError, ValueError):  # no such files, or `max`
             text = " ".join((group / name).read_text() for name in names)

@@ -78,7 +78,7 @@ class DecoderShapes:
         )
 
     def _targets(self, lora: LoraConfig) -> set[str] | None:
-        """The layers that the adapter changes, chosen as peft does; None where one of its names is no linear layer."""
+        """The layers that the adapter changes, chosen as peft does; None if one of its names is no linear layer."""
         if lora.target_modules == "all-linear":
             return set(self.linear)
         found: set[str] = set()
@@ -103,7 +103,7 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
 
 
 def _config_file(config: ModelConfig) -> Path | None:
-    """None where the hub does not give it."""
+    """None if the hub does not give it."""
     resolved = located(config)
     if resolved.local:
         return Path(resolved.location, "config.json")

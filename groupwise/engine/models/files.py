@@ -81,7 +81,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: Path) -> list[str]:
-    """The names of the files that an index of weights lists; `ModelError` where one of them leads out of its folder."""
+    """The names of the files that an index of weights lists; `ModelError` if one of them leads out of its folder."""
     weights = read_json(index).get("weight_map")
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
     for name in names:
@@ -109,7 +109,7 @@ IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 def check_sent(folder: Path) -> None:
     """Look through a folder that a stranger has sent, before any library reads it.
 
-    Raises ModelError where it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
+    Raises ModelError if it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
     attention or experts implementation other than `eager` and `sdpa`, a `backbone`; or a model of a kind that is no language model.
     """
     for path in sorted(folder.rglob("*.json")):

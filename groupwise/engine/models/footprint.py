@@ -143,7 +143,7 @@ class Footprint:
     native_sampler: bool
     native_learner: bool
     packed: int
-    """Bytes of a number in the order of decoding; 0 where there is no such order."""
+    """Bytes of a number in the order of decoding; 0 if there is no such order."""
 
     def plain(self, parameters: int) -> int:
         """Bytes of a model's weights alone."""

@@ -66,7 +66,7 @@ class Pushed:
 
 
 def check_access(target: Target, run: Path | None = None) -> str | None:
-    """Before a run: UsageError where one may not write there, or may not overwrite what is there. Nothing is made.
+    """Before a run: UsageError if one may not write there, or may not overwrite what is there. Nothing is made.
 
     `run`: the folder of one that goes on. Returns what to warn of where the hub does not answer: an upload may succeed later all the
     same.
@@ -108,8 +108,8 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
 def push(folder: Path, target: Target, message: str, run: Path | None = None) -> Pushed:
     """Make a branch hold exactly what the folder holds, as one commit; returns where it is.
 
-    `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError where the branch holds
-    something else and may not be overwritten, EndpointError where the hub fails.
+    `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError if the branch holds
+    something else and may not be overwritten, EndpointError if the hub fails.
     """
     _check_revision(target.revision)
     with _failures(target):

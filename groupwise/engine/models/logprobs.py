@@ -64,7 +64,7 @@ def token_logprobs(
 
 
 def withheld_between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:
-    """The pairs of a chunk, their places counted from its beginning; None where it has none."""
+    """The pairs of a chunk, their places counted from its beginning; None if it has none."""
     if withheld_X2 is None:
         return None
     places_X = withheld_X2[:, 0]

@@ -38,7 +38,7 @@ def choose_device() -> str:
 
 
 def _may_have_gpu() -> bool:
-    """False where torch would find none: it was built without, or Linux has no driver."""
+    """False if torch would find none: it was built without, or Linux has no driver."""
     build = _build()
     if build.cuda is None and build.hip is None:
         return False

@@ -15,7 +15,7 @@ SIZES = Path("/proc/self/smaps_rollup")
 
 
 def free_memory(device: str) -> int | None:
-    """Bytes that can still be had on the device, also within a container's limit; None where the system does not tell."""
+    """Bytes that can still be had on the device, also within a container's limit; None if the system does not tell."""
     if device != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -38,7 +38,7 @@ def peak_memory(device: str) -> int:
 
 
 def shared_memory() -> int | None:
-    """Bytes of this process that others have in the same place, such as what was there before a fork; None where the system does
+    """Bytes of this process that others have in the same place, such as what was there before a fork; None if the system does
     not tell."""
     try:
         lines = SIZES.read_text().splitlines()

@@ -140,7 +140,7 @@ class QueuedSampler(ABC):
         return self._fingerprint
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
-        """The tokens that each member of a request has while it is under way; none where there is no such request."""
+        """The tokens that each member of a request has while it is under way; none if there is no such request."""
         found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
         return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
 

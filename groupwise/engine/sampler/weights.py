@@ -35,7 +35,7 @@ class ServedWeights(Protocol):
         ...
 
     def native(self) -> NativeModel | None:
-        """The model as plain matrices, packed for decoding, with its weights as they are now; None where it cannot be."""
+        """The model as plain matrices, packed for decoding, with its weights as they are now; None if it cannot be."""
         ...
 
     def factors(self) -> dict[str, Factors]:

@@ -75,7 +75,7 @@ class RemoteLearner:
         return _SUMS.validate_python(await self._session.call(do, ordered=True))
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.core.types.Learner.trained_logprobs`; None where the server's version does not tell them."""
+        """See `groupwise.core.types.Learner.trained_logprobs`; None if the server's version does not tell them."""
         if not self._tells_trained_logprobs:
             return None
         found = await self._session.call(TrainedLogprobs(), ordered=True)

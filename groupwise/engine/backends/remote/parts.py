@@ -62,7 +62,7 @@ class PartsRequestSpec:
     run: str
     publish_folder: Path
     longest_prompt: int | None
-    """Tokens; None where nothing is sampled."""
+    """Tokens; None if nothing is sampled."""
     base: str
     """Fingerprint of the base; see `groupwise.engine.models.identity`."""
     called: str | None = None
@@ -122,7 +122,7 @@ def planned_layout(
 async def start(
     url: str, wanted: PartsRequestSpec, transport: httpx2.AsyncBaseTransport | None = None
 ) -> RemoteParts:
-    """Have the server make parts. Raises UsageError where it refuses, ClientError where it is lost on the way; nothing is left then."""
+    """Have the server make parts. Raises UsageError if it refuses, ClientError if it is lost on the way; nothing is left then."""
     session = Session(url, transport=transport)
     try:
         await session.open(owner_of(wanted))

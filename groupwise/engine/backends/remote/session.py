@@ -195,7 +195,7 @@ class Session(RequestThread):
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
-        """Have the server's engine; those of an earlier session of the same owner are ended. UsageError where it is not to be had."""
+        """Have the server's engine; those of an earlier session of the same owner are ended. UsageError if it is not to be had."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
         call = Call("PUT", self._path(), answer_as(PartsAnswer), body, waits=60.0)
         self._open = True  # perhaps, even if nobody waits for the answer

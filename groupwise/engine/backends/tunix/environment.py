@@ -66,7 +66,7 @@ def home() -> Path:
 
 
 def python() -> Path:
-    """The Python of the environment. Raises UsageError where there is none, or one of other versions."""
+    """The Python of the environment. Raises UsageError if there is none, or one of other versions."""
     if own := os.environ.get(VARIABLE):
         if not Path(own).is_file():
             raise UsageError(f"{VARIABLE} is {own}, but there is no such file.")

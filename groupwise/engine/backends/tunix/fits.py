@@ -137,7 +137,7 @@ def _otherwise(kind: str, key: str, given: Any, tunix: str) -> ModelError:
 
 
 def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
-    """Raise UsageError where the devices do not divide what Tunix divides over them."""
+    """Raise UsageError if the devices do not divide what Tunix divides over them."""
     kind = described["model_type"]
     sizes = dict(_sizes(described))
     fsdp, tp = mesh

@@ -34,7 +34,7 @@ FIRST = "default"
 
 
 def installed() -> str:
-    """Its version. UsageError where there is none, with what to do."""
+    """Its version. UsageError if there is none, with what to do."""
     try:
         found = version("unsloth")
     except PackageNotFoundError:
@@ -48,7 +48,7 @@ def installed() -> str:
 
 
 def ready() -> None:
-    """Import it, before transformers where that is still possible. UsageError where it cannot be used."""
+    """Import it, before transformers where that is still possible. UsageError if it cannot be used."""
     installed()
     if "unsloth" not in sys.modules and "transformers" in sys.modules:
         logger.warning(
@@ -62,7 +62,7 @@ def ready() -> None:
 
 
 def import_first(model: ModelConfig) -> None:
-    """`ready`, for commands as they begin; nothing where another backend loads the model."""
+    """`ready`, for commands as they begin; nothing if another backend loads the model."""
     if model.backend == "unsloth":
         ready()
 
@@ -70,7 +70,7 @@ def import_first(model: ModelConfig) -> None:
 def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTrainedModel:
     """The model in `location` (a folder or a hub id), for texts of at most `longest` tokens, no parameter trainable.
 
-    Raises ModelError where the weights are not in the format that was asked for.
+    Raises ModelError if the weights are not in the format that was asked for.
     """
     import torch
 

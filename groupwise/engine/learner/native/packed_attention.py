@@ -71,7 +71,7 @@ class PackedAttention:
         )
         repeated = len(keys) > sum(lengths)
         self._keys_K = torch.tensor(keys, device=device) if repeated else None
-        """The token of each key; None where it is all tokens in order."""
+        """The token of each key; None if it is all tokens in order."""
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""

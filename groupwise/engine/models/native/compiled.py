@@ -17,7 +17,7 @@ FEW = 64
 
 
 def refusal(dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot compute a model of this format on a processor; None where they can."""
+    """Why the kernels cannot compute a model of this format on a processor; None if they can."""
     if dtype not in FORMATS:
         return f"{dtype} is computed on a GPU only".replace("torch.", "")
     return without_numba()

@@ -28,7 +28,7 @@ def head_size(config: Any) -> int:
 
 @cache
 def without_numba() -> str | None:
-    """Why there is no numba; None where it can be imported."""
+    """Why there is no numba; None if it can be imported."""
     try:
         import numba  # noqa: F401 — asked for, not used
     except Exception as error:  # noqa: BLE001 — beside another NumPy than it was made for, any may come

@@ -22,7 +22,7 @@ CLOSE = 1e-4
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """The kernels that compute a tensor like this one; None where torch does."""
+    """The kernels that compute a tensor like this one; None if torch does."""
     if tensor.device.type != "cuda" or tensor.dtype not in FORMATS:
         return None
     return _tried(tensor.device)

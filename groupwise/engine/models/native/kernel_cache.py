@@ -50,7 +50,7 @@ class KernelCache(FunctionCache):
         self._cache_file = KernelFiles(Path(self._cache_path), self._impl.filename_base)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function for arguments of these types; None where it is not kept."""
+        """The compiled function for arguments of these types; None if it is not kept."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _tell_of_compiling(self._cache_path)

@@ -430,7 +430,7 @@ def attend(
 ) -> None:
     """Attention of a new token of every row, to the row's own tokens and to its prompt, in one layer.
 
-    `qkv_NO` holds queries, keys and values as the product gave them. `turns_NC2` are cosines and sines. Norms of heads are empty where
+    `qkv_NO` holds queries, keys and values as the product gave them. `turns_NC2` are cosines and sines. Norms of heads are empty if
     the model has none. The caches hold keys in float32, `STRETCH` beside each other, and values; B is at least N · kv_heads, and
     values have room for a multiple of 16 numbers. The new key and value are written behind the `written_N` that a row has.
     `prompts_N4` are, for each row, the addresses of its prompt's keys [kv_heads, K, D, STRETCH] and values [kv_heads, P, D], its

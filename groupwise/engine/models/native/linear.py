@@ -108,7 +108,7 @@ class Linear:
         return LowRank(down_RI, up_OR)
 
     def packed_low_rank(self, factors: Mapping[str, Factors]) -> Any:
-        """The same as `few` takes it; None where it leaves this product alone."""
+        """The same as `few` takes it; None if it leaves this product alone."""
         if self._packed is None:
             return self.low_rank(factors)
         placed = [(part.start, part.end, down, up) for part, down, up in self._placed(factors)]

@@ -261,7 +261,7 @@ class NativeModel:
 
     @torch.no_grad()
     def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
-        """Logits of some text; raises ValueError where they are not those of `model`, if there is one to compare with."""
+        """Logits of some text; raises ValueError if they are not those of `model`, if there is one to compare with."""
         from groupwise.engine.models.native.forward import plain_logits
 
         ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
@@ -314,7 +314,7 @@ def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel |
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """Why this model cannot be computed natively; None where it can."""
+    """Why this model cannot be computed natively; None if it can."""
     config: Any = model.config
     if model.device.type == "cpu" and (reason := compiled.refusal(model.dtype)):
         return reason
@@ -338,7 +338,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def _unreadable(model: PreTrainedModel) -> str | None:
-    """Why one of its layers is no matrix in the model's number format, as layers of quantised models are not; None where all are."""
+    """Why one of its layers is no matrix in the model's number format, as layers of quantised models are not; None if all are."""
     for name, module in _matrices(model):
         if type(module) not in (nn.Linear, nn.Embedding):
             return f"{name} is a {type(module).__name__}, whose weights are no plain matrix"

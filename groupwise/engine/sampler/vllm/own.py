@@ -207,7 +207,7 @@ class OwnServer:
 def gpus_beside(
     count: int, parallel: int, memory: float, learners: int = 1
 ) -> tuple[str, ...] | None:
-    """Those for a server beside learners on the first of `count`; None on a machine without. UsageError where they do not suffice."""
+    """Those for a server beside learners on the first of `count`; None on a machine without. UsageError if they do not suffice."""
     if count == 0:
         return None
     named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]

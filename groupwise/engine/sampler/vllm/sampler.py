@@ -89,7 +89,7 @@ class VllmSampler:
         end: Callable[[], None] | None = None,
     ) -> None:
         """`base`: what the servers call the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
-        `probe.judge`. `shared`: None where the servers see the folder of the publications. `begin` and `end` are of a server of our
+        `probe.judge`. `shared`: None if the servers see the folder of the publications. `begin` and `end` are of a server of our
         own: the first one waits until it answers, however often."""
         self._servers = servers
         self._witness = witness

@@ -97,7 +97,7 @@ def read_completion(
     vocabulary: int,
     text_of: Callable[[Sequence[int]], str],
 ) -> Drawn:
-    """The one completion of an answer. Raises EndpointError for whatever is not what was asked for, PolicyMismatchError where another
+    """The one completion of an answer. Raises EndpointError for whatever is not what was asked for, PolicyMismatchError if another
     model has answered."""
     value = read_json(answer)
     if value.get("model") != name:

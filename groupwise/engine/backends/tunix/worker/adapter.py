@@ -179,7 +179,7 @@ class ExactLora(qwix.LoraProvider):
         return self._together(product, *operands, getattr(module, f"{name}_lora_einsum_str"), found)
 
     def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
-        """The layer that computes now, the name of its weight and its rule; None where it has no places for factors (yet)."""
+        """The layer that computes now, the name of its weight and its rule; None if it has no places for factors (yet)."""
         rule, _ = self._get_current_rule_and_op_id(kind, only_rule=True)
         name = None if rule is None else flax_util.find_param(weight)
         module = flax_util.get_current_module()

@@ -151,7 +151,7 @@ def _needs_less(order: Any) -> str:
 
 @contextmanager
 def _writing(path: Path) -> Generator[None]:
-    """Raise StoreError where the disk refuses."""
+    """Raise StoreError if the disk refuses."""
     with atomic_files.explained(path), disk_errors(path):
         try:
             yield
