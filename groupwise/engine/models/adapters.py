@@ -95,9 +95,9 @@ def check_adapter(
     lora: settings_of_models.LoraConfig | None,
     given_as: str = "model.adapter",
 ) -> None:
-    """Raise `ModelError` unless a run of this config can start from `model.adapter`; nothing to check where that is null.
+    """Raise `ModelError` unless a run of this config can start from `model.adapter`; null needs no check.
 
-    `given_as` is what messages call it.
+    `given_as` is the adapter's name in messages.
     """
     if model.adapter is not None and lora is None:
         raise ModelError(
@@ -121,7 +121,7 @@ def check_adapter(
 def starting_config(
     model: ModelConfig, lora: settings_of_models.LoraConfig, given_as: str = "model.adapter"
 ) -> LoraConfig:
-    """The peft config of what is trained: that of the adapter that is given, else a new one. It names the base."""
+    """The peft config of the adapter to train: that of the given adapter, else a new one. It names the base."""
     folder = adapter_folder(model)
     if folder is None:
         config = new_lora_config(lora)
@@ -164,7 +164,7 @@ def base_name(model: ModelConfig) -> str:
 
 
 def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
-    """Warn where an adapter says that it belongs to another model."""
+    """Warn if an adapter says that it belongs to another model."""
     named = config.base_model_name_or_path
     known = {base_name(model), model.name, resolve(model).location}
     if named and named not in known and _real(named) not in map(_real, known):

@@ -39,7 +39,7 @@ TOKENIZER = (
 def write_artefact(
     into: Path, weights: Path, card: str, tokenizer: Any = None, *, linked: bool = False
 ) -> None:
-    """Fill a folder under construction. `tokenizer` is written where the weights come without one."""
+    """Fill a folder under construction. `tokenizer` is written if the weights come without one."""
     files = list(weight_files(weights))
     if not files:
         raise ModelError(f"{weights} holds neither an adapter nor a model in safetensors.")

@@ -24,9 +24,9 @@ from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.store import Store
 
 LEFT_OUT = ("callbacks", "run")
-"""Sections of the config that decide nothing about the weights, but where they are and who was told."""
+"""Sections of the config that have no effect on the weights: their storage and the callbacks."""
 PACKAGES = ("groupwise", "torch", "transformers", "peft")
-"""Those whose versions a run notes (`packages_used`)."""
+"""Packages whose versions a run notes (`packages_used`)."""
 WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
 """The commands that train, in words."""
 DIGITS = 4
@@ -39,7 +39,7 @@ class WeightsLocation:
     """The place where a reader of the card finds the files."""
 
     name: str = "."
-    """A folder as seen from where one stands, or an id on the hub."""
+    """A relative folder, or an id on the hub."""
     revision: str | None = None
     """Revision of a hub id; None means `main`."""
     file: str | None = None
@@ -57,8 +57,8 @@ def model_card(
 ) -> str:
     """The card of weights that a run had after so many steps.
 
-    `results` are those of the run's summary (`held_out`, losses). Without them the card has what was evaluated before that step, and in
-    it, where the run is finished: until then that may come later, and a card must not depend on when it is written.
+    `results` are those of the run's summary (`held_out`, losses). Without them the card has the evaluations before that step, and those at
+    the step only if the run is finished: until then they may still come, and a card must not depend on when it is written.
     `merged`: the adapter was added to its base.
     """
     config = read_config(run)
@@ -92,7 +92,7 @@ def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
-    """The packages that train a run, with the versions that are here behind those that it had `before`, where they differ."""
+    """Versions of the packages that train a run: those that it had `before`, followed by the installed one if it differs."""
     found: dict[str, list[str]] = {}
     for package in PACKAGES:
         try:
@@ -155,7 +155,7 @@ def _what_it_is(
 
 
 def _trained_on(facts: Mapping[str, Any]) -> str:
-    """The task, or the dataset where a run says that its task has no other name (`task_facts`)."""
+    """The task, or the dataset if the run says that its task has no other name (`task_facts`)."""
     dataset = facts.get("dataset")
     return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
 
@@ -213,7 +213,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _words(text: str) -> str:
-    """A name as Markdown shows it, whatever it holds."""
+    """A name in Markdown, with any characters."""
     return re.sub(r"[\\`*|<>!#\[\]]", r"\\\g<0>", one_line(text))
 
 
@@ -233,7 +233,7 @@ def _number(value: float | None) -> str:
 
 
 def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, adapter: bool) -> str:
-    """Code that runs as it stands, where the files and the base can be found under the names that it gives them."""
+    """Code that runs unchanged if the files and the base can be found under the names that it gives them."""
     if place.file is not None:
         return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."
     here = f", revision={json.dumps(place.revision)}" if place.revision else ""

@@ -34,7 +34,7 @@ from groupwise.engine.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = {"reasoning_content", "reasoning", "thinking"}
-"""Keys of a message under which templates find what was thought."""
+"""Keys of a message under which templates look for reasoning."""
 MAX_CHARACTERS_IN_MESSAGE = 40
 """Characters of a text that a message shows."""
 
@@ -184,21 +184,21 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
 
 
 def _joined(first: Masked, longer: Masked) -> Masked:
-    """Both masks over the longer of two sequences, of which the first is the beginning."""
+    """Both masks over the longer of two sequences, which begins with the first."""
     rest = (0,) * (len(longer.ids) - len(first.ids))
     mask = tuple(max(pair) for pair in zip(first.mask + rest, longer.mask, strict=True))
     return Masked(longer.ids, mask, first.ends + longer.ends, first.stretches + longer.stretches)
 
 
 def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
-    """The first `count` messages as text; `ask` adds what makes the model answer."""
+    """The first `count` messages as text; `ask` adds the header that makes the model answer."""
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
 def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
-    """The tokens that `whole` has behind its beginning `before`, whose own tokens are `opening`.
+    """The tokens of `whole` after its beginning `before`, whose own tokens are `opening`.
 
-    Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
+    If tokenising the whole would join characters across the border, the two are tokenised apart, because the model
     is asked with the tokens of `before`.
     """
     ids = text_ids(tokenizer, whole)

@@ -1,11 +1,11 @@
-"""A conversation through the model's chat template: the one place where it is rendered.
+"""Renders a conversation with the model's chat template; no other module does.
 
-`prompt_text` is what a model is asked with. It ends where the assistant's answer begins, or, where the assistant has begun it in the last
-message (a prefill such as `<think>`), with the words of that message, which the model goes on with. `render` is what a template makes of
-messages, for those who need it without that.
+`prompt_text` is the prompt for the model. It ends where the assistant's answer begins; if the last message is the assistant's beginning
+of an answer (a prefill such as `<think>`), it ends with the words of that message, which the model continues. `render` is the plain
+render of messages, for callers that need it without that.
 
 A template also receives the schemas of tools, and arguments of its own such as `enable_thinking`: those of `model.chat_template_kwargs`,
-which `load_tokenizer` leaves at the tokenizer, and before them those of the row.
+which `load_tokenizer` stores on the tokenizer, and those of the row, which have precedence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from groupwise.engine.models.control_tokens import spelled, spelled_messages
 from groupwise.engine.models.tool_calls import written_calls
 
 PROBE = "⟦words⟧"
-"""Stands for the assistant's words where a render is to show what comes before them."""
+"""Placeholder for the assistant's words, to find out what a render puts before them."""
 
 OF_THE_MODEL = "chat_template_kwargs"
 """The attribute of a tokenizer with the arguments of all its conversations."""
@@ -62,7 +62,7 @@ class Refused(TaskError):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation and what else its template receives."""
+    """A conversation, and everything else that its template receives."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
@@ -71,7 +71,7 @@ class Chat:
 
 
 def prompt_text(tokenizer: Any, chat: Chat) -> str:
-    """A conversation up to where the model goes on with it. Raises TaskError if the template refuses it."""
+    """A conversation up to the point where the model continues it. Raises TaskError if the template refuses it."""
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
     *before, begun = chat.messages
@@ -187,7 +187,7 @@ def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
 
 
 def refusal(error: Exception, messages: Sequence[Message]) -> str:
-    """Why a chat template made no text of messages: no valid Unicode, a broken template, or not what it takes."""
+    """The reason why a chat template could not render messages: invalid Unicode, a broken template, or messages it does not take."""
     if (odd := _no_unicode(messages)) is not None:
         return (
             f"a message has the character {odd!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "

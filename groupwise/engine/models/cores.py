@@ -1,7 +1,7 @@
-"""How many cores this process may use: those that it is bound to, or what its container gives it of their time.
+"""Counts the cores that this process may use: those that it is bound to, or its container's share of their time.
 
-A container's limit (`docker --cpus`, a limit of Kubernetes) leaves every core in sight. The kernel tells it in files of control groups,
-which come in two versions. Groups lie in each other, and the narrowest limit holds; in a container often the root alone is in sight.
+A container's limit (`docker --cpus`, a limit of Kubernetes) leaves every core visible. The kernel reports it in files of control groups,
+which come in two versions. Groups are nested, and the narrowest limit holds; in a container often only the root is visible.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class DecoderShapes:
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of all linear layers but the output head, by their paths in transformers' model."""
     others: int
-    """Numbers that are no weights of these: of embeddings, of a head of its own, of norms and biases."""
+    """Parameters outside of these layers: embeddings, a head of its own, norms and biases."""
     in_bfloat16: bool
 
     def counts(self, config: ModelConfig, lora: LoraConfig | None) -> Counts | None:
@@ -91,7 +91,7 @@ class DecoderShapes:
 
 
 def read_decoder(config: ModelConfig) -> DecoderShapes | None:
-    """Those of the model, or None. Raises `ModelError` as whatever looks for its files."""
+    """Shapes of the model, or None if it might be counted wrongly. Raises `ModelError` if its files cannot be located."""
     if config.trust_remote_code:
         return None
     path = _config_file(config)
@@ -103,7 +103,7 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
 
 
 def _config_file(config: ModelConfig) -> Path | None:
-    """None if the hub does not give it."""
+    """Path of config.json; None if the hub does not provide it."""
     resolved = located(config)
     if resolved.local:
         return Path(resolved.location, "config.json")

@@ -107,7 +107,7 @@ IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 
 
 def check_sent(folder: Path) -> None:
-    """Look through a folder that a stranger has sent, before any library reads it.
+    """Check a folder that a stranger has sent, before any library reads it.
 
     Raises ModelError if it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
     attention or experts implementation other than `eager` and `sdpa`, a `backbone`; or a model of a kind that is no language model.

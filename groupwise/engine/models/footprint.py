@@ -35,7 +35,7 @@ FLOAT = 4
 GROWTH = 64
 """The cache of own keys grows by multiples of so many tokens."""
 IN_PRODUCTS = 1.5
-"""Numbers of an adapter in the order of the native products, for each of its own: where one product is several layers, there are zeros."""
+"""Stored numbers per number of an adapter in the order of the native products: products of several layers hold zeros."""
 
 
 BYTES_IN_4BIT = 4.127 / 8
@@ -100,7 +100,7 @@ class Counts:
 
 
 def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
-    """Bytes by which the weights are smaller where those of `linear` layers are held in 4 or 8 bits."""
+    """Bytes saved if the weights of `linear` layers are held in 4 or 8 bits."""
     if not (config.load_in_4bit or config.load_in_8bit):
         return 0.0
     each = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
@@ -243,7 +243,7 @@ def grown(room: int, needed: int) -> int:
 
 
 def rooms(tokens: int) -> tuple[int, int]:
-    """Those before and after it grew for the last time, where its rows come to so many tokens one by one."""
+    """Room before and after the cache last grew, if its rows reach so many tokens one by one."""
     before = after = 0
     while after < tokens:
         before, after = after, grown(after, after + 1)

@@ -66,9 +66,9 @@ class Pushed:
 
 
 def check_access(target: Target, run: Path | None = None) -> str | None:
-    """Before a run: UsageError if one may not write there, or may not overwrite what is there. Nothing is made.
+    """Check before a run: UsageError if the target may not be written, or its content not overwritten. Nothing is created.
 
-    `run`: the folder of one that goes on. Returns what to warn of where the hub does not answer: an upload may succeed later all the
+    `run`: the folder of a run that is resumed. Returns a warning if the hub does not answer: an upload may succeed later all the
     same.
     """
     from httpx2 import HTTPError
@@ -106,7 +106,7 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
 
 
 def push(folder: Path, target: Target, message: str, run: Path | None = None) -> Pushed:
-    """Make a branch hold exactly what the folder holds, as one commit; returns where it is.
+    """Make a branch hold exactly the folder's files, as one commit; returns its address and commit.
 
     `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError if the branch holds
     something else and may not be overwritten, EndpointError if the hub fails.
@@ -143,7 +143,7 @@ class _Refused(Exception):
 
 
 def _check_revision(revision: str) -> None:
-    """UsageError for what the hub, which keeps branches as git does, would refuse as the name of one."""
+    """Raise UsageError for a branch name that the hub would refuse, by git's rules."""
     if _NO_REF.search(revision):
         raise UsageError(
             f"{revision!r} cannot name a branch: git allows no spaces, none of ~ ^ : ? * [ \\ and @{{, no two dots or slashes after each "

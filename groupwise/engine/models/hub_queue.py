@@ -36,7 +36,7 @@ class Waiting:
     target: Target
 
     def push(self, *, overwrite: bool | None = None) -> Pushed:
-        """Upload it, and let it go; `overwrite` decides instead of what it says. Raises as `hub_push.push`, and then it stays."""
+        """Upload the entry and remove it; `overwrite` replaces the target's own setting. Raises as `hub_push.push`, and then it stays."""
         target = self.target if overwrite is None else replace(self.target, overwrite=overwrite)
         run = self.folder.parents[2]
         pushed = push(self.folder / FILES, target, f"{run.name}@{self.step}", run)
@@ -56,7 +56,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The entries of one who uploads."""
+    """The entries of one uploader."""
 
     folder: Path
 
@@ -72,7 +72,7 @@ class Queue:
         return _entries(self.folder.glob(f"step-*/{TARGET}"))
 
     def drop_after(self, step: int) -> None:
-        """Give up the entries of later steps, which are done again, and what a dead process left half made."""
+        """Remove the entries of later steps, which are done again, and entries that a dead process left unfinished."""
         there = {entry.folder for entry in self.waiting() if entry.step <= step}
         for folder in self.folder.glob("step-*"):
             if folder not in there:

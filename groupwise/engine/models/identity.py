@@ -24,9 +24,9 @@ WANDERING = ("_name_or_path", "transformers_version")
 
 
 def identity(config: ModelConfig) -> str:
-    """16 hex digits for the base, and for `model.adapter` where it is set.
+    """16 hex digits for the base, and for `model.adapter` if it is set.
 
-    For what is on the hub it is the commit, for local files a hash of config and weights, which takes about a second.
+    For a model on the hub it is the commit, for local files a hash of config and weights, which takes about a second.
     Raises `ModelError` if the files cannot be had.
     """
     resolved = resolve(config)

@@ -76,7 +76,7 @@ def model_folder(config: ModelConfig) -> Path:
 
 
 def _refuse_gaps(report: Mapping[str, Any]) -> None:
-    """transformers fills with random numbers what the files lack or hold in another shape."""
+    """Raises ValueError for missing or mismatched tensors, which transformers fills with random numbers."""
     gaps = [*sorted(report["missing_keys"])]
     gaps += [
         f"{key} (stored as {tuple(stored)}, the config says {tuple(wanted)})"

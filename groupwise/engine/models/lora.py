@@ -115,7 +115,7 @@ class AdaptedModel:
         """Config of each existing adapter, by its name."""
         self.switch = AdapterSwitch()
         self._told: set[tuple[str, ...]] = set()
-        """Layers of adapters of which the log knows that they are computed by modules."""
+        """Sets of layers for which the log already says that they are computed by modules."""
         self.layers: dict[str, ExactLoraLinear] = {}
         """Those that some adapter changes, in the order of the base."""
 
@@ -158,7 +158,7 @@ class AdaptedModel:
         return {path: layer for path, layer in self.layers.items() if name in layer.lora_A}
 
     def native(self, name: str) -> NativeModel | None:
-        """The base as plain matrices; None, with the reason in the log, where it cannot be, or not with this adapter."""
+        """The base as plain matrices; None, with the reason in the log, if that is not possible, or not with this adapter."""
         model = native_model(self.base)
         if model is None:
             return None
@@ -228,7 +228,7 @@ class AdaptedModel:
             layer.switch = self.switch
 
     def _check_targets(self, name: str, config: LoraConfig) -> None:
-        """Raise ValueError for targets that peft passed over in silence, or that are no plain linear layers."""
+        """Raise ValueError for targets that peft silently ignored, or that are not plain linear layers."""
         changed = [(path, each) for path, each in self._adapted_modules() if _has(each, name)]
         others = [path for path, each in changed if not isinstance(each, ExactLoraLinear)]
         targets = config.target_modules
@@ -240,7 +240,7 @@ class AdaptedModel:
             raise ValueError(f"an adapter needs linear layers ({wrong})")
 
     def _take_stock(self) -> None:
-        """Look which layers have adapters now. What peft notes at the base would be the last one's alone."""
+        """Update the layers with adapters. The config that peft keeps at the base is dropped: it is the last adapter's alone."""
         vars(self.base).pop("peft_config", None)
         found = self._adapted_modules()
         self.layers = {path: each for path, each in found if isinstance(each, ExactLoraLinear)}

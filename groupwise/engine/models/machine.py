@@ -29,7 +29,7 @@ TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 
 
 def choose_device() -> str:
-    """`cuda` where torch can use one, else `cpu`."""
+    """`cuda` if torch can use a GPU, else `cpu`."""
     if not _may_have_gpu():
         return "cpu"
     import torch
@@ -68,7 +68,7 @@ def gpu_count() -> int:
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
-    """`model.dtype`, or for `auto` what suits: float32 to train all weights, else bfloat16 where the processor has it."""
+    """`model.dtype`, or for `auto` float32 if all weights are trained, else bfloat16 if the processor has it."""
     if full and config.dtype == "bfloat16":
         raise ModelError(
             "model.dtype: bfloat16 cannot train all weights (lora: null): small updates vanish in its rounding. "
@@ -144,7 +144,7 @@ def set_threads(threads: int) -> None:
 
 
 def prepare_process(threads: int) -> None:
-    """Set torch's threads, let a GPU add products up in float32, and let the allocator keep what is freed.
+    """Set torch's threads, let a GPU sum products in float32, and let the allocator keep freed memory.
 
     On virtual machines the first touch of fresh memory can cost more than the arithmetic done in it.
     """
@@ -161,6 +161,6 @@ def prepare_process(threads: int) -> None:
 
 
 def give_back_memory() -> None:
-    """Return to the system what was freed, before processes that would share it are forked."""
+    """Return freed memory to the system, before processes that would share it are forked."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

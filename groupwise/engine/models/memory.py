@@ -36,7 +36,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemoryError:
-    """The error in words for people; `doing` is what needed the memory, as in `while learning`."""
+    """The error in words for people; `doing` names the work that needed the memory, as in `while learning`."""
     during = f" while {doing}" if doing else ""
     return OutOfMemoryError(
         f"There was no memory left{during} ({_whose(error)}{_asked(error)}). {REMEDY}"
@@ -45,7 +45,7 @@ def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemory
 
 @contextmanager
 def memory_explained(doing: str) -> Generator[None]:
-    """Turn errors for want of memory into an `OutOfMemoryError`."""
+    """Turn out-of-memory errors into an `OutOfMemoryError`."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:

@@ -42,7 +42,7 @@ class MemoryPlan:
     """Estimated memory of a run on its device, in MiB."""
 
     process: float
-    """The interpreter and its libraries, where the device is the processor."""
+    """The interpreter and its libraries, if the device is the processor."""
     weights: float
     """Weights of the sampled model, and the native engines' copies of them in other orders."""
     trained: float
@@ -67,7 +67,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Sizes of a model and what of it is trained."""
+    """Sizes of a model, and how much of it is trained."""
 
     parameters: int
     trained_parameters: int
@@ -121,9 +121,9 @@ def plan_model(
 ) -> ModelPlan:
     """Count parameters, and estimate the memory of a run.
 
-    `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. Frozen weights the
-    processes share; of weights that are trained each has its own, beside those that they were forked from. `parts`: into how many the
-    weights are divided of which a process has one; they are then computed by modules.
+    `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. The processes share
+    frozen weights; each has its own trained weights, beside those that they were forked from. `parts`: number of parts that the weights are
+    divided into, of which a process has one; they are then computed by modules.
     """
     counts = count(config, lora)
     trained, total = counts.trained, counts.parameters
@@ -154,7 +154,7 @@ def plan_model(
 
 
 def largest_microbatch(budget: int, longest: int, everything: int) -> int:
-    """Tokens of the largest micro-batch: what the budget allows, or the longest row, but no more than there are."""
+    """Tokens of the largest micro-batch: the budget, or the longest row if that is longer, but at most `everything`."""
     return min(max(budget, longest), everything)
 
 

@@ -1,4 +1,4 @@
-"""Measurements that need torch: what the device has and has used, and what its generator draws."""
+"""Measurements that need torch: the device's facts and memory use, and its generator's numbers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ OPERATORS = 40
 """Lines of the table."""
 NAME_WIDTH = 60
 QUIET = "6"
-"""The level of torch's tracer above which it tells standard error nothing; read when it traces for the first time."""
+"""Log level for torch's tracer, which silences it on standard error; read when it traces for the first time."""
 
 
 class Trace:
@@ -45,7 +45,7 @@ class Trace:
         self._profiler.export_chrome_trace(str(file))
 
     def table(self) -> str:
-        """The operators that took longest themselves, what they call left out."""
+        """The operators that took longest themselves, without the ones that they call."""
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         return self._profiler.key_averages().table(
             sort_by=order, row_limit=OPERATORS, max_name_column_width=NAME_WIDTH

@@ -1,7 +1,7 @@
 """Finding a model's files, and its tokenizer, without loading the model.
 
 A name is a hub id, a local folder, a `.gguf` file, or an alias. `resolve` says where its files are without loading them.
-Nothing falls back in silence: what was looked for and where stands in the message.
+There is no silent fallback: the message of an error names what was looked for, and where.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def located(config: ModelConfig) -> ResolvedModel:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and what that receives."""
+    """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and the arguments for it."""
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "tokenizer"):
         tokenizer = _tokenizer_class(resolved).from_pretrained(
@@ -103,7 +103,7 @@ def _tokenizer_class(resolved: ResolvedModel) -> Any:
 
 
 def import_class() -> None:
-    """Import what tokenizers from another process are made of, which needs no torch: half a second that would be waited for later."""
+    """Import the classes of tokenizers sent from another process, without torch; it saves half a second later."""
     from transformers import PreTrainedTokenizerFast
 
     assert PreTrainedTokenizerFast
@@ -122,7 +122,7 @@ def _not_a_model(path: Path) -> str:
 
 @contextlib.contextmanager
 def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
-    """Turn what a loader raises into a message that says what was looked for and where, or that memory ran out."""
+    """Turn a loader's error into a message that says what was looked for and where, or that memory ran out."""
     try:
         with memory_explained(f"loading the {what} {config.name!r}"):
             yield

@@ -1,4 +1,4 @@
-"""Tensors of a processor handed to the kernels of `groupwise.engine.models.native.kernels`, and where these can be used."""
+"""Passes a processor's tensors to the kernels of `groupwise.engine.models.native.kernels`, and tells if these can be used."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ ROWS = 8
 
 
 def multiple(count: int, of: int) -> int:
-    """The least multiple of `of` that is no less."""
+    """The least multiple of `of` that is at least as large."""
     return -(-count // of) * of
 
 

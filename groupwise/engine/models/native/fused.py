@@ -30,7 +30,7 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
 
 @cache
 def _tried(device: torch.device) -> ModuleType | None:
-    """The kernels, if one that was compiled and asked on this device gave what torch does."""
+    """The kernels, if one that was compiled and tried on this device gave the same as torch."""
     try:
         from groupwise.engine.models.native import triton_kernels
 

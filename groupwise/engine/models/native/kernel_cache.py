@@ -1,10 +1,10 @@
-"""Compiled kernels kept on the disk for later runs: beside their source, or in the user's cache where that cannot be written.
+"""Keeps compiled kernels on the disk for later runs: beside their source, or in the user's cache if that cannot be written.
 
-numba has a cache, whose places and contents are used here, but not its files. Those know only the one source file in which a kernel
-stands, though code of others goes into it; they begin with a list that two first runs at once can spoil for each other; and a disk that
-refuses one ends the run. Here each kernel has a file of its own for every kind of arguments and processor, whose name tells of which
-sources it was made: all of this folder. Code of other sources is deleted when something is kept. A file begins with a digest of the
-rest, so one that a crash has damaged is like none. Where nothing can be kept, kernels are compiled by every run.
+numba has a cache, whose folders and contents are used here, but not its files. Those depend only on the one source file that holds a
+kernel, though code of other files goes into it; they begin with a list that two simultaneous first runs can spoil for each other; and a
+disk that refuses one ends the run. Here each kernel has a file of its own for every kind of arguments and processor, named after the
+sources it was made of: all of this folder. Code of other sources is deleted when something is saved. A file begins with a digest of the
+rest, so one damaged by a crash is ignored. If nothing can be saved, kernels are compiled by every run.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class KernelFiles:
         return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"
 
     def _remove_others(self) -> None:
-        """Delete what was made of other sources, by whatever wrote it."""
+        """Delete files made of other sources, also those of numba's own cache."""
         for path in self._folder.glob("*.nb[ci]*"):
             if self._sources not in path.name:
                 path.unlink(missing_ok=True)

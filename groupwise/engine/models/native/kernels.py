@@ -92,7 +92,7 @@ def _typed_prefetch(_: Any, address: Any) -> Any:
 
 
 _prefetch: Any = intrinsic(_typed_prefetch)
-"""Called with an address: begin to fetch what stands there."""
+"""Called with an address: begin to fetch the memory there."""
 
 
 @kernel(ROUNDING_KEPT)
@@ -338,7 +338,7 @@ def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, st
 
 @kernel(ANY_ORDER | {"nnan"})
 def _highest(scores_T: Array) -> Any:
-    """The highest; of what is no number it may say anything."""
+    """The highest score; the result is undefined if one is NaN."""
     highest = np.float32(-np.inf)
     for t in range(scores_T.shape[0]):
         highest = scores_T[t] if scores_T[t] > highest else highest  # noqa: FURB136

@@ -136,7 +136,7 @@ def rounds_before_adding(x: Tensor) -> bool:
 
 
 def at_once(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
-    """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; copies the weight, which pays where there are many rows."""
+    """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; copies the weight, which pays off for many rows."""
     return torch.cat((x_NI, low_NR), dim=1) @ torch.cat((weight_OI, up_OR), dim=1).t()
 
 

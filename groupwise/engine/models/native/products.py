@@ -38,10 +38,10 @@ _HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
 USE_PAIRS = _HAS_INSTRUCTION
 """True if `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
-"""Rows of a tile: as many as there are registers for, and for what is left."""
+"""Rows of a tile: as many as there are registers for, and fewer for the remaining rows."""
 ONE_SIZE = LARGE == SMALL
 AHEAD = 4096
-"""Bytes of weights that are fetched before they are needed, where they are needed once."""
+"""Bytes of weights that are fetched ahead if they are needed only once."""
 
 
 class _BFloat(ir.types.Type):
@@ -69,9 +69,9 @@ class _Kind:
     """How weights stand and are multiplied."""
 
     line: int
-    """Bytes of what stands together for the outputs of a tile."""
+    """Bytes of one line: the weights that stand together for the outputs of a tile."""
     inputs: int
-    """How many that is for each of them."""
+    """Number of weights that this is for each output."""
     add: Add
 
 

@@ -46,7 +46,7 @@ class VectorCode:
         return [builder.add(first, builder.mul(stride, self.number(row))) for row in range(count)]
 
     def load(self, address: Any, offset: Any, kind: Any = FLOATS) -> Any:
-        """Numbers that stand beside each other; what is aligned to less than a vector may be."""
+        """Load adjacent numbers, which may be aligned to less than a vector."""
         return self.builder.load(self.at(address, offset, kind), align=2)
 
     def load_halves(self, address: Any, offset: Any) -> Any:
@@ -81,7 +81,7 @@ class VectorCode:
         return self.builder.call(fma, [left, right, total])
 
     def prefetch(self, address: Any, offset: Any) -> None:
-        """Begin to fetch what stands there into all caches."""
+        """Begin to fetch the memory there into all caches."""
         kinds = [BYTE.as_pointer(), INT, INT, INT]
         fetch = self.function("llvm.prefetch.p0", ir.VoidType(), kinds)
         reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 3, 1))

@@ -73,7 +73,7 @@ class Layer:
     attention_norm_H: Tensor
     qkv: Linear
     query_norm_D: Tensor | None
-    """Norm within each head of the queries, where the model has one."""
+    """Norm within each head of the queries, if the model has one."""
     key_norm_D: Tensor | None
     output: Linear
     mlp_norm_H: Tensor
@@ -94,7 +94,7 @@ class NativeModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
-        """Raises ValueError with the reason where `refusal` gives one, and with `check` where results differ from the model's own."""
+        """Raises ValueError with the reason if `refusal` gives one, and with `check` if results differ from the model's own."""
         reason = refusal(model)
         if reason:
             raise ValueError(reason)
@@ -133,7 +133,7 @@ class NativeModel:
                 self._shift_head(logits_NV)
 
     def pack(self) -> None:
-        """Order all weights for decoding, on a processor, where they are not ordered yet."""
+        """Order all weights for decoding on a processor, unless they are ordered already."""
         if self.packed or not self.compiled:
             return
         for linear in self.products:
@@ -146,7 +146,7 @@ class NativeModel:
         return [*(linear for layer in self.layers for linear in layer.products), self.head]
 
     def rotations(self, positions_N: Tensor) -> Tensor:
-        """[N, 1, D / 2], complex: what queries and keys at these positions are multiplied with, for every head."""
+        """[N, 1, D / 2], complex: factors of queries and keys at these positions, the same for every head."""
         angles_NC = positions_N[:, None].float() * self._frequencies_C
         return torch.polar(torch.full_like(angles_NC, self._magnitude), angles_NC)[:, None]
 
@@ -155,7 +155,7 @@ class NativeModel:
         return F.embedding(ids_N, self.embedding_VH).float()
 
     def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor:
-        """The root-mean-square norm of the residual stream, in the model's number format; `few` where `Linear.few` comes next."""
+        """The root-mean-square norm of the residual stream, in the model's number format; `few` if `Linear.few` comes next."""
         shape = self.shape
         if self._by_kernels(x_NH, few=few):
             return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
