@@ -11,7 +11,7 @@ from groupwise.engine.distributed.rpc import Calls
 class RankWitness:
     """A `groupwise.engine.sampler.vllm.sampler.Knows` over the `witness` that the first rank hosts.
 
-    All of it waits: servers are compared with the learner between two pieces of work, and nothing goes on before they are.
+    All calls block: servers are compared with the learner between two pieces of work, and nothing continues before that is done.
     """
 
     def __init__(self, ranks: Calls) -> None:

@@ -55,7 +55,7 @@ _LOOK_EVERY = 0.005
 
 
 class Ranks(Calls):
-    """Worker processes that each host the same object, made once.
+    """Worker processes that each host the same object, created once.
 
     `modules` are imported by the zygote while it waits to be told what to make. With `sees_gpus` it can be asked about GPUs until
     then; what it makes sees none. See `groupwise.engine.distributed.rank` for what is hosted, and for what can be called.
@@ -96,11 +96,10 @@ class Ranks(Calls):
         return future.result()
 
     async def make(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
-        """Have the begun zygote make what is hosted, and wait for `count` ranks that host it.
+        """Have the begun zygote make the hosted object, and wait for `count` ranks that host it.
 
         `factory` names a function (`package.module:function`), which is called with `arguments`, expressible as JSON, as keywords.
-        Raises what it raises, and RunError if a process has ended; all processes have ended then, and so they have if the wait is
-        cancelled.
+        Raises what it raises, and RunError if a process has ended. After an error, or if the wait is cancelled, all processes have ended.
         """
         self._set_up(factory, arguments, count)
         try:
@@ -119,7 +118,7 @@ class Ranks(Calls):
             raise
 
     def close(self) -> None:
-        """End all processes, whatever they are doing, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they are gone. May be called again."""
         self._end(RunError("The model workers are closed."))
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -142,7 +141,7 @@ class Ranks(Calls):
             theirs.close()
 
     def _end(self, reason: RunError) -> None:
-        """Fail what is under way and all that comes, and have the processes end."""
+        """Fail running and future calls, and have the processes end."""
         if self._fail_all(reason):
             self._control.end()
 

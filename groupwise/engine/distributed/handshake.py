@@ -43,7 +43,7 @@ class Seal:
     """Keys and message counts of one end of a connection."""
 
     ours: bytes
-    """The key of what this end sends."""
+    """Key for messages that this end sends."""
     theirs: bytes
     sent: int = 0
     """Messages."""
@@ -55,7 +55,7 @@ class Seal:
         return _sealed(self.ours, self.sent, message)
 
     def open(self, frame: bytes) -> memoryview:
-        """The message in what came next. Raises BrokenSeal."""
+        """Verify the next frame and return its message. Raises BrokenSeal."""
         self.opened += 1
         seen = memoryview(frame)
         if not hmac.compare_digest(seen[:_CODE], _sealed(self.theirs, self.opened, seen[_CODE:])):
@@ -80,7 +80,7 @@ def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | No
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
-    """The first process's side: who calls, and how what is said from now on is sealed. Raises Stranger, OSError."""
+    """The first process's side: returns the caller's rank and the seal for all further messages. Raises Stranger, OSError."""
     until = _begun(connection)
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
@@ -97,7 +97,7 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
 
 
 def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
-    """The other side's: say who calls, and make sure of who is called. Raises Stranger, OSError."""
+    """The caller's side: sends its rank and verifies the first process. Raises Stranger, OSError."""
     until = _begun(connection)
     theirs = _exactly(connection, _CHALLENGE, until)
     said = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)

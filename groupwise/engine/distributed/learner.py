@@ -1,7 +1,7 @@
 """A learner whose work is done by ranks: each computes the gradient of some of the rows, and all make the same update.
 
 The learners of the ranks add up their gradients among themselves (`groupwise.engine.learner.replicas`). Their weights must stay equal to
-the bit: their fingerprints are compared wherever the weights are written down.
+the bit: their fingerprints are compared whenever the weights are written to a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RankLearner:
     """A `groupwise.core.types.Learner` over the `learner` that each rank hosts."""
 
     def __init__(self, ranks: Calls, *, divided: bool = False) -> None:
-        """`divided`: each has a part of every weight, so that all compute whatever one does (`groupwise.engine.learner.fsdp`)."""
+        """`divided`: each has a part of every weight, so all take part in whatever one computes (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
         self._divided = divided
         self._failed = False
@@ -54,7 +54,7 @@ class RankLearner:
         return sums
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.core.types.Learner.trained_logprobs`. Each rank tells those of its rows."""
+        """See `groupwise.core.types.Learner.trained_logprobs`. Each rank returns those of its rows."""
         asked = {rank: share for rank, share in enumerate(self._trained) if share}
         told = await self._ranks.call_each(
             [(rank, "learner.trained_logprobs", ()) for rank in asked], droppable=True
@@ -114,7 +114,7 @@ class RankLearner:
             self._ranks.call_each_now([(0, "end_trace", ())])
 
     def _by_first(self, name: str, arguments: tuple[Any, ...], beside: str) -> list[RankCall]:
-        """A call of the first rank, and what the others do beside it."""
+        """A call of the first rank, with the calls that the others answer beside it."""
         others = range(1, self._ranks.count)
         return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
 

@@ -1,12 +1,12 @@
-"""Messages between the main process, the zygote and its ranks: pickled, because all of them are of the same trust. What comes over a
-network is believed to be theirs by its seal (`groupwise.engine.distributed.handshake`).
+"""Messages between the main process, the zygote and its ranks: pickled, because all of them are trusted alike. Messages over a
+network are verified by their seal (`groupwise.engine.distributed.handshake`).
 
 The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
 socket for each rank. The zygote sends `Ready` or `Failed`, `LogRecordMessage`, and `Ended` when a rank has. To a rank it sends `Call` and
 `Cancel`; the rank sends `Answered` or `Failed`, and `LogRecordMessage`.
 
-A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. Where
-that was asked for, it says `Alive` now and then.
+A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. It sends
+`Alive` now and then if that was asked for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Setup:
     """The object that the zygote makes, for as many ranks as sockets were handed over."""
 
     factory: str
-    """`package.module:function`; what it returns is hosted, see `groupwise.engine.distributed.rank`."""
+    """`package.module:function`; its result is hosted, see `groupwise.engine.distributed.rank`."""
     arguments: dict[str, Any]
     """Its keywords; expressible as JSON."""
     sys_path: tuple[str, ...]
@@ -53,7 +53,7 @@ class PeerSetup:
     count: int
     setup: Setup
     meeting: tuple[str, int] | None
-    """Host and port where those that learn together meet; the first rank's socket that listens there comes with the message."""
+    """Host and port at which ranks that learn together meet; the first rank's listening socket comes with the message."""
     calls: str | None = None
     """The address that the first rank under torchrun announces to the others, host and port, and a word in place of a secret if they were
     given none."""
@@ -93,12 +93,12 @@ class LogRecordMessage:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life: what the rank computes comes round to other work."""
+    """A sign of life: the rank's event loop still gets its turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Have something done or told by what a rank hosts."""
+    """Asks a rank to call its hosted object or give an attribute of it, or the zygote to call a function."""
 
     number: int
     name: str

@@ -115,7 +115,7 @@ class Model:
         return self._host.call_now("of_model", self.name, what, *arguments)
 
     async def drop(self) -> None:
-        """Refuse from now on, and give all that it held back when what is under way has ended."""
+        """Refuse further calls, and free all that it holds when its running calls have ended."""
         self._refuse_if_dropped()
         self._dropped = True
         await self._host.call("drop_model", self.name)
@@ -238,7 +238,7 @@ class Models:
         """Make a model with a learner and a sampler; all others go on as they are.
 
         Its work is done by the host that has the fewest; of several by the one after the last that was chosen. Raises UsageError if
-        there are as many as there may be, where the name is taken, and where the base is trained itself; ModelError for an adapter
+        the limit of models is reached, if the name is taken, and if the base is trained itself; ModelError for an adapter
         that cannot be.
         """
         self._refuse(name)
@@ -259,7 +259,7 @@ class Models:
         return ModelParts(sampler, ModelLearner(model), model, self._stop_token_ids)
 
     async def drop(self, name: str) -> None:
-        """Forget a model that was added, once what is under way for it has ended. Raises UsageError if there is none."""
+        """Remove an added model, once its running calls have ended. Raises UsageError if there is none."""
         if name not in self._models:
             raise UsageError(f"There is no model {name} to drop; {self._there_are()}.")
         model, _ = self._models[name]

@@ -43,7 +43,7 @@ class _Standing:
 
 
 class AdapterHost:
-    """The models over one base, and what makes more of them."""
+    """Holds the models over one base, and makes more of them."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class AdapterHost:
                 self._remove(standing)
 
     def call_now(self, name: str, what: str, *arguments: Any) -> Any:
-        """The same of what is not async."""
+        """The same for calls that are not async."""
         return _called(self._standing(name), what, arguments)
 
     def layer_kinds(self) -> dict[str, tuple[str, ...]]:

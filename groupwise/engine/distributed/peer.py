@@ -1,7 +1,7 @@
 """A rank with a model of its own: `python -m groupwise.engine.distributed.peer`, or one of the processes that torchrun has started.
 
-It is told over its line what to make, meets the other ranks where they learn together, and then answers calls as every rank does
-(`groupwise.engine.distributed.rank`). It ends with its line, whatever it is doing.
+It receives its setup over its line, meets the other ranks if they learn together, and then answers calls as every rank does
+(`groupwise.engine.distributed.rank`). It ends with its line, even in the middle of work.
 """
 
 from __future__ import annotations

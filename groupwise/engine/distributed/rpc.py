@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""One thread, and huge pages for what is allocated, where the system gives them: reading weights is a few per cent faster."""
+"""Use one thread, and huge pages for allocated memory if the system gives them: reading weights is a few per cent faster."""
 RESUME = "A run goes on from its last checkpoint with --resume."
 
 RankCall = tuple[int, str, tuple[Any, ...]]
@@ -36,7 +36,7 @@ RankCall = tuple[int, str, tuple[Any, ...]]
 
 
 class Calls:
-    """So many ranks that can be called. See `groupwise.engine.distributed.rank` for what can be."""
+    """Ranks that can be called. See `groupwise.engine.distributed.rank` for what can be called."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -51,7 +51,7 @@ class Calls:
         self._lines: list[MessageChannel] = []
 
     async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Call something of what a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
+        """Call something of the object that a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
 
         Raises what it raises, and RunError if a process has ended.
         """
@@ -65,7 +65,7 @@ class Calls:
             raise
 
     async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
-        """Make all calls at once; results in their order. Where several raise, the error of the first in this order is raised."""
+        """Make all calls at once; results in their order. If several raise, the error of the first in this order is raised."""
         asked = [
             self.call(rank, name, *arguments, droppable=droppable)
             for rank, name, arguments in calls
@@ -94,7 +94,7 @@ class Calls:
         return self.call_each_now((rank, name, arguments) for rank in range(self.count))
 
     def close(self) -> None:
-        """End all processes, whatever they are doing, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they are gone. May be called again."""
         raise NotImplementedError
 
     def _begin_call(self) -> None:
@@ -111,7 +111,7 @@ class Calls:
         return number, future
 
     def _expected(self) -> tuple[int, Future[Any]]:
-        """The number of a new call, and what will have its result."""
+        """The number of a new call, and the future of its result."""
         future: Future[Any] = Future()
         with self._lock:
             if self._over is not None:
@@ -130,7 +130,7 @@ class Calls:
             line.send(message)
 
     def _fail_all(self, reason: RunError) -> bool:
-        """Fail what is under way and all that comes. False if that was done before."""
+        """Fail running and future calls. False if that was done before."""
         with self._lock:
             if self._over is not None:
                 return False
@@ -142,7 +142,7 @@ class Calls:
 
 
 def how(code: int | None) -> str:
-    """How a process ended, and what needs less memory where that may be why."""
+    """How a process ended, and how to use less memory if that may be the reason."""
     how = f"{how_it_ended(code)}."
     return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
 
@@ -162,7 +162,7 @@ def reason_of(lived: Callable[[], RunError]) -> RunError:
 
 
 def log_here(record: logging.LogRecord) -> None:
-    """Log it in this process. What a handler or a filter raises is told as handlers of the standard library do, and ends nothing."""
+    """Log it in this process. Errors of handlers or filters are reported as by the standard library's handlers, and end nothing."""
     log = logging.getLogger(record.name)
     try:
         if log.isEnabledFor(record.levelno):

@@ -1,12 +1,12 @@
 """The main process's side of samplers apart from learners: processes with a model of their own that draw completions, on this machine.
 
-Each serves what was published last, and what it draws follows from seeds. So nothing is lost with one of them: where one has ended,
-another is started in its place, takes the weights that were loaded last, and is sent again whatever had not been answered; those who wait
-for it see no difference. One that is there and silent, because it hangs or was stopped, is killed after a while, and replaced likewise. One
-that ends again and again without having drawn anything ends all.
+Each serves the weights published last, and its draws follow from seeds. So nothing is lost when one ends: another is started in its
+place, takes the weights that were loaded last, and is sent all unanswered calls again; callers see no difference. A sampler that is
+silent, because it hangs or was stopped, is killed after a while, and replaced likewise. If one
+ends again and again without having drawn anything, all end.
 
-Calls come from the main thread while the thread of `Started` replaces processes: what is sent, and what is to be sent again, changes in
-turns alone (`_turn`).
+Calls come from the main thread while the thread of `Started` replaces processes: the lock `_turn` guards what is sent, and what is
+to be sent again.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _LOOKS = 8
 
 
 class Samplers(Started):
-    """`count` samplers that are replaced when they end, or are silent for longer than `patience` seconds; with `tells`, the first one tells
-    what the package logs."""
+    """`count` samplers that are replaced when they end, or are silent for longer than `patience` seconds; with `tells`, the first one sends
+    the package's log."""
 
     def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
         super().__init__(count, "sampler", first_gpu)
@@ -138,7 +138,7 @@ class Samplers(Started):
             super()._is_ready(rank)
 
     def _caught_up(self, rank: int, fingerprint: str) -> None:
-        """A sampler that has taken the place of another one serves weights; the newest ones may be newer than what it was told."""
+        """A replacement sampler serves weights; newer ones may have been published since it was told to load."""
         with self._turn:
             assert self._newest is not None
             if fingerprint != self._newest.fingerprint and self._unanswered_load(rank) is None:
@@ -152,7 +152,7 @@ class Samplers(Started):
         return next((call for call in self._unanswered[rank].values() if call.name == _LOAD), None)
 
     def _resume(self, rank: int) -> None:
-        """Send what has not been answered, in the order in which it was asked."""
+        """Send the unanswered calls, in the order in which they were made."""
         self._up.add(rank)
         if self._lines:
             self._lines[rank] = self._by_rank[rank]
@@ -181,7 +181,7 @@ class Samplers(Started):
         return f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
 
     def _ended(self, rank: int, hangs: str = "") -> RunError | None:
-        """Replace it. `hangs`: what is said of one that is there."""
+        """Replace it. `hangs`: the message about a sampler that is still there."""
         if self._over is not None:
             return self._over
         self._silent[rank] = 0

@@ -20,7 +20,7 @@ ranks that wait."""
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Some members of a group, and who samples them."""
+    """Some members of a group, and the rank that samples them."""
 
     rank: int
     start: int
@@ -68,7 +68,7 @@ def _rooms(members: int, loads: Sequence[int]) -> list[int]:
 def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     """The indices of each rank's rows, rising. A rank may have none.
 
-    What counts are the tokens that are computed: of a prompt once in each rank that has it.
+    The shares are balanced by computed tokens: a prompt counts once in each rank that has it.
     """
     groups = [*by_prompt(rows).values()]
     costs = [_cost(rows, members) for members in groups]

@@ -59,11 +59,11 @@ class Hosted:
         return trained_slopes(self.trained, learning_rate)
 
     def held_memory(self, device: str) -> tuple[int, int | None]:
-        """Bytes of the device that this process held at most, and those that it shares now, if that can be told."""
+        """Peak bytes of the device that this process held, and those that it shares now, if that is known."""
         return peak_memory(device), shared_memory() if device == "cpu" else 0
 
     async def served(self, policy: Policy) -> str:
-        """Have the sampler load a policy, and tell the fingerprint of what it serves then."""
+        """Have the sampler load a policy; returns the fingerprint of the weights that it serves then."""
         assert self.sampler is not None
         await self.sampler.load(policy)
         return self.sampler.fingerprint()
@@ -91,7 +91,7 @@ class Hosted:
         return await self._bench().call(name, what, *arguments)
 
     def of_model_now(self, name: str, what: str, *arguments: Any) -> Any:
-        """The same of what is not async."""
+        """The same for calls that are not async."""
         return self._bench().call_now(name, what, *arguments)
 
     async def layer_kinds(self) -> dict[str, tuple[str, ...]]:
@@ -107,14 +107,14 @@ class Hosted:
         return self.bench
 
     def begin_trace(self) -> None:
-        """Trace what this process does from now on, the learner's calls by their names."""
+        """Trace this process from now on, the learner's calls by their names."""
         assert self.learner is not None
         work = traced()
         self.tracing = Tracing(work, work.__enter__(), self.learner)
         self.learner = MarkedLearner(self.learner)
 
     def end_trace(self) -> None:
-        """Trace no more; what was traced can be had from `tracing`."""
+        """Stop the trace; `tracing` holds the result."""
         assert self.tracing is not None
         self.learner = self.tracing.learner
         self.tracing.work.__exit__(None, None, None)
@@ -122,7 +122,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A trace, what ends it, and the learner without marks."""
+    """A trace, the context that ends it, and the learner without marks."""
 
     work: AbstractContextManager[Trace]
     trace: Trace

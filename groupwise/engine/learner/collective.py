@@ -1,6 +1,6 @@
-"""Learners of one run in processes that share no memory: their gradients are added up by torch.distributed, NCCL on GPUs, gloo on CPUs.
+"""Adds up the gradients of one run's learners in processes that share no memory, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-As distributed data parallel does where gradients are accumulated: one sum over all ranks for each update, of everything in one piece.
+It does what distributed data parallel does with accumulated gradients: one sum over all ranks for each update, of everything in one piece.
 `DistributedDataParallel` itself is a wrapper around a module's forward pass and takes means; here gradients may be computed by hand, and
 losses are sums with denominators of the whole step. All ranks get the same bits, and make the same update of their own.
 """

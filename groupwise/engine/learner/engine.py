@@ -15,7 +15,7 @@ Compute = Callable[[Any, ForwardOutputs], Forward]
 
 
 class Engine(Protocol):
-    """Forward passes of rows, with a gradient where torch's gradients are on."""
+    """Forward passes of rows, with a gradient if torch's gradients are on."""
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""

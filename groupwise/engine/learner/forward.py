@@ -72,7 +72,7 @@ class Paths:
 
 
 def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
-    """The ways that this model may take; packing is left out, with a warning, where rows would disturb each other."""
+    """The ways that this model may take; packing is left out, with a warning, if rows would disturb each other."""
     exact = packing and packing_is_exact(decoder)
     if packing and not exact:
         logger.warning(
@@ -191,7 +191,7 @@ def _padded(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
 
 
 def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """[B, T]: where a completion has a token."""
+    """Mask [B, T] of places with a token."""
     lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
     return torch.arange(widest(rows), device=device) < lengths_B[:, None]
 
@@ -216,7 +216,7 @@ def _at_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens whose numbers are computed, one row after another, and what is computed of them."""
+    """Tokens whose numbers are computed, one row after another, and the numbers wanted of them."""
 
     ids_N: Tensor
     temperatures_N: Tensor

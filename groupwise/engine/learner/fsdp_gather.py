@@ -1,4 +1,4 @@
-"""Tensors that may be divided among learners, as whole ones: for files, for fingerprints, and for what is read from files."""
+"""Gives tensors that may be divided among learners as whole ones: to write and read files, and for fingerprints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from groupwise.engine.models.lora import refuse_mismatch, shapes_of
 
 
 class Whole(Mapping[str, Tensor]):
-    """Tensors as they are when all parts are put together, one after another as they are asked for; in memory of the processor.
+    """Whole tensors, put together from all parts one after another as they are read; in memory of the processor.
 
-    Where they are divided, all learners ask for the same ones in the same order.
+    If they are divided, all learners must read the same ones in the same order.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -31,7 +31,7 @@ class Whole(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def lend(self) -> None:
-        """Take part in it where another learner asks for all of them."""
+        """Take part while another learner reads all of them."""
         for tensor in self._tensors.values():
             if isinstance(tensor, DTensor):
                 tensor.full_tensor()

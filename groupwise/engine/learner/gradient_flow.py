@@ -19,8 +19,8 @@ from groupwise.engine.models.native.linear import Factors, Linear, Part
 from groupwise.engine.models.native.weights import NativeModel
 
 TOKENS = 1024
-"""Random inputs of a layer. So many make the slope sure to about 1 %, but for small steps of layers with large outputs in bfloat16: there
-rounding adds noise of 30 %, which has to be told from a change that does not act."""
+"""Random inputs of a layer. This many give the slope to about 1 %, except for small steps of layers with large outputs in bfloat16: there
+rounding adds noise of 30 %, which must not be mistaken for a change that does not act."""
 
 Compute = Callable[[Tensor, Factors], Tensor]
 """A layer's output [N, O], without the rest of its product, for inputs [N, I] and an adapter of these factors."""
@@ -39,8 +39,8 @@ class Slope:
 def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]:
     """After an AdamW step every entry of B has moved by the learning rate: how much of that reaches the outputs?
 
-    One layer of each kind (`q_proj`, `down_proj` …) is tried, in the number format of its base, with inputs of unit variance. Where
-    sampler and learner compute it in several ways, the least is told. None if all weights are trained.
+    One layer of each kind (`q_proj`, `down_proj` …) is tried, in the number format of its base, with inputs of unit variance. If
+    sampler and learner compute it in several ways, the least slope is returned. None if all weights are trained.
     """
     if not isinstance(weights, TrainedAdapter):
         return []

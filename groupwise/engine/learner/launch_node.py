@@ -31,7 +31,7 @@ from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret, por
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
-"""The file in which tasks of srun are told to end."""
+"""Environment variable that names the file which tells tasks of srun to end."""
 TOLD = ".groupwise-told"
 """Name of that file, in the working folder, which all nodes share."""
 RENDEZVOUS_TIMEOUT = 1800
@@ -43,7 +43,7 @@ OTHERS_PATIENCE = 60
 NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
 """Names of environment variables, the same as in `jobs/hosts/ray_gang.py`."""
 LOOK_SECONDS = 1.0
-"""Between two looks at what other machines have said."""
+"""Seconds between two looks at the output of other machines."""
 EX_USAGE = 64
 
 
@@ -82,9 +82,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def begin_on_all(count: int, arguments: Sequence[str]) -> int:
-    """Have srun begin this program once on each node. Its exit code.
+    """Have srun begin this program once on each node. Returns its exit code.
 
-    TERM, which srun answers by killing all tasks at once, is kept from it, and told them by a file instead.
+    TERM would make srun kill all tasks at once, so it is kept from srun, and passed to the tasks in a file instead.
     """
     own = [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments]
     step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
@@ -113,7 +113,7 @@ def _told_instead(path: Path) -> Generator[None]:
 
 
 def heed(path: Path) -> None:
-    """Tell this process what is said there. The file is there from the beginning: on a network's disk, a new one may be seen late."""
+    """Send this process TERM once the file has content. It exists from the start: on a network's disk, a new one may be seen late."""
     while True:
         with suppress(OSError):  # of a network's disk; it may answer the next time
             if path.read_text():

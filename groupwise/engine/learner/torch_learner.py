@@ -73,11 +73,11 @@ class TorchLearner:
         divide_on: str | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`keep_publications`: so many of the last publications keep their files.
+        """`keep_publications`: number of the last publications that keep their files.
 
         `replicas`: the learners in other processes that compute the gradient of other rows, for the same update.
         Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
-        `engine`: what computes rows, where these weights have one of their own; the keys about how it does are not for it.
+        `engine`: computes the rows, if these weights have an engine of their own; the arguments that configure one do not apply to it.
         `divide_on`: weights are divided among the replicas, and this learner's part is on that device; see `groupwise.engine.learner.fsdp`.
         """
         self._weights = weights
@@ -250,7 +250,7 @@ class TorchLearner:
     def _backward(
         self, batch: Batch, wanted: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
-        """The sums of a micro-batch, whose gradient is added, and the log-probabilities that they are made of."""
+        """Add the gradient of a micro-batch's loss; returns its sums, and the log-probabilities that they are made of."""
         with self._engine.acting("policy", gradient=True) as compute:
             forward = compute(batch, wanted)
             result = loss.loss(token_batch(batch, forward))
@@ -292,7 +292,7 @@ class TorchLearner:
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
     def _own_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """While this is open, others of this process may draw, and then dropout goes on where it was."""
+        """Lets others in this process draw random numbers while it is open; afterwards dropout continues where it was."""
         if not self._dropout:
             return contextlib.nullcontext()
         device = self._weights.model.device

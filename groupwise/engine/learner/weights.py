@@ -37,7 +37,7 @@ class TrainedWeights(Protocol):
         ...
 
     def models(self) -> tuple[PreTrainedModel, ...]:
-        """`model`, and `reference_model` where there is one that is another."""
+        """`model`, and `reference_model` if that is another one."""
         ...
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -50,7 +50,7 @@ class TrainedWeights(Protocol):
 
     @property
     def dropout(self) -> float:
-        """Share of an adapter's inputs that is dropped where dropout acts."""
+        """Share of an adapter's inputs that is dropped while dropout acts."""
         ...
 
     def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]: ...
@@ -72,7 +72,7 @@ class TrainedWeights(Protocol):
         ...
 
     def lend(self) -> None:
-        """Take part in `save` where another learner writes, and weights are divided."""
+        """Take part in `save` while another learner writes, if weights are divided."""
         ...
 
     def read(self, folder: Path) -> None:
@@ -166,7 +166,7 @@ class TrainedAdapter:
 
 
 class TrainedModel:
-    """All weights of a model in float32, with a frozen copy as reference where one is needed."""
+    """All weights of a model in float32, with a frozen copy as reference if one is needed."""
 
     kind: Literal["adapter", "full"] = "full"
     dropout = 0.0

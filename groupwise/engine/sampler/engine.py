@@ -62,9 +62,9 @@ class Engine(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Take the weights as they are now; there are no rows."""
+        """Take over changed weights; call it only while there are no rows."""
         ...
 
     def reset(self) -> None:
-        """Forget all rows, and whatever their caches hold, which may be NaN."""
+        """Forget all rows, and the content of their caches, which may be NaN."""
         ...

@@ -33,7 +33,7 @@ from groupwise.engine.sampler.weights import ServedWeights
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """How much decoding goes on at once; part of a run's recorded layout."""
+    """Size of the batch that is decoded at once; part of a run's recorded layout."""
 
     slots: int
     """Members decoded together, at most. At least 8: smaller matrix products take another path with other last bits."""
@@ -140,7 +140,7 @@ class QueuedSampler(ABC):
         return self._fingerprint
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
-        """The tokens that each member of a request has while it is under way; none if there is no such request."""
+        """The tokens that each member of a running request has so far; none if there is no such request."""
         found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
         return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
 

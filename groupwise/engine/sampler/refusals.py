@@ -22,7 +22,7 @@ def refuse_misfit(request: GroupRequest, key_length: int) -> None:
 
 
 def refuse_other_weights(policy: Policy, found: str) -> None:
-    """Raise `PolicyMismatchError` if what was loaded has another fingerprint than what was published."""
+    """Raise `PolicyMismatchError` if the loaded weights have another fingerprint than the published ones."""
     if found != policy.fingerprint:
         raise PolicyMismatchError(
             f"{policy.run}@{policy.version} was published with the fingerprint {policy.fingerprint}, but the files in "

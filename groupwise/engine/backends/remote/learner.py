@@ -57,8 +57,8 @@ class RemoteLearner:
         *,
         tells_trained_logprobs: bool = True,
     ) -> None:
-        """`published` is told of publications; see `RemoteSampler`. `keep_publications`: the newest ones whose files stay. `base`: what
-        adapters call the model that they belong to, which has another place on the server. `tells_trained_logprobs`: see
+        """`published` receives publications; see `RemoteSampler`. `keep_publications`: number of the newest ones whose files stay. `base`:
+        the adapters' name for the model that they belong to, which has another path on the server. `tells_trained_logprobs`: see
         `groupwise.api.schemas.parts.PartsOpenedAnswer`."""
         self._session = session
         self._publish_folder = publish_folder

@@ -2,15 +2,15 @@
 
 `groupwise.training.build` makes the same parts here.
 
-    session.py    parts of a server under an id: calls by number, files to and fro, a sign of life, in a thread of their own
-    learner.py    a `groupwise.core.types.Learner` there
-    sampler.py    a `groupwise.core.types.Sampler` there
+session.py    parts of a server under an id: calls by number, files in both directions, a sign of life, in a thread of their own
+learner.py    a `groupwise.core.types.Learner` there
+sampler.py    a `groupwise.core.types.Sampler` there
 
-Run, record and checkpoints are here. The server keeps nothing that the loop could not do without: when its engine ends, the run is gone
-on with from the last checkpoint, which holds the learner's state to the bit.
+Run, record and checkpoints are here. The server keeps nothing that the loop needs: when its engine ends, the run is
+resumed from the last checkpoint, which holds the learner's state to the bit.
 
-The server decides how the work is laid out, for its own machine, and the run records that. Weights that a run starts from are sent, where
-they are files of this machine; a base is loaded by the server from what it has under the same name, and must be the same to the bit.
+The server decides how the work is laid out, for its own machine, and the run records that. Weights that a run starts from are sent if
+they are files of this machine; a base is loaded by the server from its own files under the same name, and must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from groupwise.engine.backends.remote.session import (
 )
 
 SENT = "sent"
-"""Begins the names of the folders of the parts that hold what a run starts from."""
+"""Prefix of the parts' folders that hold the files a run starts from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class PartsRequestSpec:
     adapter: Path | None = None
     """A folder with the adapter to start from."""
     weights: Path | None = None
-    """A folder with what is served, an adapter or a whole model, where nothing is trained."""
+    """A folder with the served weights, an adapter or a whole model, if nothing is trained."""
 
     @property
     def sent(self) -> dict[str, Path]:
@@ -160,7 +160,7 @@ async def _sent(session: Session, wanted: PartsRequestSpec) -> None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """All of a model, its tokenizer among them, in whatever files that is."""
+    """All files of a model, with its tokenizer."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
     )

@@ -32,7 +32,7 @@ class RemoteSampler:
     """A `groupwise.core.types.Sampler` by the parts of a session."""
 
     def __init__(self, session: Session, fingerprint: str, published: dict[str, Published]) -> None:
-        """`fingerprint`: of what it serves. `published`: the learner's latest publications, by their paths here."""
+        """`fingerprint`: of the weights that it serves. `published`: the learner's latest publications, by their paths here."""
         self._session = session
         self._fingerprint = fingerprint
         self._published = published
@@ -78,7 +78,7 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weights, and what describes them; not the record of a run that may lie beside them."""
+    """Weights and the files that describe them; not the record of a run that may lie beside them."""
     return sorted(
         path
         for path in folder.iterdir()

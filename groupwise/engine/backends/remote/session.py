@@ -1,8 +1,8 @@
-"""Parts of a server under an id: what is called there, and the files that go to and fro.
+"""Parts of a server under an id: calls to them, and files in both directions.
 
 A thread with an event loop of its own does all of it, so that the loop that drives the parts can be asynchronous in one place and
 blocking in another, and may compute for minutes (rewards, say) without the server taking it for dead: a task of the thread sends a sign
-of life every few seconds. What is lost on its way is sent again, under the same number.
+of life every few seconds. Lost requests are sent again, under the same number.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 FIRST_PATIENCE = 15.0
-"""Seconds for which a server is looked for at the beginning: a wrong address should not take longer to be told."""
+"""Seconds for which a server is looked for at the beginning: a wrong address should be reported soon."""
 LAST_PATIENCE = 5.0
-"""Seconds for which the end is told; the server notices it anyway."""
+"""Seconds for which it tries to tell the server the end, which the server notices anyway."""
 BYTES = {"Content-Type": "application/octet-stream"}
 
 
@@ -73,7 +73,7 @@ class RequestThread:
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """The key comes from GROUPWISE_API_KEY. `transport` answers in the network's place. Raises UsageError for what is no URL."""
+        """The key comes from GROUPWISE_API_KEY. `transport` replaces the network. Raises UsageError for an invalid URL."""
         self.connection = Connection.of(url, None, RETRY_TIMEOUT, TIMEOUT, timing)
         self._transport = transport
         self._http: httpx2.AsyncClient | None = None
@@ -88,7 +88,7 @@ class RequestThread:
         self.close()
 
     def close(self) -> None:
-        """Let go of connections and thread. May be repeated."""
+        """Release connections and thread. May be repeated."""
         if self._loop.is_closed():
             return
         self.now(self._end())
@@ -180,13 +180,13 @@ class Session(RequestThread):
         self._numbers = itertools.count(1)
         self._folders = itertools.count(1)
         self._last = 0
-        """Number of the last call whose order counts."""
+        """Number of the last ordered call."""
         self._open = False
         self._piece = PIECE
         self._beats: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """Let go of the parts, too, if the server can be told."""
+        """Release the parts, too, if the server can be reached."""
         if self._open:
             self._open = False
             with suppress(ClientError):  # then it notices that nobody is there
@@ -195,7 +195,7 @@ class Session(RequestThread):
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
-        """Have the server's engine; those of an earlier session of the same owner are ended. UsageError if it is not to be had."""
+        """Take the server's engine; the parts of an earlier session of the same owner are ended. UsageError if that is not possible."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
         call = Call("PUT", self._path(), answer_as(PartsAnswer), body, waits=60.0)
         self._open = True  # perhaps, even if nobody waits for the answer
@@ -209,9 +209,9 @@ class Session(RequestThread):
         return answer
 
     async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
-        """Have something done by the parts. `ordered`: after all earlier calls that are.
+        """Have the parts do something. `ordered`: after all earlier ordered calls.
 
-        Cancelling it gives the call up. Raises what it raised there, and ClientError.
+        Cancelling it gives the call up. Raises the server's error, and ClientError.
         """
         return await self.awaited(self.called(do, ordered=ordered))
 
@@ -220,7 +220,7 @@ class Session(RequestThread):
         return self.now(self.called(do, ordered=ordered))
 
     def new_folder(self, kind: str) -> str:
-        """A name of a folder of the parts that was not used yet."""
+        """A new name for a folder of the parts."""
         return f"{kind}-{next(self._folders)}"
 
     # --- within the thread ------------------------------------------------------------------------

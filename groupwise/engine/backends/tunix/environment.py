@@ -1,10 +1,10 @@
-"""Tunix's environment: where it is, whether it is whole, and making it.
+"""Tunix's environment: finds it, checks that it is complete, and makes it.
 
-It is a virtual environment beside the one that holds this package, because the two want other versions of the same libraries. What it holds
-is pinned in requirements.txt.
+It is a virtual environment beside the one that holds this package, because the two need different versions of the same libraries. Its
+packages are pinned in requirements.txt.
 
-Each is made in a folder of its own, and `made.json` names the one that is used: it is replaced when all is there, so that a making which
-fails or is cut off leaves the one before. What `made.json` does not name is removed then. One process at a time makes one.
+Each is made in a folder of its own, and `made.json` names the one in use: it is replaced once the new one is complete, so an installation
+that fails or is cut off leaves the one before. Folders that `made.json` does not name are then removed. One process at a time makes one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EXTRAS: dict[Accelerator, tuple[str, ...]] = {
 }
 """Packages that JAX needs besides, for each kind of device."""
 PLATFORMS = "JAX_PLATFORMS"
-"""Says what JAX may compute on."""
+"""Environment variable with the platforms that JAX may compute on."""
 USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
 """Seconds in which JAX usually opens its devices, and that are waited for at most."""
 MADE, LOCK = "made.json", "lock"

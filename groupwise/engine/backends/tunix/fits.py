@@ -77,7 +77,7 @@ def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[s
 
 
 def check_description(described: Described) -> None:
-    """Raise `ModelError` for what Tunix does not compute, or not as transformers does."""
+    """Raise `ModelError` for a model that Tunix does not compute, or not as transformers does."""
     kind = str(described.get("model_type"))
     if kind not in COMPUTED:
         raise ModelError(
@@ -137,7 +137,7 @@ def _otherwise(kind: str, key: str, given: Any, tunix: str) -> ModelError:
 
 
 def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
-    """Raise UsageError if the devices do not divide what Tunix divides over them."""
+    """Raise UsageError if the mesh's devices do not divide the model's axes evenly."""
     kind = described["model_type"]
     sizes = dict(_sizes(described))
     fsdp, tp = mesh
@@ -200,7 +200,7 @@ def _of_one_weight(described: Described) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, as the header tells."""
+    """A tensor in a file, as its header describes it."""
 
     file: Path
     number: str

@@ -1,8 +1,8 @@
 """The worker: started in Tunix's environment, called, and ended.
 
-A thread starts it and reads its answers; futures connect it with the callers, who may await or wait. Whatever ends the worker, every call
-then fails with how it ended and its last words; a run goes on from its last checkpoint. The thread lives as long as the worker, because the
-kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
+A thread starts it and reads its answers; futures connect it with the callers, who may await or wait. If the worker ends for any reason,
+every call then fails with its exit and its last words; a run resumes from its last checkpoint. The thread lives as long as the worker,
+because the kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class WorkerProcess:
             )
 
     def begin(self, do: Verb) -> Future[Any]:
-        """Send an order; what it gives is the future's."""
+        """Send an order; the future receives its result."""
         self._output.begin_call()
         future: Future[Any] = Future()
         number = next(self._numbers)

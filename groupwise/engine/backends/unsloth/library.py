@@ -1,9 +1,10 @@
-"""All that is asked of Unsloth: to load a model, to put an adapter over it, and to change between learning and sampling.
+"""All uses of Unsloth: to load a model, to put an adapter over it, and to change between learning and sampling.
 
-Unsloth replaces parts of transformers as it is imported, so that it must be imported first: `ready` does that, and says what to do where
-it is not installed. Nothing else of this package imports it, and without `model.backend: unsloth` nothing of it is touched.
+Unsloth replaces parts of transformers as it is imported, so it must be imported first: `ready` does that, and raises with advice if
+it is not installed. Nothing else of this package imports it, and without `model.backend: unsloth` it is never imported.
 
-What it prints goes to stderr, because stdout may be a command's JSON. It reports its use to its makers unless told otherwise; it is told.
+Its output goes to stderr, because stdout may be a command's JSON. It reports its use to its makers unless told otherwise; we switch
+that off.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FIRST = "default"
 
 
 def installed() -> str:
-    """Its version. UsageError if there is none, with what to do."""
+    """The installed version. Raises UsageError with advice if there is none."""
     try:
         found = version("unsloth")
     except PackageNotFoundError:
@@ -48,7 +49,7 @@ def installed() -> str:
 
 
 def ready() -> None:
-    """Import it, before transformers where that is still possible. UsageError if it cannot be used."""
+    """Import it, before transformers if that is still possible. UsageError if it cannot be used."""
     installed()
     if "unsloth" not in sys.modules and "transformers" in sys.modules:
         logger.warning(
@@ -99,7 +100,7 @@ def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTra
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
-    """The model with an adapter called `FIRST`, computed by Unsloth's own kernels where it has them."""
+    """The model with an adapter called `FIRST`, computed by Unsloth's own kernels if it has them."""
     targets = config.target_modules
     with _contained():
         return _fast().get_peft_model(

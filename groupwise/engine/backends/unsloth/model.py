@@ -1,7 +1,7 @@
 """Adapters over a model that Unsloth has loaded, and its hidden states.
 
-The layers are peft's, which Unsloth computes with kernels of its own. An adapter's product is added to what its base has rounded, so that
-in bfloat16 small changes act less than in our own layers (`groupwise.engine.models.lora`); a run says how much of them does.
+The layers are peft's, which Unsloth computes with kernels of its own. An adapter's product is added to the base's rounded output, so that
+in bfloat16 small changes act less than in our own layers (`groupwise.engine.models.lora`); a run reports how much of them does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Completions drawn while Unsloth generates: its kernels compute the logits, and we draw from them.
 
-`generate` of transformers, as Unsloth has replaced it, moves rows one token forward together; a logits processor draws for each row what
-its seed says, with the log-probability that it was drawn with, and leaves `generate` that one token to choose. So temperature, truncation
-and stops mean what they do in the default sampler. Rows that wait begin together, at most as many as there are slots, and the next ones
-when all of them have ended; what is computed for a row depends, in its last bits, on the rows beside it.
+`generate` of transformers, as Unsloth has replaced it, moves rows one token forward together; a logits processor draws for each row by its
+seed, with the log-probability that it was drawn with, and leaves `generate` that one token to choose. So temperature, truncation
+and stops mean the same as in the default sampler. Rows that wait begin together, at most as many as there are slots, and the next ones
+when all of them have ended; the last bits of a row's results depend on the rows beside it.
 
-Computing goes on in a thread, so that rewards are scored and calls are cancelled meanwhile.
+A thread does the computing, so that rewards are scored and calls are cancelled meanwhile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of a micro-batch's texts, forward and backward, and which class computes it where."""
+"""Attention of a micro-batch's texts, forward and backward, and the choice of its class by device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Attention(Protocol):
         ...
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Write what the texts' queries [N, heads, D], times `query_scale`, find into their rows of `out` [N, heads · D]."""
+        """Write attention's output for the texts' queries [N, heads, D], times `query_scale`, into their rows of `out` [N, heads · D]."""
         ...
 
     def backward(

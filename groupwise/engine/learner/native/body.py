@@ -1,7 +1,7 @@
-"""All layers forward and backward, by hand: no graph, and of each layer only what cannot be made again quickly is kept.
+"""All layers forward and backward, by hand: no graph, and each layer keeps only what cannot be computed again quickly.
 
-Of a layer these are kept: the residual stream before attention and before the MLP, queries, keys and values as they come, what attention
-found, gate and up, and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are made again. With
+A layer keeps: the residual stream before attention and before the MLP, queries, keys and values as they come, attention's output,
+gate and up, and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are computed again. With
 recomputation, only the residual stream before each layer is kept.
 
 The residual stream and its gradient are float32, products are in the model's number format, as in the sampler.
@@ -175,7 +175,7 @@ def _through_norm_(
     epsilon: float,
     d_NH: Tensor | None,
 ) -> list[Tensor]:
-    """Add to `d_NH` what comes back through a product and the norm before it; return the gradients of the product's factors."""
+    """Add to `d_NH` the gradient through a product and the norm before it; return the gradients of the product's factors."""
     u_NR = product.low_gradient(dy_NO)
     dx_NH = None if d_NH is None else product.input_gradient(dy_NO, u_NR)
     x_NH = norm_with_gradient(residual_NH, norm_H, epsilon, dy_NO.dtype, dx_NH, d_NH)

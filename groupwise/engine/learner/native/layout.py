@@ -1,4 +1,4 @@
-"""Rows on one axis without padding: what many have in common is computed once.
+"""Lays rows out on one axis without padding, so that a prompt of several rows is computed once.
 
 A prompt with several completions stands there once, and its completions behind it; each of them sees the prompt and itself. A prompt
 with one completion is one text with it. Nothing follows the last token of a completion, so it is left out. A micro-batch is whole
@@ -14,12 +14,12 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.layout import by_prompt, widest
 
 SPREAD = 2
-"""Texts are computed beside each other, padded to the longest, where it is at most so many times as long as the shortest."""
+"""Texts are computed beside each other, padded to the longest, if that is at most so many times as long as the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts behind each other, longest first, of which each sees itself and all of them the same prompt, or none."""
+    """Texts behind each other, longest first. Each sees itself, and all see the same prompt, or none."""
 
     start: int
     """Place where the first of them begins."""
@@ -140,7 +140,7 @@ class _Axis:
     def add(
         self, texts: Sequence[Sequence[int]], prompt: tuple[int, int] | None = None
     ) -> list[int]:
-        """Put texts that see this prompt behind each other, longest first; return where each begins."""
+        """Put texts that see this prompt behind each other, longest first; return the start of each."""
         begins: list[int] = []
         first = 0 if prompt is None else prompt[1]
         for ids in texts:

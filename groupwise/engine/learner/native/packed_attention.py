@@ -1,9 +1,9 @@
 """Attention of texts of any lengths at once, by torch's flash attention for packed sequences, for a GPU.
 
-Each text's keys are those of its prompt, gathered once more for it, and its own. There is one call for a micro-batch, not one for each
-group: to start a kernel takes longer than what a GPU does for most groups. Rounding is that of
-`groupwise.engine.learner.native.fused_attention`, and the gradient is torch's, for which the forward pass is made again; that of a prompt's
-keys is summed in float32, in the same order each time.
+Each text's keys are those of its prompt, gathered again for it, and its own. There is one call for a micro-batch, not one for each
+group: starting a kernel takes longer than a GPU needs for most groups. Rounding is that of
+`groupwise.engine.learner.native.fused_attention`, and the gradient is torch's, for which the forward pass is computed again; that of a
+prompt's keys is summed in float32, in the same order each time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PackedAttention:
         d_qkv[:, heads:] = d_both if self._keys_K is None else self._summed(d_both, len(d_qkv))
 
     def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Queries and the keys and values that each text sees, in one number format; none shares memory with what was given."""
+        """Queries and the keys and values that each text sees, in one number format; none shares memory with the inputs."""
         both = keys.to(values.dtype), values
         if self._keys_K is None:
             keys, values = (each.clone(memory_format=torch.contiguous_format) for each in both)

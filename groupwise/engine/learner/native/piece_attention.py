@@ -21,7 +21,7 @@ from groupwise.engine.models.native.linear import quick_float32
 from groupwise.engine.models.native.weights import Shape
 
 SCORES = 1 << 20
-"""Scores of a piece, at most, where a text can be cut so: 4 MB, which stay in the cache of a processor."""
+"""Scores of a piece, at most, if a text can be cut so: 4 MB, which stay in the cache of a processor."""
 QUERIES = 128
 """Queries of a piece, of a text that is cut."""
 ALIGNED = 16
@@ -49,7 +49,7 @@ class PieceAttention(PaddedAttention):
     """An `Attention`, a piece at a time."""
 
     later_QX: Tensor
-    """-inf where a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
+    """-inf if a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
 
     @property
     def query_scale(self) -> float:

@@ -1,6 +1,6 @@
 """Keys and values: those of a prompt, kept once for all of its rows, and those of the rows' own tokens.
 
-Keys are float32 and stand in blocks of `STRETCH`, each [D, STRETCH]: what one query needs of a block is one stream of memory. Rows of
+Keys are float32 and stand in blocks of `STRETCH`, each [D, STRETCH], so that a query reads a block as one stream of memory. Rows of
 values have room for a multiple of 16 numbers.
 """
 
@@ -73,7 +73,7 @@ class OwnCache:
         self.values_LBTD = torch.empty(layers, 0, 0, width, device=model.device, dtype=model.dtype)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Have room for so many rows of so many tokens; what is there stays."""
+        """Make room for so many rows of so many tokens; the content stays."""
         if rows <= self.rows and length <= self.length:
             return
         rows = max(self.rows, multiple(rows, ROWS))

@@ -1,7 +1,7 @@
-"""One computation that is done over and over: recorded once as a CUDA graph and replayed, where there is a GPU.
+"""A computation that is repeated: recorded once as a CUDA graph and replayed, if there is a GPU.
 
 A token of a small model is some hundred operations, and starting them one by one takes a GPU longer than doing them. A recording starts
-them all at once. It reads and writes the memory that it was made with: what it depends on is changed in place, and nothing in it may
+them all at once. It reads and writes the memory that it was made with: its inputs are changed in place, and nothing in it may
 wait for a result.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 Compute = Callable[[], Tensor]
 """Something that gives the same result if it is done twice."""
 Record = Callable[[Compute], Compute]
-"""Given a computation, the same one, recorded. The result of a replay stands where that of the one before stood."""
+"""Turns a computation into its recorded form. Each replay writes its result over that of the one before."""
 
 
 def plainly(compute: Compute) -> Compute:

@@ -34,12 +34,12 @@ class Listed:
     root: str | None
     """Its folder, as the server sees it."""
     longest: int | None
-    """Most tokens of prompt and completion; None for adapters, and where the server does not say."""
+    """Most tokens of prompt and completion; None for adapters, and if the server does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A folder that this machine and the servers see, where it is not that of the publications itself."""
+    """A folder that this machine and the servers see, if that is not the folder of the publications itself."""
 
     here: Path
     there: str
@@ -92,7 +92,7 @@ def _read_listed(body: bytes) -> dict[str, Listed]:
 
 
 async def make_served(server: Server, name: str, folder: str, there: Mapping[str, Listed]) -> None:
-    """Have the adapter in `folder` served as `name`, and no other one of the same run. `there`: what is listed."""
+    """Have the adapter in `folder` served as `name`, and no other one of the same run. `there`: the server's list."""
     if name in there and there[name].root != folder:
         await unload(server, name)
     if name not in there or there[name].root != folder:

@@ -66,7 +66,7 @@ class ServerSpec:
     memory: float
     """Share of each GPU's memory."""
     gpus: tuple[str, ...] | None
-    """The ones that it sees, as CUDA_VISIBLE_DEVICES names them; None: it computes where it likes."""
+    """GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: no restriction."""
     parallel: int = 1
     """GPUs that share each product."""
     in_4bit: bool = False
@@ -127,7 +127,7 @@ class OwnServer:
         self._gave_up = False
 
     async def up(self, server: Server, patience: float, timing: Timing) -> None:
-        """Start it where it is not, and wait until it answers. UsageError, with its last words, where it does not."""
+        """Start it unless it runs, and wait until it answers. Raises UsageError, with its last words, if it does not."""
         if self._keeper is None:
             self._begin()
         until = timing.clock() + patience
@@ -207,7 +207,7 @@ class OwnServer:
 def gpus_beside(
     count: int, parallel: int, memory: float, learners: int = 1
 ) -> tuple[str, ...] | None:
-    """Those for a server beside learners on the first of `count`; None on a machine without. UsageError if they do not suffice."""
+    """GPUs for a server, beside learners on the first of `count`; None on a machine without GPUs. UsageError if they do not suffice."""
     if count == 0:
         return None
     named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
@@ -241,7 +241,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Without what is meant for this Python alone."""
+    """The environment without variables that are meant for this Python alone."""
     own = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     return {name: value for name, value in os.environ.items() if name not in own}
 

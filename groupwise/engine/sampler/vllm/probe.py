@@ -42,7 +42,7 @@ def judge(
 ) -> None:
     """Raise `PolicyMismatchError` unless the server's log-probabilities are those of the weights here.
 
-    All are of the same tokens, in nats. `others`: what they would be without what the key names. `tolerance`: of the mean difference.
+    All are of the same tokens, in nats. `others`: the values if the thing in the key were missing. `tolerance`: of the mean difference.
     """
     distance = _distance(answered, expected)
     if distance > NEGLIGIBLE:

@@ -38,7 +38,7 @@ from groupwise.engine.sampler.vllm.wire import (
 )
 
 ATTEMPTS = 3
-"""Times that a server may say of what it has just loaded that it does not know it."""
+"""Times that a server may answer that it does not know an adapter which it has just loaded."""
 
 
 class Knows(Protocol):
@@ -88,9 +88,9 @@ class VllmSampler:
         begin: Callable[[], Awaitable[None]] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
-        """`base`: what the servers call the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
-        `probe.judge`. `shared`: None if the servers see the folder of the publications. `begin` and `end` are of a server of our
-        own: the first one waits until it answers, however often."""
+        """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
+        `probe.judge`. `shared`: None if the servers see the folder of the publications. `begin` and `end` are for a server of our
+        own: `begin` waits until it answers, and may be called repeatedly."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
@@ -104,7 +104,7 @@ class VllmSampler:
         self._under_way = 0
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
-        """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for what is no answer."""
+        """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for an invalid answer."""
         refuse_misfit(request, self._key_length)
         refuse_what_differs(request.params, self._tokenizer.eos_token_id)
         served = self._served
@@ -218,7 +218,7 @@ class VllmSampler:
             )
 
     async def _probe(self, server: Server, served: Served) -> None:
-        """Hold what it answers against what the weights say here."""
+        """Compare the server's answers with the weights here."""
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         drawn = await gather_all(
             self._asked(server, served, prompt, probe.SEED, probe.PARAMS) for prompt in prompts
@@ -233,7 +233,7 @@ class VllmSampler:
     def _here(
         self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], *, adapter: bool
     ) -> dict[str, list[float]]:
-        """Log-probabilities of the tokens by the weights here, and without what the key names."""
+        """Log-probabilities of the tokens by the weights here; under each other key, without the thing that it names."""
         hot = probe.PARAMS.temperature
         ways: dict[str, tuple[float, bool]] = {"": (hot, False), probe.NOT_PROCESSED: (1.0, False)}
         if adapter:

@@ -1,8 +1,8 @@
-"""Several servers that can all do the same: who is asked, who is left alone for a while, and when to give up.
+"""Several equivalent servers: chooses the one to ask, leaves failing ones alone for a while, and decides when to give up.
 
 A request goes to the server with the fewest under way. One that does not answer is left alone, longer each time, and then asked again:
-so it comes back by itself. A request that met it is asked of another one; where there is none, it waits. After `patience` seconds
-without any answer the run ends, with what came last.
+so it comes back without intervention. A request that it failed goes to another one; if there is none, it waits. After `patience` seconds
+without any answer the run ends, with the last error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One address, and what is known of who answers there."""
+    """One address, and the state of the server there."""
 
     endpoint: Endpoint
     concurrency: int
@@ -43,7 +43,7 @@ class Server:
     alone_until: float = -math.inf
     """Time on `timing.clock` until which it gets no requests."""
     ready: str | None = None
-    """The model that was found there, and found right; None: not yet, or not since it was last lost."""
+    """Name of the model that was found and checked there; None: not yet, or not since it was last lost."""
     _clients: dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]] = field(
         default_factory=dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]]
     )
@@ -59,7 +59,7 @@ class Server:
 
     @property
     def preparing(self) -> asyncio.Lock:
-        """Held by who makes it ready."""
+        """Held while the server is made ready."""
         return self._here()[1]
 
     def _here(self) -> tuple[Client, asyncio.Lock]:
@@ -75,7 +75,7 @@ class Server:
         return self._clients[loop]
 
     def answered(self) -> None:
-        """It is there."""
+        """Note that it answers."""
         if self.failures:
             logger.info("%s answers again", self.url)
         self.failures, self.alone_until = 0, -math.inf
@@ -108,7 +108,7 @@ class Servers:
         timing: Timing,
         remedy: str = "Start vLLM there (sampler.url)",
     ) -> None:
-        """`patience`: seconds without an answer of any of them after which a request is given up; `remedy`: what is to be done then."""
+        """`patience`: seconds without an answer of any of them after which a request is given up; `remedy`: advice in that case."""
         self.all = tuple(servers)
         self._patience = patience
         self._timing = timing
@@ -136,7 +136,7 @@ class Servers:
                 server.load -= 1
 
     async def _chosen(self, until: float, last: EndpointError | None) -> Server:
-        """The least loaded of those that are not left alone; where all are, wait for the first one, at most `until`."""
+        """The least loaded of those that are not left alone; if all are, wait for the first one, at most `until`."""
         until = min(until, self._timing.clock() + self._patience)
         while True:
             now = self._timing.clock()

@@ -39,7 +39,7 @@ class Drawn:
 
 
 def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
-    """Raise RunError for parameters that mean something else to vLLM. `end_id`: what ends a text, to the tokenizer."""
+    """Raise RunError for parameters that mean something else to vLLM. `end_id`: the tokenizer's end-of-text token."""
     if 0 < params.temperature < COLDEST:
         raise RunError(
             f"The temperature is {params.temperature:g}, but vLLM samples at {COLDEST:g} where it is told less, so that the "
@@ -97,7 +97,7 @@ def read_completion(
     vocabulary: int,
     text_of: Callable[[Sequence[int]], str],
 ) -> Drawn:
-    """The one completion of an answer. Raises EndpointError for whatever is not what was asked for, PolicyMismatchError if another
+    """The one completion of an answer. Raises EndpointError for an answer that does not fit the request, PolicyMismatchError if another
     model has answered."""
     value = read_json(answer)
     if value.get("model") != name:

@@ -1,10 +1,10 @@
 """The low-rank adapter: qwix makes places for its factors within Tunix's model; in files they have peft's names and shapes.
 
-qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. Where Tunix has several
+qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. If Tunix has several
 layers in one weight (keys and values of Gemma), they share an A; in the file each of them has it.
 
-What the factors add is computed in float32 and added before the layer's output is rounded (`ExactLora`): qwix adds it to an output that is
-rounded already, so that on a base of bfloat16 a small step changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
+The adapter's product is computed in float32 and added before the layer's output is rounded (`ExactLora`): qwix adds it to an output that
+is rounded already, so that on a base of bfloat16 a small step changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFIX = "base_model.model."
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 Factors = dict[str, jax.Array]
-"""`<layer>.<weight>.a` and `….b`, in float32: what is trained."""
+"""The trained factors in float32, named `<layer>.<weight>.a` and `….b`."""
 
 
 class Adapted:
@@ -78,7 +78,7 @@ class Adapted:
         return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
 
     def read(self, folder: Path) -> Factors:
-        """Factors from peft's files. Raises `ModelError` for what does not fit, or cannot be said so."""
+        """Factors from peft's files. Raises `ModelError` for files that do not fit, or that Tunix's shapes cannot express."""
         return self.from_peft(load_file(folder / WEIGHTS), str(folder))
 
     def write(self, factors: Factors, folder: Path, described: Mapping[str, Any]) -> str:
@@ -157,7 +157,7 @@ def _by_weight(
 
 
 class ExactLora(qwix.LoraProvider):
-    """qwix's adapter, but that what it adds is added in float32, and the sum rounded once."""
+    """qwix's adapter, except that its product is added in float32, and the sum rounded once."""
 
     def dot_general(
         self, lhs: Any, rhs: Any, dimension_numbers: Any, *formats: Any, **named: Any
@@ -179,7 +179,7 @@ class ExactLora(qwix.LoraProvider):
         return self._together(product, *operands, getattr(module, f"{name}_lora_einsum_str"), found)
 
     def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
-        """The layer that computes now, the name of its weight and its rule; None if it has no places for factors (yet)."""
+        """The layer being computed, the name of its weight and its rule; None if it has no places for factors (yet)."""
         rule, _ = self._get_current_rule_and_op_id(kind, only_rule=True)
         name = None if rule is None else flax_util.find_param(weight)
         module = flax_util.get_current_module()
@@ -198,7 +198,7 @@ class ExactLora(qwix.LoraProvider):
 
 
 def _with_places(model: Any, weights: Sequence[str], rank: int, alpha: float) -> nnx.Module:
-    """Outside of the mesh, where layers do not divide what they compute: qwix runs the model once, with too few rows for many devices."""
+    """Outside of the mesh, layers do not divide their rows: qwix runs the model once, with too few rows for many devices."""
     paths = [f"layers.{weight.rpartition('.')[0]}" for weight in weights]
     rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
     provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)

@@ -1,7 +1,7 @@
-"""The models that Tunix has: how one is described by transformers' `config.json`, and loaded; and what Tunix calls its linear layers.
+"""Tunix's model families: how transformers' `config.json` describes one, how it is loaded, and Tunix's names of its linear layers.
 
-What a family of Tunix would compute otherwise than transformers is mended here, or has been refused
-(`groupwise.engine.backends.tunix.fits`): its answers must be those of the model that everybody else means by these files.
+Differences between a family of Tunix and transformers are corrected here, or have been refused
+(`groupwise.engine.backends.tunix.fits`): its answers must be those of the model that all other programs load from these files.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ HALVINGS = 3
 
 
 class Sequences(NamedTuple):
-    """Rows as arrays [B, L]; what is said of a token stands where the model predicts it, one place before its own."""
+    """Rows as arrays [B, L]; facts about a token stand where the model predicts it, one place before its own."""
 
     tokens_BL: Any
     targets: Targets
@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows that are computed together, and where they were in what was given."""
+    """Rows that are computed together, with their indices among the given ones."""
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
@@ -120,9 +120,9 @@ def numbers(model: Any, given: Sequences) -> Numbers:
 
 
 def recomputed(model: Any) -> Any:
-    """The model, of whose layers the backward pass keeps the inputs alone, and computes them again.
+    """The model with recomputation: the backward pass keeps only the inputs of its layers, and computes them again.
 
-    Tunix's own way (`remat_config`) does not go with an adapter: qwix places factors on no mesh then, and flax refuses Llama's layers
+    Tunix's own way (`remat_config`) does not work with an adapter: qwix then places factors on no mesh, and flax refuses Llama's layers
     (TraceContextError).
     """
     model.layers = tuple(map(_recomputed, model.layers))

@@ -101,7 +101,7 @@ def _cut(values_BL: Any, size: int) -> Any:
 
 
 def _joined(values_PBS: Any) -> Any:
-    """The inverse, with what was filled up."""
+    """The inverse of the cut into pieces; the padding stays."""
     pieces, rows, size = values_PBS.shape
     return jnp.moveaxis(values_PBS, 0, 1).reshape(rows, pieces * size)
 

@@ -1,7 +1,7 @@
 """Learning: losses of `groupwise.algorithms` over rows, gradients of the factors, AdamW, checkpoints by Orbax.
 
-As `groupwise.engine.learner.torch_learner` does it in torch: losses are sums, the denominators are given, so that the gradient does not
-depend on how the rows were cut up; what is outside of the mask has no effect.
+It does the same as `groupwise.engine.learner.torch_learner` in torch: losses are sums, the denominators are given, so that the gradient
+does not depend on how the rows were cut up; tokens outside of the mask have no effect.
 """
 
 from __future__ import annotations

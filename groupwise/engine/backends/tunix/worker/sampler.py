@@ -1,8 +1,8 @@
 """Completions: prompts once for each group, then a token of every row at a time, in one compiled loop.
 
-Shapes are few and fixed: prompts are padded on the left, so many groups of so many members are computed together, whether they are all
-there or not. What a member draws depends on its seed and its prompt alone: the number that decides (`groupwise.engine.sampler.chance`) is
-inverted through the cumulative distribution as `groupwise.engine.sampler.draw` does it, so that torch and JAX draw the same wherever they
+Shapes are few and fixed: prompts are padded on the left, and each loop has a fixed number of groups and members, even if some are
+missing. A member's draw depends on its seed and its prompt alone: the deciding number (`groupwise.engine.sampler.chance`) is
+inverted through the cumulative distribution like in `groupwise.engine.sampler.draw`, so that torch and JAX draw the same if they
 see the same logits.
 """
 
@@ -30,9 +30,9 @@ BLOCK = 128
 NARROWEST = 256
 """Tokens of the narrowest prompts: below that, padding costs less than computing groups of different widths one after the other."""
 STOPS = 4
-"""Their number is a multiple of this one; what is filled up is no token."""
+"""The number of stop tokens is padded to a multiple of this one, with ids that are no token."""
 FINENESS = 3
-"""Loops are compiled for eighths of the next power of two: where turns leave ever less room for tokens, they are few."""
+"""Loops are compiled for eighths of the next power of two, so that turns with ever less room for tokens need few of them."""
 
 
 class Asked(NamedTuple):
@@ -78,7 +78,7 @@ class Sampler:
         self._loop = jax.jit(self._drawn, static_argnames=("members", "longest", "truncation"))
 
     def load(self, policy: Policy) -> str:
-        """See `groupwise.core.types.Sampler.load`; gives the fingerprint of what it serves then."""
+        """See `groupwise.core.types.Sampler.load`; returns the fingerprint of the weights that it serves then."""
         self._factors = self.adapted.read(Path(policy.path))
         self.fingerprint = fingerprint(self.adapted.to_peft(self._factors))
         refuse_other_weights(policy, self.fingerprint)
@@ -86,7 +86,7 @@ class Sampler:
         return self.fingerprint
 
     def generate(self, requests: Sequence[GroupRequest]) -> list[tuple[Completion, ...]]:
-        """The completions of several groups. Raises `RunError` for what does not fit."""
+        """The completions of several groups. Raises `RunError` for requests that do not fit."""
         found: list[list[Completion | None]] = [[None] * len(each.seeds) for each in requests]
         for parts in self._batches(requests):
             for part, completions in zip(parts, self._completed(parts), strict=True):
@@ -308,7 +308,7 @@ def _ends(weights_SN: Any) -> Any:
 
 
 def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
-    """The first place whose end lies beyond the target, of those that have weight; the last of them where rounding leaves none."""
+    """The first place with weight whose end lies beyond the target; the last place with weight if rounding leaves none."""
     there_SN = weights_SN > 0
     beyond_SN = there_SN & (ends_SN > targets_S1)
     last_S = weights_SN.shape[1] - 1 - there_SN[:, ::-1].argmax(-1)

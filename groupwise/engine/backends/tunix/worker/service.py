@@ -62,7 +62,7 @@ GATHERED = 0.003
 
 
 def serve(connection: socket.socket) -> None:
-    """Do what comes over the connection until it ends."""
+    """Do the orders that come over the connection until it ends."""
     answers = connection.makefile("w", encoding="utf-8")
     orders: queue.Queue[Order] = queue.Queue()
     cancelled: set[int] = set()
@@ -115,7 +115,7 @@ def _answer(answers: IO[str], service: Service, taken: list[Order]) -> None:
 
 
 def _done(service: Service, taken: list[Order]) -> list[Answer]:
-    """The answers. Where orders cannot be done together, each is by itself, so that what is wrong with one is not told of the others."""
+    """The answers. If orders fail together, each is done by itself, so that an error of one does not reach the others."""
     try:
         results = service.do_all([order.do for order in taken])
         return [
@@ -161,7 +161,7 @@ def _writing(path: Path) -> Generator[None]:
 
 @contextmanager
 def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
-    """Raise an error of that kind where files are torn."""
+    """Raise an error of that kind if files are torn."""
     try:
         yield
     except (GroupwiseError, jax.errors.JaxRuntimeError):

@@ -46,7 +46,7 @@ class Tensor:
         return Tensor(jnp.minimum(self.value, other.value))
 
     def clamp(self, min: float | None = None, max: float | None = None) -> Tensor:
-        """Between the two; at a bound itself the gradient is 1, where jnp.clip would halve it."""
+        """Limit values to the bounds; at a bound itself the gradient is 1, while jnp.clip would halve it."""
         value = self.value
         if min is not None:
             value = jnp.where(self.value < min, jnp.asarray(min, value.dtype), value)
@@ -55,7 +55,7 @@ class Tensor:
         return Tensor(value)
 
     def masked_fill(self, mask: Tensor, filling: float) -> Tensor:
-        """`filling` where the mask is set; what stood there reaches neither value nor gradient."""
+        """`filling` wherever the mask is set; the values replaced reach neither value nor gradient."""
         return Tensor(jnp.where(mask.value, jnp.asarray(filling, self.dtype), self.value))
 
     def sum(self, axis: int | None = None, *, keepdim: bool = False) -> Tensor:
