@@ -51,7 +51,7 @@ from groupwise.engine.distributed.rpc import (
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LOOK_EVERY = 0.005
-"""Seconds between two looks at whether the zygote has ended, when it is about to."""
+"""Seconds between two checks that the zygote has ended, while it is about to."""
 
 
 class Ranks(Calls):
@@ -74,7 +74,7 @@ class Ranks(Calls):
 
     @property
     def zygote(self) -> int:
-        """The number of its process."""
+        """Process id of the zygote."""
         assert self._process is not None
         return self._process.pid
 
@@ -155,7 +155,7 @@ class Ranks(Calls):
         self._end(reason_of(self._lived))
 
     def _lived(self) -> RunError:
-        """Start the zygote and listen as long as it lives; how it ended. However this ends, the zygote has ended."""
+        """Start the zygote and listen as long as it lives; returns how it ended. However this ends, the zygote has ended."""
         self._process = self._popen()
         try:
             self._output = Output(self._process, "model workers")
@@ -184,7 +184,7 @@ class Ranks(Calls):
                 raise RunError(f"The model workers cannot be started: {error}") from error
 
     def _listen(self) -> None:
-        """Take messages until the zygote is gone or is to go."""
+        """Take messages until the zygote is gone or must go."""
         self._selector.register(self._control, selectors.EVENT_READ, self._control)
         while True:
             for key, _ in self._selector.select():
@@ -220,7 +220,7 @@ class Ranks(Calls):
                 self._end(RunError(f"{who} ended: {how(code)} {RESUME}"))
 
     def _reaped(self, process: Popen[bytes]) -> str:
-        """How the zygote ended, which it does by itself; one that is still making something, or hangs, is killed."""
+        """How the zygote ended by itself; one that is still making something, or hangs, is killed."""
         deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
         while not has_ended(process) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY)

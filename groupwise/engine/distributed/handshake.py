@@ -23,11 +23,11 @@ from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import KEY_FILE
 
 GREETING = 10.0
-"""Seconds that it may take."""
+"""Time limit of the handshake in seconds."""
 _CHALLENGE = 32
 _CODE = 32
 _RANK = 8
-"""Bytes: of a challenge, of a code, of a rank in decimals."""
+"""Lengths in bytes of a challenge, a code, and a rank in decimals."""
 
 
 class Stranger(ConnectionError):
@@ -35,7 +35,7 @@ class Stranger(ConnectionError):
 
 
 class BrokenSeal(EOFError):
-    """Something came over a connection that the other end has not sent so. It is over."""
+    """A frame on the connection was not sent so by the other end. The connection is over."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class Seal:
     """Key for messages that this end sends."""
     theirs: bytes
     sent: int = 0
-    """Messages."""
+    """Number of messages sent."""
     opened: int = 0
 
     def code(self, message: bytes) -> bytes:
@@ -122,7 +122,7 @@ def _sealed(key: bytes, number: int, message: Any) -> bytes:
 
 
 def _begun(connection: socket.socket) -> float:
-    """Until when it may take."""
+    """Start the handshake's time limit; returns when it is over."""
     connection.settimeout(GREETING)
     return time.monotonic() + GREETING
 

@@ -119,13 +119,13 @@ class RankLearner:
         return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
 
     async def _computed(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Calls that each rank answers by itself, and that may be given up; or that all make together."""
+        """Make calls that each rank answers by itself, and that may be given up; or that all make together if weights are divided."""
         if self._divided:
             return await self._together(calls)
         return await self._ranks.call_each(calls, droppable=True)
 
     async def _together(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Calls in which ranks wait for each other, so that the failure of one is not to wait for the others."""
+        """Make calls in which ranks wait for each other, so that the failure of one does not wait for the others."""
         try:
             return await asyncio.gather(
                 *(self._ranks.call(rank, name, *arguments) for rank, name, arguments in calls)

@@ -65,7 +65,7 @@ class PeerSetup:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The work is done; the rank is to end well."""
+    """The work is done; the rank should end normally."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank has ended, which it never does by itself."""
+    """A rank has ended, which it never does without cause."""
 
     rank: int
     code: int
@@ -177,7 +177,7 @@ class MessageChannel:
         return self._opened(frame)
 
     def arrived(self) -> list[Any]:
-        """All messages that are complete after one more piece has been read, which must be there. EOFError as `receive`."""
+        """All messages that are complete after one more read; data must be there. EOFError as `receive`."""
         self._read()
         messages: list[Any] = []
         while (frame := self._buffer.take()) is not None:
@@ -192,7 +192,7 @@ class MessageChannel:
             return
 
     def close(self) -> None:
-        """Give up this process's hold on this end."""
+        """Close this process's copy of this end."""
         self._connection.close()
 
     def _sealed(self, message: bytes) -> bytes:

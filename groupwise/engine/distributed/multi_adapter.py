@@ -97,7 +97,7 @@ class RemoteWorker:
 
 
 class Model:
-    """One of them, as it is called; refuses when it has been dropped."""
+    """One of the models, for its callers; refuses calls once it has been dropped."""
 
     def __init__(self, name: str, host: Host) -> None:
         self.name = name
@@ -221,7 +221,7 @@ class Models:
         stop_token_ids: tuple[int, ...],
         first: str | None = None,
     ) -> None:
-        """`first`: the model that the base was loaded with, which counts, and which all hosts have a part in."""
+        """`first`: the model that the base was loaded with, which counts, and in which all hosts take part."""
         self._hosts = tuple(hosts)
         self._most = most
         self._stop_token_ids = stop_token_ids

@@ -30,14 +30,14 @@ MakeSampler = Callable[[ServedAdapter], Sampler]
 
 @dataclass(slots=True)
 class _Standing:
-    """One model."""
+    """One hosted model."""
 
     trained: TrainedAdapter
     served: ServedAdapter
     learner: TorchLearner
     sampler: Sampler
     under_way: int = 0
-    """Calls of it that have not ended."""
+    """Number of calls of it that have not ended."""
     dropped: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,7 +75,7 @@ class AdapterHost:
         return Added(sampler.fingerprint())
 
     async def drop(self, name: str) -> None:
-        """Forget a model when all calls of it have ended; no call comes after this one."""
+        """Remove a model when all calls of it have ended; no call comes after this one."""
         standing = self._models.pop(name, None)
         if standing is None:
             raise _unknown(name, self._models)

@@ -40,7 +40,7 @@ from groupwise.engine.distributed.torchrun import Launched, gpu_of, watch_for_si
 from groupwise.engine.distributed.zygote import make
 
 CONNECT_TIMEOUT = 60.0
-"""Seconds in which the first rank is called again and again."""
+"""Seconds for which the first rank is called repeatedly."""
 AGAIN = 0.2
 LINE = "groupwise/line"
 """Key in torchrun's store: address of the first rank and, if ranks were given no secret, a word in its place."""
@@ -93,7 +93,7 @@ def _called(told: list[str], rank: int) -> MessageChannel:
 
 
 def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[socket.socket, Seal]:
-    """Tried again while the first rank may be busy with others: it hears one after the other."""
+    """Call the first rank, again while it may be busy with others: it answers one after the other."""
     until = time.monotonic() + CONNECT_TIMEOUT
     while True:
         connection = None
@@ -112,7 +112,7 @@ def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[soc
 
 
 def serve(line: MessageChannel) -> NoReturn:
-    """Be the rank that the other end of the line wants."""
+    """Be the rank that the setup from the other end describes."""
     try:
         wanted: PeerSetup = line.receive()
         sockets = line.taken_over()

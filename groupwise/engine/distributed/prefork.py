@@ -26,7 +26,7 @@ _begun: list[Ranks] = []
 
 
 def begin() -> None:
-    """Begin a zygote to be asked, also for the device, unless there is one."""
+    """Begin a zygote that answers questions, also about the device, unless there is one."""
     if not _begun:
         _begun.append(_started(sees_gpus=True))
 
@@ -43,7 +43,7 @@ def _started(*, sees_gpus: bool) -> Ranks:
 
 
 def give_up() -> None:
-    """End a zygote that was begun for nothing."""
+    """End a zygote that was begun but is not needed."""
     while _begun:
         _begun.pop().close()
 

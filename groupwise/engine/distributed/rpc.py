@@ -41,13 +41,13 @@ class Calls:
     def __init__(self) -> None:
         self.count = 0
         self.processes: tuple[int, ...] = ()
-        """Their numbers, once they have been started."""
+        """Process ids, once they have been started."""
         self._ready: Future[None] = Future()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Any]] = {}
         self._over: RunError | None = None
-        """Why nothing can be called any more."""
+        """The reason why calls are no longer possible."""
         self._lines: list[MessageChannel] = []
 
     async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
@@ -77,7 +77,7 @@ class Calls:
         return found
 
     async def call_all(self, name: str, *arguments: Any) -> list[Any]:
-        """The same call of all ranks."""
+        """Make the same call of all ranks."""
         return await self.call_each((rank, name, arguments) for rank in range(self.count))
 
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
@@ -98,7 +98,7 @@ class Calls:
         raise NotImplementedError
 
     def _begin_call(self) -> None:
-        """A call is about to be sent."""
+        """Called before a call is sent."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         number, future = self._expected()
@@ -184,7 +184,7 @@ def agreed(what: str, found: Sequence[str]) -> str:
 def settle(
     future: Future[Any] | None, value: Any = None, error: BaseException | None = None
 ) -> None:
-    """Give a future its result, if anybody still waits for it."""
+    """Give a future its result, unless its caller has cancelled it."""
     if future is None:
         return
     with suppress(InvalidStateError):

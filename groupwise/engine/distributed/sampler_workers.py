@@ -43,7 +43,7 @@ MOST_ENDS = 3
 """Ends of one sampler without a completion in between after which the run fails: its requests, or the machine, are then likely to end the
 next one, too."""
 BEGINS = 1800.0
-"""Seconds that one may take until it has made its model: a large one comes slowly from a shared disk."""
+"""Seconds that a sampler may take to make its model: a large one comes slowly from a shared disk."""
 _BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
 _LOOKS = 8
 """Looks at samplers, and signs of life of each, within `distributed.sampler_timeout`."""
@@ -58,7 +58,7 @@ class Samplers(Started):
         self._patience = patience
         self._beat = self._look_every = patience / _LOOKS
         self._silent: Counter[int] = Counter()
-        """Looks in a row at which nothing was heard of a sampler, each after `_beat` seconds."""
+        """Looks in a row without a message from each sampler, each look after `_beat` seconds."""
         self._looked_at = time.monotonic()
         self._tells = tells
         self._turn = threading.RLock()

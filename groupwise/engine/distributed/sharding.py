@@ -54,7 +54,7 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
 
 
 def _rooms(members: int, loads: Sequence[int]) -> list[int]:
-    """How many of so many members each rank takes, so that all come as near to each other as they can."""
+    """Number of members that each rank takes, so that all come as near to each other as they can."""
     busy = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(busy)
     rooms = [0] * len(loads)
@@ -83,7 +83,7 @@ def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
 
 
 def _cut(rows: Sequence[Row], groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Group after group, cut into equal stretches wherever that falls."""
+    """Group after group, cut into equal stretches, even within a group."""
     order = [index for members in groups for index in members]
     firsts = {members[0] for members in groups}
     total = sum(_cost(rows, members) for members in groups)

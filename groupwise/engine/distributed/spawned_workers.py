@@ -55,7 +55,7 @@ class Started(Calls):
     """
 
     _look_every: float | None = None
-    """Seconds after which nothing more is waited for before `_looked`; None: it has time."""
+    """Longest wait for messages in seconds before `_looked`; None: no limit."""
 
     def __init__(self, count: int, called: str, first_gpu: int = 0) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Started(Calls):
         self._fail_all(reason)
 
     def _lived(self) -> RunError:
-        """Start them and listen until they are to end; why."""
+        """Start them and listen until they must end; returns the reason."""
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._open()
         while True:

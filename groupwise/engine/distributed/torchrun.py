@@ -14,7 +14,7 @@ from groupwise.core.errors import UsageError
 WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SEEN = "CUDA_VISIBLE_DEVICES"
 QUIET = 30
-"""Seconds after which a quiet machine is asked whether it is there; twice as long without an answer, and it is lost."""
+"""Seconds after which a quiet machine is probed; after twice as long without an answer it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Launched:
     rank: int
     count: int
     local_rank: int
-    """Among those of its machine."""
+    """Rank among the processes of its machine."""
     local_count: int
     host: str
     """Host of the first one."""
 
     @property
     def machines(self) -> int:
-        """Each with as many of them."""
+        """Number of machines, each with as many processes."""
         return max(1, self.count // self.local_count)
 
     def elsewhere(self, rank: int) -> bool:
@@ -79,7 +79,7 @@ def gpu_of(local_rank: int) -> dict[str, str]:
 
 
 def watch_for_silence(connection: socket.socket) -> None:
-    """A machine that lost its power sends no end; the system's own patience is two hours."""
+    """Detect a machine that lost its power, which closes no connection; the system's own limit is two hours."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET)

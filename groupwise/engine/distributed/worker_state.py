@@ -69,7 +69,7 @@ class Hosted:
         return self.sampler.fingerprint()
 
     async def load_sent(self, name: str, given: Any, files: dict[str, bytes]) -> None:
-        """Have the learner or the sampler load from files that came with the call: those that were meant are on another machine."""
+        """Have the learner or the sampler load files that came with the call, because the named ones are on another machine."""
         with TemporaryDirectory(prefix="groupwise-") as folder:
             for file, content in files.items():
                 (Path(folder) / file).write_bytes(content)

@@ -31,7 +31,7 @@ _NUMBER = torch.float32
 
 
 _stores: list[Any] = []
-"""Kept as long as the process lives: the first rank's serves the others."""
+"""Stores live as long as the process: the first rank's serves the others."""
 
 
 def begin(rank: int, count: int, host: str, port: int, device: str, listening: int | None) -> None:
@@ -77,7 +77,7 @@ class Collective:
         return dist.get_rank()
 
     def join(self, rank: int) -> None:
-        """They have met already."""
+        """Does nothing, because the ranks have met already."""
 
     def leave(self) -> None:
         """Does nothing, because no process was forked."""

@@ -11,7 +11,7 @@ from groupwise.engine.learner.forward import Forward, ForwardOutputs
 from groupwise.engine.learner.layout import Batch
 
 Compute = Callable[[Any, ForwardOutputs], Forward]
-"""Log-probabilities and entropies of a micro-batch of the engine that gave it."""
+"""Log-probabilities and entropies of a micro-batch that the same engine has cut."""
 
 
 class Engine(Protocol):

@@ -43,7 +43,7 @@ class ForwardOutputs:
     accuracy: bool = False
     """True for tokens that are the likeliest ones: a search through the logits."""
     trained_only: bool = False
-    """Nothing of tokens that their row's mask leaves out: no loss looks at them, and logits cost a good part of a token."""
+    """Leaves out tokens outside of their row's mask: no loss looks at them, and logits cost a good part of a token."""
 
 
 PLAIN = ForwardOutputs()
@@ -274,7 +274,7 @@ def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) 
 
 
 def _withheld(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
-    """[X, 2]: pairs of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
+    """[X, 2]: pairs of the index of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
     if not any(row.withheld for row in rows):
         return None
     starts = accumulate((len(row.completion_ids) for row in rows), initial=0)

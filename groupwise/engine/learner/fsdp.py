@@ -37,7 +37,7 @@ from groupwise.engine.learner.transformers_engine import TransformersEngine
 from groupwise.engine.learner.weights import TrainedWeights
 
 _PASS = "divided_pass"
-"""The method of a divided model that makes a pass."""
+"""Name of a divided model's method that makes a pass."""
 _EMPTY = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
 """Computed by learners that have no rows left."""
 
@@ -68,7 +68,7 @@ class DividedEngine:
         )
         self._weights = weights
         self._left = 0
-        """Passes that others make beyond this learner's last rows."""
+        """Passes that other learners make after this learner's last rows."""
         mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
         policy, *others = weights.models()
         if others:

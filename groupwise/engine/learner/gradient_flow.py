@@ -106,7 +106,7 @@ def _least(
 
 
 def _ways(weights: TrainedAdapter, native: NativeModel | None, path: str) -> list[Compute]:
-    """Those in which the run computes a layer."""
+    """The ways in which the run computes a layer."""
     by_module = partial(_by_module, weights.adapted.layers[path], weights.name)
     if native is None:
         return [by_module]

@@ -60,7 +60,7 @@ class Meeting:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Be this machine's part; never returns."""
+    """Do this machine's part; never returns."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.engine.learner.launch_node")
     parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
     parser.add_argument("command", nargs="+")
@@ -135,7 +135,7 @@ def give_secret() -> str:
 def lead(
     environment: Mapping[str, str], arguments: Sequence[str], processes: str, command: Sequence[str]
 ) -> int:
-    """Be the first machine of those that Ray has. The exit code."""
+    """Be the first of the machines that Ray holds. Returns the exit code."""
     count, path = int(environment[NODES]), Path(environment[ORDER])
     told = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
     os.environ[KEY_FILE] = told[KEY_FILE] = give_secret()
@@ -187,7 +187,7 @@ class Repeated:
 
 
 def _say_from(path: Path, offset: int) -> int:
-    """How many bytes there were."""
+    """Print new bytes; returns their number."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -219,7 +219,7 @@ def found_in(environment: Mapping[str, str]) -> Meeting | None:
 
 
 def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
-    """Start the command by torchrun, and wait until it has ended here. Its exit code."""
+    """Start the command by torchrun, and wait until it has ended here. Returns its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args

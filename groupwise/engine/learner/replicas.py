@@ -104,7 +104,7 @@ class _Meeting:
                     end.close()
 
     def leave(self) -> None:
-        """Be no part of it."""
+        """Take no part in the barrier in this process."""
         for ends in self._pairs:
             for end in ends:
                 end.close()

@@ -1,6 +1,6 @@
 """The default learner: forward, backward and AdamW in this process.
 
-It is blind to algorithms. Rows come in with weights and denominators that were made for the whole step; they are cut into
+It knows nothing of algorithms. Rows come in with weights and denominators that were made for the whole step; they are cut into
 micro-batches, each adds its share of the gradient, and `update` applies the sum. Because losses are sums and the denominators
 are given, the gradient does not depend on the cuts. Factors or weights, gradients and optimiser state are float32.
 
@@ -299,7 +299,7 @@ class TorchLearner:
         return torch.random.fork_rng([] if device.type == "cpu" else [device])
 
     def _make_optimiser_state(self, names: AbstractSet[str]) -> None:
-        """Moments of these parameters alone: one that has never had a gradient has none."""
+        """Moments of these parameters alone; a parameter that has never had a gradient has none."""
         self._optimiser.state.clear()
         for name in names & self._parameters.keys():
             parameter = self._parameters[name]

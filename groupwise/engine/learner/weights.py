@@ -1,4 +1,4 @@
-"""The weights that a learner trains, how they are published, and the reference that they are held against."""
+"""The weights that a learner trains, how they are published, and the reference that they are compared with."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class TrainedAdapter:
         self.adapted.save(self.name, folder)
 
     def lend(self) -> None:
-        """An adapter is whole in each learner."""
+        """Empty, because an adapter is whole in each learner."""
 
     def read(self, folder: Path) -> None:
         copy_exactly(self.parameters(), read_adapter(folder), str(folder / WEIGHTS))
@@ -196,7 +196,7 @@ class TrainedModel:
         return contextlib.nullcontext()
 
     def native(self) -> None:
-        """Its gradient by hand is that of an adapter."""
+        """None, because the native engine's gradient is that of an adapter."""
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:
         return {}

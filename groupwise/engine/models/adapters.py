@@ -1,7 +1,7 @@
 """The adapter that a run starts from (`model.adapter`), checked before any weights are loaded.
 
-It decides its own shape: keys of `lora` that are given beside it must agree with it. Names and shapes of its tensors are held against
-the model's, which is built without storage for that.
+It decides its own shape: keys of `lora` that are given beside it must agree with it. Names and shapes of its tensors are compared
+with the model's, which is built without storage for that.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _from_hub(model: ModelConfig) -> Path:
 
 @cache
 def _fetched_once(reference: str) -> Path:
-    """One commit for the whole process, even if the branch moves meanwhile."""
+    """Fixes one commit for the whole process, even if the branch moves meanwhile."""
     return fetch_weights(reference)
 
 
@@ -159,7 +159,7 @@ def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
 
 
 def base_name(model: ModelConfig) -> str:
-    """How files call the base: by its hub id if it has one, else as the config does. Never a cache of this machine."""
+    """The base's name in files: its hub id if it has one, else the config's name. Never a cache of this machine."""
     return BUNDLED[model.name].hub_id if model.name in BUNDLED else model.name
 
 

@@ -16,7 +16,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import ModelError
 
 CARD = "README.md"
-"""The file of the model card, as the hub calls it."""
+"""File name of the model card, as the hub expects it."""
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 MODEL = (
     "config.json",

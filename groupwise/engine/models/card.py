@@ -1,4 +1,4 @@
-"""The model card: a README.md beside weights that says what they are, how they came about, how they did, and how to load them.
+"""Writes the model card: a README.md beside weights that tells their origin, training, results, and how to load them.
 
 It is made from the run's folder alone, by the run itself and by an export long after. Two equal runs have equal cards, so it names no
 times; and it may be published, so it names no path of this machine.
@@ -276,7 +276,7 @@ def _rewarded(facts: Mapping[str, Any]) -> str:
 
 
 def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, which names the weights that the run started from by the policy that they are, not by their copy here."""
+    """The config; a copy of weights that the run started from is named by its policy, not by its path here."""
     kept = {key: value for key, value in config.items() if key not in LEFT_OUT}
     if lineage := facts.get("lineage"):
         copied = "adapter" if config["model"].get("adapter") else "name"

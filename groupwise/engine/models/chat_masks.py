@@ -41,7 +41,7 @@ MAX_CHARACTERS_IN_MESSAGE = 40
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """A sequence of tokens; the mask is 1 for those that teach."""
+    """A sequence of tokens; the mask is 1 for those that are trained."""
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
@@ -104,7 +104,7 @@ def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool
 
 
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
-    """The conversation up to one assistant turn, of which that turn alone is trained."""
+    """The conversation up to one assistant turn, with only that turn trained."""
     if MARKS.search(template_of(tokenizer, chat)):
         return _marked_turn(tokenizer, chat, turn)
     if turn == 0:
@@ -215,7 +215,7 @@ def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> 
 
 
 def _without_space_after_end(tokenizer: Any, text: str) -> str:
-    """Without the line break that templates write after an end token: the model stops at the token and never writes it."""
+    """The text without the line break that templates write after an end token: the model stops at the token and never writes it."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(special_texts(tokenizer)) else text
 
@@ -244,7 +244,7 @@ def _rewritten(turn: int, before: str, whole: str) -> str:
 
 
 def _common(first: Sequence[object], second: Sequence[object]) -> int:
-    """How far two sequences are the same from their beginnings."""
+    """Number of equal elements at the beginning of two sequences."""
     pairs = zip(first, second, strict=False)
     differ = (place for place, (one, other) in enumerate(pairs) if one != other)
     return next(differ, min(len(first), len(second)))

@@ -57,7 +57,7 @@ _THOUGHTS = re.compile(
 
 
 class Refused(TaskError):
-    """The template, or what is done with it, does not take this conversation; it may take others."""
+    """The template, or the code that uses its render, does not take this conversation; it may take others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Chat:
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
-    """Schemas."""
+    """JSON schemas of the tools."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

@@ -17,7 +17,7 @@ BREAK = "\ufdd0"
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 """Recognises control tokens among added tokens that are not marked special: `<｜User｜>` is one, `<think>` is not."""
 OF_TOOLS = ("tool", "function", "ipython")
-"""Roles in which tools speak."""
+"""Roles of messages that tools write."""
 _PATTERNS = "_groupwise_control_tokens"
 """Attribute of a tokenizer that caches the control tokens found for its template."""
 

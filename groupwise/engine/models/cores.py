@@ -17,7 +17,7 @@ OWN_GROUPS = Path("/proc/self/cgroup")
 _ROOTS = ("0::/", "0:cpu:/")
 """Root groups of both cgroup versions, as lines of `OWN_GROUPS`."""
 _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""The files of both versions with microseconds of computing, and in how many microseconds one may have them."""
+"""Files of both versions with the microseconds of computing allowed, and the microseconds of the period for them."""
 
 
 def available_cores() -> int:

@@ -40,7 +40,7 @@ ROTATIONS: Mapping[str, set[str]] = {
 }
 """Kinds of rotary positions, with the numbers that each needs beside its base."""
 UNUSUAL = ("auto_map", "partial_rotary_factor", "quantization_config", "text_config")
-"""Keys that make another model of it."""
+"""Keys that make it another model than is counted here."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -51,7 +51,7 @@ class DecoderShapes:
 
     sizes: Sizes
     longest: int
-    """Most tokens that it was made for."""
+    """Most tokens of a text that the model was made for."""
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of all linear layers but the output head, by their paths in transformers' model."""
     others: int

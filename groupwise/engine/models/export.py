@@ -1,10 +1,10 @@
-"""An adapter merged into its base: one model that needs neither peft nor the base.
+"""Merges an adapter into its base: one model that needs neither peft nor the base.
 
 The base is loaded in float32, the low-rank product is added there, and the sum is rounded once, to the number format of the result. A
-layer whose weights stand for another one as well, such as an output head tied to the embeddings, gets weights of its own,
+layer that shares its weights with another one, such as an output head tied to the embeddings, gets weights of its own,
 because the adapter changed that layer alone.
 
-What training at a small learning rate has changed may be less than bfloat16 can tell from no change at all. How much of it has survived the
+Training at a small learning rate may change weights by less than bfloat16 can represent. The share that survives the
 rounding is measured: the slope of the realised on the exact change, over all layers together.
 """
 

@@ -38,7 +38,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError that stands behind a failed write of safetensors."""
+    """Raise the OSError that caused a failed write of safetensors."""
     try:
         yield
     except SafetensorError as error:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FLOAT = 4
 """Bytes of a float32 number."""
 GROWTH = 64
-"""The cache of own keys grows by multiples of so many tokens."""
+"""The cache of own keys grows by multiples of this many tokens."""
 IN_PRODUCTS = 1.5
 """Stored numbers per number of an adapter in the order of the native products: products of several layers hold zeros."""
 
@@ -45,7 +45,7 @@ BYTES_IN_8BIT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of a decoder."""
+    """Sizes of a decoder."""
 
     layers: int
     hidden: int
@@ -53,7 +53,7 @@ class Sizes:
     kv_heads: int
     head_size: int
     inner: int
-    """Between the products of the MLP."""
+    """Width between the products of the MLP."""
     vocabulary: int
 
     @property
@@ -260,12 +260,12 @@ def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
 
 
 def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:
-    """Elsewhere: keys and values of so many tokens in the model's number format."""
+    """Bytes of other caches: keys and values of so many tokens in the model's number format."""
     return cached_numbers(sizes) * size * tokens
 
 
 def cached_numbers(sizes: Sizes) -> int:
-    """Keys and values of a token in all layers."""
+    """Number of keys and values of a token in all layers."""
     return 2 * sizes.layers * sizes.keys
 
 
@@ -285,7 +285,7 @@ def native_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
 
 
 def module_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
-    """The same of transformers' modules with torch's graph: about twelve hidden states and four feed-forward states in a layer."""
+    """The same for transformers' modules with torch's graph: about twelve hidden states and four feed-forward states in a layer."""
     of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
     if recompute:
         return sizes.layers * sizes.hidden * size + of_a_layer
@@ -298,5 +298,5 @@ def native_logits(sizes: Sizes, size: int, *, on_cpu: bool) -> int:
 
 
 def module_logits(sizes: Sizes) -> int:
-    """The same of torch's graph: logits, at their temperature, probabilities, and a gradient."""
+    """The same for torch's graph: logits, at their temperature, probabilities, and a gradient."""
     return 4 * CHUNK * sizes.vocabulary * FLOAT

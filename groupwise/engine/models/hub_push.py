@@ -28,7 +28,7 @@ from groupwise.runs.folder import FINAL
 MADE_BY_THE_HUB = frozenset({".gitattributes"})
 """Files that the hub itself adds; a branch with only these counts as empty."""
 COMMITS = "hub.json"
-"""File of a run: the commit that it made last of each branch, by `OWNER/NAME@REVISION`."""
+"""File of a run with its last commit of each branch, by `OWNER/NAME@REVISION`."""
 _NO_REF = re.compile(
     r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|^[-/]|[/.]$|^@?$", re.ASCII
 )
@@ -139,7 +139,7 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
 
 
 class _Refused(Exception):
-    """Not a failure of the hub."""
+    """An error of ours, not a failure of the hub."""
 
 
 def _check_revision(revision: str) -> None:
@@ -192,7 +192,7 @@ def _own_commits(run: Path) -> dict[str, str]:
 
 
 def _note_commit(run: Path, target: Target, commit: str) -> None:
-    """Checkpoints and the final weights may be uploaded by two threads of a run."""
+    """Holds a lock, because two threads of a run may upload checkpoints and final weights."""
     with _ONE_AT_A_TIME:
         atomic_files.write_json(run / COMMITS, {**_own_commits(run), str(target): commit})
 

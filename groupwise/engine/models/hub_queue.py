@@ -44,7 +44,7 @@ class Waiting:
         return pushed
 
     def drop(self) -> None:
-        """Let it go."""
+        """Remove the entry."""
         atomic_files.remove_file(self.folder / TARGET)
         shutil.rmtree(self.folder)
 
@@ -61,7 +61,7 @@ class Queue:
     folder: Path
 
     def add(self, step: int, target: Target, weights: Path, card: str, tokenizer: Any) -> None:
-        """Have the weights after so many steps uploaded, in place of an earlier entry of that step."""
+        """Queue the weights after so many steps for upload, in place of an earlier entry of that step."""
         folder = self.folder / f"step-{step:09d}"
         (folder / TARGET).unlink(missing_ok=True)
         keep_artefact(folder / FILES, weights, card, tokenizer)

@@ -95,7 +95,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def described_stop_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """The same of a model that is not loaded."""
+    """The same for a model that is not loaded."""
     resolved = located(config)
     try:
         generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())

@@ -12,7 +12,7 @@ from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native.facts import CHUNK
 
 NEVER = -1e30
-"""A logit of probability 0. Unlike -inf it may stand in a sum of probabilities times logits, as the entropy is, and in its gradient."""
+"""Replaces the logit of a token with probability 0. Unlike -inf it may occur in the entropy's sum and in its gradient."""
 
 
 class TokenNumbers(NamedTuple):
@@ -38,7 +38,7 @@ def token_logprobs(
 ) -> TokenNumbers:
     """The numbers of the targets at the temperatures; whether they are the likeliest with `accuracy`, because it costs a search.
 
-    `withheld_X2` has pairs of a place in N and a token whose probability there is 0. Entropies have a gradient where one is asked for,
+    `withheld_X2` has pairs of a place in N and a token whose probability there is 0. Entropies have a gradient only on request,
     because it costs another pass over the logits. Chunks of logits are recomputed in the backward pass instead of being kept.
     """
     parts: list[TokenNumbers] = []

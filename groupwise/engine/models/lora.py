@@ -1,8 +1,8 @@
 """Low-rank adapters over one frozen base, in the file format of peft.
 
 Several adapters live side by side on the same base: the one that is trained, the one that the sampler serves (a copy that came
-through a published file), and the one that a run started from (the reference for KL); and those of other models over that base, each of
-a rank and with layers of its own. They come and go one by one and never touch each other. `AdaptedModel.using` says which one acts.
+through a published file), and the one that a run started from (the reference for KL); and those of other models over that base, each with
+its own rank and layers. They are added and removed one by one and never affect each other. `AdaptedModel.using` selects the active one.
 
 The arithmetic is our own: the low-rank product is added *before* the base output is rounded. With a base in bfloat16, adding
 it afterwards, as peft's layer does, loses most of a change made at the learning rates of RL. The factors are kept in float32.
@@ -43,7 +43,7 @@ UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "
 
 
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
-"""Ways to begin an adapter that leave its base as it was."""
+"""Initialisations of an adapter that leave its base unchanged."""
 
 
 class AdapterSwitch:
@@ -124,7 +124,7 @@ class AdaptedModel:
     ) -> None:
         """Add an adapter that changes nothing yet: A random from `seed`, B zero (Hu et al. 2021, §4.1).
 
-        Raises `ModelError` for targets that cannot be; then all is as before.
+        Raises `ModelError` for impossible targets; then all is as before.
         """
         assert name not in self.configs, f"there is an adapter {name} already"
         with self._others_as_they_are():
@@ -142,7 +142,7 @@ class AdaptedModel:
                     parameter.zero_()
 
     def remove(self, name: str) -> None:
-        """Forget an adapter. A layer that no other one changes is the base's own again."""
+        """Remove an adapter. A layer that no other one changes is the base's own again."""
         self.configs.pop(name, None)
         with self._others_as_they_are():
             for path, layer in self._adapted_modules():

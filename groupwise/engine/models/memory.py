@@ -63,7 +63,7 @@ def _whose(error: BaseException) -> str:
 
 
 def _asked(error: BaseException) -> str:
-    """How much was wanted at once, if the error says it."""
+    """Size of the failed allocation, if the error says it."""
     found = _ASKED.search(str(error))
     if found is None:
         return ""

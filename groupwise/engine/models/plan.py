@@ -84,13 +84,13 @@ class Decoding:
     completion: int
     """Tokens of the longest completion."""
     prompts: int
-    """How many the slots have; members of a group share theirs."""
+    """Number of prompts of the slots; members of a group share one."""
     prompt: int
     """Tokens of the longest one."""
 
 
 def prompt_room(config: ModelConfig, completion: int) -> int:
-    """Most tokens that a prompt may have beside a completion of so many."""
+    """Most tokens that a prompt may have beside a completion of the given length."""
     shapes = read_decoder(config)
     longest = (
         getattr(_described(config), "max_position_embeddings", None)
@@ -102,7 +102,7 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
 
 
 def vocabulary(config: ModelConfig) -> int:
-    """How many token ids the model has an embedding for: 0 up to one less."""
+    """Number of token ids with an embedding; ids run from 0 to one less."""
     return _sizes(config).vocabulary
 
 
@@ -171,12 +171,12 @@ def _processes_mib(processes: int) -> float:
 
 
 def all_parameters(config: ModelConfig) -> int:
-    """How many numbers the model has."""
+    """Number of the model's parameters."""
     return count(config, None).parameters
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
-    """How many numbers are trained: those of the adapter (the given one or a new one), or all."""
+    """Number of trained parameters: those of the adapter (the given one or a new one), or all."""
     return count(config, lora).trained
 
 

@@ -30,7 +30,7 @@ def gpu_memory(device: str) -> int:
 
 
 def peak_memory(device: str) -> int:
-    """Most bytes that were held so far: of the device by torch, on a CPU of the whole process."""
+    """Peak memory in bytes: of the device by torch, on a CPU of the whole process."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

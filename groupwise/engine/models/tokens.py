@@ -24,7 +24,7 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """Token ids of a prompt. Raises `TaskError` if it is empty or there is no template for a chat prompt.
 
-    `tools` and `template_kwargs` are what a chat's template receives beside the messages; text has no template.
+    A chat's template also receives `tools` and `template_kwargs`; text has no template.
     """
     if isinstance(prompt, str):
         if tools or template_kwargs:

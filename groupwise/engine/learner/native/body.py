@@ -76,7 +76,7 @@ def residual_stream(
 
 
 def _factors(products: Sequence[Product], factors: Mapping[str, Factors]) -> Iterator[Tensor]:
-    """Those of all products, in the order in which `_Body.backward` gives their gradients."""
+    """Factors of all products, in the order in which `_Body.backward` gives their gradients."""
     for product in products:
         for each in product.adapted:
             yield factors[each.part.path].down_RI

@@ -26,7 +26,7 @@ def norm_with_gradient(
     dy_NH: Tensor | None,
     into_NH: Tensor | None,
 ) -> Tensor:
-    """The norm of the residual stream once more, in `dtype`; its gradient is added to `into_NH`, if there is one."""
+    """The norm of the residual stream again, in `dtype`; its gradient is added to `into_NH`, if there is one."""
     if compiled.suits(x_NH):
         return compiled.norm_with_gradient(x_NH, weight_H, epsilon, dtype, dy_NH, into_NH)
     kernels = kernels_for(x_NH)

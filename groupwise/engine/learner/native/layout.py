@@ -29,7 +29,7 @@ class Texts:
 
     @property
     def end(self) -> int:
-        """Behind the last of them."""
+        """Place behind the last of them."""
         return self.start + sum(self.lengths)
 
     @property

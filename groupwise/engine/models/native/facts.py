@@ -11,9 +11,9 @@ CHUNK = 256
 LANES = 16
 """Numbers of a vector of the processor."""
 STRETCH = 16
-"""Keys that stand beside each other, in the order [D, STRETCH]; those that are not there weigh 0."""
+"""Keys that stand beside each other, in the order [D, STRETCH]; missing ones weigh 0."""
 ROWS = 8
-"""Few rows are computed in multiples of so many: tiles are made for that, and libraries may compute fewer with other last bits."""
+"""Few rows are computed in multiples of this: tiles are made for it, and libraries may compute fewer with other last bits."""
 
 
 def multiple(count: int, of: int) -> int:

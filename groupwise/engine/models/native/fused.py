@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 CLOSE = 1e-4
-"""How far a kernel's result on some rows of numbers up to 4 may be from torch's."""
+"""Largest difference of a kernel's result from torch's, on some rows of numbers up to 4."""
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""How the kernels beside it are compiled."""
+"""Compiles the kernels in this folder."""
 
 from __future__ import annotations
 

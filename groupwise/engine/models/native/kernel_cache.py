@@ -29,7 +29,7 @@ from groupwise.core.atomic_files import building_path
 logger = logging.getLogger(__name__)
 
 PACKAGE = "groupwise.engine.models.native"
-"""All code that kernels are made of stands in its folder."""
+"""Package with all code that kernels are made of."""
 DIGEST_BYTES = 32
 
 
@@ -43,7 +43,7 @@ def cache_of(function: Callable[..., Any]) -> Any:
 
 
 class KernelCache(FunctionCache):
-    """numba's cache of one function, with files of our own, which a disk may refuse."""
+    """numba's cache of one function, with files of our own; writing may fail."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -57,7 +57,7 @@ class KernelCache(FunctionCache):
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep it, if the disk takes it."""
+        """Save it, if the disk accepts it."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
@@ -80,7 +80,7 @@ class KernelFiles:
         return pickle.loads(content) if digest == sha256(content).digest() else None
 
     def save(self, key: Any, value: Any) -> None:
-        """Keep a value; OSError if the disk refuses."""
+        """Save a value; OSError if the disk refuses."""
         self._remove_others()
         content = dumps(value)
         path = self._path(key)
@@ -121,13 +121,13 @@ def digest_of(folder: Traversable) -> str:
 
 @cache
 def _tell_of_compiling(folder: str) -> None:
-    """Once in a process."""
+    """Log it once in a process."""
     logger.info("Compiling kernels for this processor; kept in %s", folder)
 
 
 @cache
 def _tell_not_kept(reason: str) -> None:
-    """Once in a process for each reason."""
+    """Log it once in a process for each reason."""
     logger.warning(
         "kernels compiled for this processor cannot be kept (%s), so that every run compiles them, for some seconds: "
         "set NUMBA_CACHE_DIR to a folder with room that can be written to",

@@ -79,7 +79,7 @@ def _typed_pointer(_: Any, address: Any, like: Any) -> Any:
 
 
 _pointer: Any = intrinsic(_typed_pointer)
-"""Called with an address and an array: a pointer to numbers like those of the array."""
+"""Called with an address and an array: a pointer to numbers of the array's type."""
 
 
 def _typed_prefetch(_: Any, address: Any) -> Any:
@@ -138,7 +138,7 @@ def _inverse_root(x: Any) -> Any:
 
 @kernel(ANY_ORDER)
 def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
-    """The norm of one row; the factor that it was multiplied with."""
+    """Write the norm of one row; returns the factor that it was multiplied with."""
     size = x_H.shape[0]
     squares = np.float32(0.0)
     for h in range(size):
@@ -160,7 +160,7 @@ def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
 def norm_gradient(
     x_NH: Array, weight_H: Array, epsilon: Any, dy_NH: Array, into_NH: Array, y_NH: Array
 ) -> None:
-    """The norm once more into `y_NH`, and its gradient with respect to x added to `into_NH`, if `dy_NH` has rows.
+    """Write the norm again into `y_NH`, and add its gradient with respect to x to `into_NH`, if `dy_NH` has rows.
 
     With g = dy w and s the factor of the row: `dx = s g − s³ x mean(g x)`.
     """
@@ -191,7 +191,7 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
 
 @kernel(ROUNDING_KEPT, kept=True)
 def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Array) -> None:
-    """The same once more into `y_NF`, and its gradient with respect to both halves.
+    """Write the same again into `y_NF`, and its gradient with respect to both halves.
 
     With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
     """
@@ -269,8 +269,8 @@ def _score_code(queries: int) -> Any:
 def _values_code(queries: int) -> Any:
     """Adds 16 numbers of every value, each value times its weights.
 
-    Called with the weights and their stride, the values and their stride, how many they are, the sums and their stride, and an array
-    whose format is that of the values.
+    Called with the weights and their stride, the values and their stride, the number of values, the sums and their stride, and an array
+    in the format of the values.
     """
 
     def typed(
@@ -318,7 +318,7 @@ _values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
 
 @kernel(ROUNDING_KEPT)
 def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
-    """The products of queries with the keys of some blocks, into the scores from column `start` on."""
+    """Write the products of queries with the keys of some blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
     room = 4 * scores_RX.shape[1]
     for block in range(blocks):
@@ -347,7 +347,7 @@ def _highest(scores_T: Array) -> Any:
 
 @kernel(ANY_ORDER)
 def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
-    """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; their sum."""
+    """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; returns their sum."""
     for t in range(scores_T.shape[0]):
         scores_T[t] = _exp(scores_T[t] - highest)
     scores_T[seen:] = np.float32(0.0)

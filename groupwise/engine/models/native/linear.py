@@ -53,7 +53,7 @@ class LowRank:
         return (x_NI @ self.down_RI.t()) @ self.up_OR.t()
 
     def copy_(self, other: LowRank) -> None:
-        """Take the numbers of another adapter in place."""
+        """Copy the numbers of another adapter in place."""
         self.down_RI.copy_(other.down_RI)
         self.up_OR.copy_(other.up_OR)
 
@@ -150,9 +150,9 @@ def in_float32(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -
 def quick_float32(wanted: bool) -> Generator[None]:
     """Let oneDNN compute float32 products, on AMD's processors twice as fast as MKL does.
 
-    It takes them when it is allowed to round to bfloat16, and is asked where it does not. Elsewhere nothing changes: the sampler's
-    scores are float32, and rounded ones would be the largest difference from them. Torch gives products of up to 4,096 multiplications
-    to MKL all the same, which may add up in another order.
+    Torch uses it only with permission to round to bfloat16; it is given if oneDNN would not round. Otherwise nothing changes: the
+    sampler's scores are float32, and rounded ones would be the largest difference from them. Torch still gives products of up to 4,096
+    multiplications to MKL, which may add up in another order.
     """
     products = cast("Any", torch.backends.mkldnn).matmul
     before = products.fp32_precision

@@ -21,7 +21,7 @@ Array = NDArray[Any]
 NOT_YET = np.empty((0, 0), np.float32)
 """Passed to `products.product` instead of x Aᵀ if it should compute that, too."""
 BLOCKS_OF_A_THREAD = 8
-"""Fewer tiles are not worth another thread."""
+"""With fewer tiles another thread is not worth it."""
 
 Placed = Sequence[tuple[int, int, Tensor, Tensor]]
 """Parts of a product: first column, the one behind the last, A [R, I], and B times its scaling [columns, R], rounded as W is."""
@@ -74,7 +74,7 @@ class Packed:
         return PackedLowRank(self._in_tiles(down_RI), array(up_RO), ranks_B2)
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
-        """[N, O] in float32, nothing of it rounded before; `low` is one of `low_rank`."""
+        """[N, O] in float32, without rounding before; `low` is one of `low_rank`."""
         from groupwise.engine.models.native import products
 
         low = self._no_adapter if low is None else low

@@ -61,12 +61,12 @@ _TWOS = ir.VectorType(_BFloat(), 2 * LANES)
 
 Sums = list[Any]
 Add = Callable[[VectorCode, Any, list[Any], Any, Sums], Sums]
-"""Given the code, addresses of a line of weights and of every row, the number of the line, and the sums: the sums after it."""
+"""Called with the code, addresses of a line of weights and of every row, the number of the line, and the sums; returns the new sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How weights stand and are multiplied."""
+    """Order of weights and code that multiplies them."""
 
     line: int
     """Bytes of one line: the weights that stand together for the outputs of a tile."""
@@ -151,8 +151,8 @@ def _add_rank(
 def _tile(rows: int) -> Any:
     """A tile of so many rows.
 
-    Called with x and the weights, for their kinds; then the weights, how many lines there are, what is to be fetched and how far that
-    moves on with each line, x and its stride, B and its stride, x Aᵀ and its stride, how many ranks there are, 16 sums to begin with, the
+    Called with x and the weights, for their kinds; then the weights, the number of lines, the address to fetch ahead and how far that
+    moves on with each line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, 16 sums to begin with, the
     results and their stride: addresses, and strides in bytes.
     """
 
@@ -275,9 +275,9 @@ def product(
 ) -> None:
     """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, of the blocks of 16 outputs from `first` up to `last`.
 
-    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`,
-    which are W, and `down`, which is A, stand in the order of the first lines of this file. All else is float32: of block b, only ranks
-    from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is what `narrow` gave, or has no rows.
+    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`
+    (W) and `down` (A) stand in the order described at the top of this file. All else is float32: of block b, only ranks
+    from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)

@@ -1,6 +1,6 @@
-"""Kernels compiled, or loaded from where they are kept, before they are needed: processes that are forked afterwards have them.
+"""Compiles kernels, or loads saved ones, before they are needed, so that processes forked afterwards have them.
 
-Each is called once with next to nothing, in the formats in which the engines of sampler and learner call it.
+Each is called once with tiny arrays, in the formats in which the engines of sampler and learner call it.
 """
 
 from __future__ import annotations

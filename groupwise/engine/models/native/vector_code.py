@@ -1,4 +1,4 @@
-"""LLVM code that numba cannot be brought to make: sums that stay in registers over a whole loop.
+"""Writes LLVM code that numba cannot generate: sums that stay in registers over a whole loop.
 
 Used by the kernels beside it. Vectors have 16 numbers; processors with shorter ones take two or four for each.
 """
@@ -65,11 +65,11 @@ class VectorCode:
         return builder.bitcast(builder.and_(words, mask), FLOATS)
 
     def store(self, vector: Any, address: Any, offset: Any) -> None:
-        """Numbers to their place."""
+        """Store numbers at their address."""
         self.builder.store(vector, self.at(address, offset, vector.type), align=2)
 
     def spread(self, address: Any, offset: Any, kind: Any = FLOATS) -> Any:
-        """A vector of one number throughout."""
+        """A vector with one number in all places."""
         nothing, first = ir.Constant(kind, ir.Undefined), ir.Constant(INT, 0)
         number = self.load(address, offset, kind.element)
         vector = self.builder.insert_element(nothing, number, first)

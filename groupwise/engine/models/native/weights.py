@@ -50,7 +50,7 @@ SHARE_OF_PEAK = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Numbers of a decoder."""
+    """Sizes of a decoder."""
 
     hidden: int
     heads: int
@@ -62,7 +62,7 @@ class Shape:
 
     @property
     def queries_per_key(self) -> int:
-        """Heads that look at the same keys."""
+        """Heads that share the same keys."""
         return self.heads // self.kv_heads
 
 
