@@ -77,7 +77,7 @@ class Peers(Started):
     def _called_in(self) -> None:
         assert self._door is not None
         self._let_in()
-        if len(self._by_rank) == self.count:  # nobody else is waited for
+        if len(self._by_rank) == self.count:  # all have called
             self._selector.unregister(self._door)
             self._door.close()
 

@@ -249,7 +249,7 @@ class Models:
         try:
             added: Added = await self._hosts[number].call("add_model", name, new)
         except BaseException as error:
-            # A rank goes on, whether or not anybody waits.
+            # A rank goes on even if the caller does not wait any more.
             if isinstance(error, asyncio.CancelledError):
                 with suppress(GroupwiseError):
                     await self._hosts[number].call("drop_model", name)

@@ -122,7 +122,7 @@ def serve(line: MessageChannel) -> NoReturn:
             _meet(wanted, sockets)
             hosted = make(wanted.setup)
             hosted.join(wanted.rank)
-        except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+        except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
             line.send(Failed(0, portable(error)))
             with suppress(EOFError):
                 line.receive()

@@ -66,7 +66,7 @@ class _Teller(logging.Handler):
         told = copy.copy(record)
         told.msg, told.args = self.format(record), None
         told.exc_info = told.exc_text = told.stack_info = None
-        with suppress(OSError):  # nobody is there to be told
+        with suppress(OSError):  # the main process is gone
             self._line.send(LogRecordMessage(told))
 
 
@@ -117,10 +117,10 @@ class Answering:
         try:
             self._line.send(Answered(call.number, await self._done(call)))
         except ConnectionAbortedError:
-            return  # another rank has ended, and the zygote tells how
+            return  # another rank has ended, and the zygote reports how
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 — belongs to whoever asked
+        except BaseException as error:  # noqa: BLE001 — belongs to the caller
             self._line.send(Failed(call.number, portable(error)))
 
     async def _done(self, call: Call) -> Any:

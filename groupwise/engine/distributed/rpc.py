@@ -153,7 +153,7 @@ def reason_of(lived: Callable[[], RunError]) -> RunError:
         return lived()
     except RunError as error:
         return error
-    except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+    except BaseException as error:  # noqa: BLE001 — callers would otherwise wait for ever
         reason = RunError(
             f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
         )

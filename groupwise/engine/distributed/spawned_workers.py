@@ -251,7 +251,7 @@ class Started(Calls):
         setup, sockets = self._setup_of(rank)
         self._by_rank[rank] = line
         self._selector.register(line, selectors.EVENT_READ, rank)
-        with suppress(OSError):  # it has ended, which its line tells
+        with suppress(OSError):  # it has ended, which its line shows
             line.send(setup, sockets)
 
     def _reaped(self, rank: int) -> tuple[int | None, str]:

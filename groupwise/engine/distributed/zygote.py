@@ -41,7 +41,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # a queue tells all processes of a job; the main one says when it is over
+    ):  # a queue signals all processes of a job; the main one decides when to end
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL, parent)
     _import(modules)
@@ -52,7 +52,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     tell_log(line, setup.log_level)
     try:
         hosted = make(setup)
-    except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+    except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
         line.send(Failed(0, portable(error)))
         return
     ranks = _forked(hosted, line, lines, setup.log_level)
@@ -77,7 +77,7 @@ def _asked_until_setup(line: MessageChannel) -> Setup:
         try:
             function = load(message.name, kind="function").object
             line.send(Answered(message.number, function(*message.arguments)))
-        except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+        except Exception as error:  # noqa: BLE001 — belongs to the caller
             line.send(Failed(message.number, portable(error)))
     return message
 
@@ -120,7 +120,7 @@ def _end_with(line: MessageChannel, ranks: Sequence[int]) -> None:
 def _wait(line: MessageChannel, ranks: Sequence[int]) -> None:
     """Reap all ranks, and end. The end of the first one is the end of all."""
     process, status = os.wait()
-    with suppress(OSError):  # nobody is there to be told
+    with suppress(OSError):  # the main process is gone
         line.send(Ended(ranks.index(process), os.waitstatus_to_exitcode(status)))
     _kill(ranks)
     with suppress(ChildProcessError):

@@ -93,7 +93,7 @@ class TrainedAdapter:
         name: str = "policy",
         config: LoraConfig | None = None,
     ) -> None:
-        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
+        """`name`: its name among the adapters over that base; `config`: its shape, None for the one that the base was given."""
         self.adapted = adapted
         self.name = name
         self._reference: str | None = None

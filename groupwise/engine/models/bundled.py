@@ -178,7 +178,7 @@ def _made(final: Path, fill: Callable[[Path], None]) -> Path:
 
 def _put(building: Path, final: Path) -> None:
     if final.exists() and not _complete(final):
-        shutil.rmtree(final)  # somebody removed a part of it
+        shutil.rmtree(final)  # a part of it was removed
     try:
         building.rename(final)
     except OSError:
@@ -189,6 +189,6 @@ def _put(building: Path, final: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     from groupwise.engine.models.load import write_dequantised
 
-    # A warning, so that it is seen without any logging set up: nothing else tells why the start takes so long.
+    # A warning, so that it is seen without any logging set up: nothing else explains the slow start.
     logger.warning("making %s ready for use, once: it takes about 20 seconds", gguf.stem)
     write_dequantised(gguf, folder)

@@ -111,7 +111,7 @@ def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
     """Call `apply_chat_template` on all messages. Raises Refused if the template does not take them."""
     arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
-    if "developer" not in template:  # a younger name for who gives a model its instructions
+    if "developer" not in template:  # a newer name of the role "system"
         messages = [
             {**each, "role": "system"} if each.get("role") == "developer" else each
             for each in messages

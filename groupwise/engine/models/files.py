@@ -150,7 +150,7 @@ def _parsed(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # which whoever needs it says
+        return None  # reported by the code that needs it
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:

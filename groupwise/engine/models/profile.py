@@ -40,7 +40,7 @@ class Trace:
 
     def write(self, file: Path) -> None:
         """Write it in Chrome's trace format, which Perfetto and chrome://tracing show; OSError if the disk refuses."""
-        with file.open("w"):  # whose refusal says why
+        with file.open("w"):  # its error says why the disk refuses
             pass
         self._profiler.export_chrome_trace(str(file))
 

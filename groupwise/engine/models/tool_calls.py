@@ -57,7 +57,7 @@ def written_calls(
             )
             if made.count(PROBE) < len(functions):
                 raise ValueError("it does not write all tool calls")
-        except Exception as error:  # noqa: BLE001 - a template raises what it likes; told where no way is left
+        except Exception as error:  # noqa: BLE001 - a template raises anything; reported if no way is left
             problems.append(error)
             continue
         write = _json if as_json else str

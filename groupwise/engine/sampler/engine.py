@@ -18,14 +18,14 @@ class Prompt:
     """A prompt that was computed; engines keep more of it in classes of their own."""
 
     length: int
-    """Tokens."""
+    """Length in tokens."""
     logits_V: Tensor
     """Logits of the first token after it, in float32 or the model's own format."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One completion on its way."""
+    """A completion in progress."""
 
     prompt: Prompt
     written: int = 0
@@ -43,18 +43,18 @@ class Engine(Protocol):
     """Computes logits for rows."""
 
     rows: list[Row]
-    """Those on their way, in the order in which `decode` takes tokens and gives logits."""
+    """Rows in progress, in the order in which `decode` takes tokens and gives logits."""
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """Compute a prompt, by itself."""
         ...
 
     def begin(self, prompt: Prompt) -> Row:
-        """Another row, which changes the order of `rows` at will."""
+        """Begin another row; the order of `rows` may change."""
         ...
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Forget these rows; the order of the others may change."""
+        """Remove these rows; the order of the others may change."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> Tensor:

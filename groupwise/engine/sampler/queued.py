@@ -43,7 +43,7 @@ class DecodeLayout:
 
 @dataclass(slots=True)
 class Member:
-    """One completion on its way."""
+    """A completion in progress."""
 
     ticket: Ticket
     seed: int
@@ -93,11 +93,11 @@ class QueuedSampler(ABC):
 
     @abstractmethod
     def _reset(self) -> None:
-        """Forget all that is on its way."""
+        """Drop all rows in progress."""
 
     @abstractmethod
     def _refresh(self) -> None:
-        """Take the weights as they are now; nothing is on its way."""
+        """Take over changed weights; there are no rows in progress."""
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. Raises `RunError` if the request does not fit the layout."""
@@ -158,7 +158,7 @@ class QueuedSampler(ABC):
     async def _drive(self) -> None:
         try:
             await self._serve()
-        except Exception as error:  # noqa: BLE001 — belongs to those who wait for their groups
+        except Exception as error:  # noqa: BLE001 — belongs to the callers that wait for their groups
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:

@@ -7,7 +7,7 @@ from groupwise.core.types import GroupRequest, Policy
 
 
 def refuse_misfit(request: GroupRequest, key_length: int) -> None:
-    """Raise `RunError` for an empty prompt or completion, or both together longer than the sampler is laid out for."""
+    """Raise `RunError` for an empty prompt or completion, or if both together are longer than the sampler has room for."""
     if not request.prompt_ids or request.params.max_tokens < 1:
         raise RunError(
             f"A prompt of {len(request.prompt_ids)} tokens and a completion of at most "

@@ -19,7 +19,7 @@ Truncation = tuple[int | None, float | None, float | None]
 """top_k, top_p and min_p, in the order in which they are applied."""
 
 FIRST_SORTED = 256
-"""Most probable tokens that are looked at first for top_p; they nearly always suffice."""
+"""Number of most probable tokens that are tried first for top_p; they nearly always suffice."""
 
 
 def without_early_stops(

@@ -1,4 +1,4 @@
-"""Texts that end a completion: they may be spread over tokens, and over such as have no text of their own."""
+"""Texts that end a completion: they may be spread over several tokens, including tokens without text."""
 
 from __future__ import annotations
 

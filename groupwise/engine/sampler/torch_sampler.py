@@ -79,7 +79,7 @@ class TorchSampler(QueuedSampler):
             del self._members[row]
 
     def _begin_rows(self) -> None:
-        """Give members that wait a row each, as far as there is room."""
+        """Give each waiting member a row, as long as there is room."""
         while self._waiting and (room := self.layout.slots - len(self._members)):
             # They stay in the queue while they begin, so that an error finds them and fails their caller.
             beginning = [*islice(self._waiting, room)]

@@ -27,7 +27,7 @@ class ServedWeights(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The published part, as it is in memory."""
+        """The published tensors, as they are in memory."""
         ...
 
     def acting(self) -> contextlib.AbstractContextManager[object]:
@@ -49,7 +49,7 @@ class ServedAdapter:
     def __init__(
         self, adapted: AdaptedModel, name: str = "served", config: LoraConfig | None = None
     ) -> None:
-        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
+        """`name`: its name among the adapters over that base; `config`: its shape, None for the one that the base was given."""
         self.adapted = adapted
         self.name = name
         self.model = adapted.base

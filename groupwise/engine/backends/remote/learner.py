@@ -35,7 +35,7 @@ from groupwise.engine.backends.remote.session import Session
 from groupwise.runs import publications
 
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
-"""The file of an adapter that says which model it belongs to, and its key for that."""
+"""File of an adapter that names the model it belongs to, and the key for that."""
 _SUMS = TypeAdapter(dict[str, float])
 _RESULT = TypeAdapter(UpdateResult)
 _POLICY = TypeAdapter(Policy)

@@ -20,7 +20,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A publication that was fetched."""
+    """A fetched publication."""
 
     there: str
     """Its folder on the server."""
@@ -66,7 +66,7 @@ class RemoteSampler:
     async def _load(self, policy: Policy, there: str) -> None:
         try:
             self._fingerprint = await self._session.called(Load(policy=replace(policy, path=there)))
-        except PolicyMismatchError:  # what is served now is nobody's policy, but has a fingerprint
+        except PolicyMismatchError:  # the weights served now are no policy, but have a fingerprint
             self._fingerprint = await self._session.called(Fingerprint())
             raise
 

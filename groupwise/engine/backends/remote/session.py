@@ -106,23 +106,23 @@ class RequestThread:
             await self._http.aclose()
 
     def begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have something done by the thread."""
+        """Start a coroutine in the thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def now(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have something done by the thread, and wait for it."""
+        """Run a coroutine in the thread, and block until it is done."""
         return self.begun(work).result()
 
     async def awaited(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same, for a coroutine; cancelling it cancels the work."""
+        """The same for async callers; cancelling the wait cancels the work."""
         return await asyncio.wrap_future(self.begun(work))
 
     async def ask(
         self, call: Call[T], patience: float | None = None, silence: float | None = None
     ) -> T:
-        """The answer to a request; within the thread. Raises ClientError.
+        """The answer to a request; call it within the thread. Raises ClientError.
 
-        Seconds in place of the connection's: `patience` for all attempts, `silence` without a byte for each.
+        Seconds that replace the connection's: `patience` for all attempts, `silence` without a byte for each.
         """
         if self._http is None:
             self._http = httpx2.AsyncClient(
@@ -166,12 +166,12 @@ def as_usage(error: ClientError) -> UsageError:
 
 
 def answer_as(kind: type[ModelT]) -> Callable[[httpx2.Response], ModelT]:
-    """How an answer of this kind is read."""
+    """A function that reads an answer of this kind."""
     return lambda response: kind.model_validate_json(response.content)
 
 
 class Session(RequestThread):
-    """Parts that are open on a server; `open` first. One at a time has the model of a server."""
+    """Parts that are open on a server; call `open` first. Only one session at a time has the server's model."""
 
     def __init__(self, url: str, *, timing: Timing | None = None, **more: Any) -> None:
         """Takes the arguments of `RequestThread`."""
@@ -189,7 +189,7 @@ class Session(RequestThread):
         """Release the parts, too, if the server can be reached."""
         if self._open:
             self._open = False
-            with suppress(ClientError):  # then it notices that nobody is there
+            with suppress(ClientError):  # then it notices that this side is gone
                 end = Call("DELETE", self._path(), lambda _: None)
                 self.now(self.ask(end, LAST_PATIENCE, LAST_PATIENCE))
         super().close()
@@ -198,7 +198,7 @@ class Session(RequestThread):
         """Take the server's engine; the parts of an earlier session of the same owner are ended. UsageError if that is not possible."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
         call = Call("PUT", self._path(), answer_as(PartsAnswer), body, waits=60.0)
-        self._open = True  # perhaps, even if nobody waits for the answer
+        self._open = True  # perhaps, even if the wait for the answer is cancelled
         try:
             answer = await self.awaited(self.ask(call, FIRST_PATIENCE))
         except (Refused, NoAnswer) as error:
@@ -258,7 +258,7 @@ class Session(RequestThread):
             await self._send(file, f"{folder}/{file.name}")
 
     async def download(self, folder: str, into: Path) -> None:
-        """Fetch the files of a folder of the parts into a folder that is there."""
+        """Fetch the files of a folder of the parts into an existing folder."""
         found = await self.ask(Call("GET", self._path("folders", folder), answer_as(FolderAnswer)))
         for facts in found.files:
             if not re.fullmatch(PATH_PATTERN, facts.path):
@@ -314,7 +314,7 @@ class Session(RequestThread):
     async def _beat(self, every: float) -> None:
         while True:
             await asyncio.sleep(every)
-            with suppress(ClientError):  # whoever calls next hears of it
+            with suppress(ClientError):  # the next call reports it
                 await self.ask(Call("GET", self._path(), answer_as(PartsAnswer)), every, every)
 
     def _path(self, *more: str) -> str:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Accelerator = Literal["cpu", "cuda", "tpu"]
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 VARIABLE = "GROUPWISE_TUNIX_PYTHON"
-"""Names the Python of an environment that one has made oneself."""
+"""Environment variable that names the Python of an environment made by the user."""
 EXTRAS: dict[Accelerator, tuple[str, ...]] = {
     "cpu": (),
     "cuda": ("jax[cuda13]",),
@@ -47,7 +47,7 @@ EXTRAS: dict[Accelerator, tuple[str, ...]] = {
 PLATFORMS = "JAX_PLATFORMS"
 """Environment variable with the platforms that JAX may compute on."""
 USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
-"""Seconds in which JAX usually opens its devices, and that are waited for at most."""
+"""Seconds in which JAX usually opens its devices, and after which waiting ends."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
@@ -223,7 +223,7 @@ def _warn_of_cpu(platform: str) -> None:
 
 
 def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
-    """Devices for (fsdp, tp): those of the config, else all that there are."""
+    """Devices for (fsdp, tp): those of the config, else all available ones on one axis."""
     return wanted or (look().devices, 1)
 
 

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 TORCH = "Leave model.backend out to train it with torch."
 GEMMA3_PATTERN = 6
-"""One layer in so many sees everything, as Tunix has it."""
+"""In Tunix, one layer in this many sees everything."""
 
 SILU = {"hidden_act": "silu"}
 COMPUTED: Mapping[str, Mapping[str, Any]] = {
@@ -51,23 +51,23 @@ MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 FORMATS = ("BF16", "F16", "F32", "F64")
 """Number formats that Tunix reads, by safetensors' names."""
 OF_PICTURES = ("vision_tower.", "multi_modal_projector.")
-"""How the names of tensors begin that have no part in the text of a model."""
+"""Prefixes of tensors that do not belong to the text part of a model."""
 NO_WEIGHT = re.compile(r".*rotary_emb\.inv_freq")
 """Tensors in older files that transformers ignores, too."""
 TEXT = "language_model."
-"""How those of the text begin in a Gemma 3 with pictures."""
+"""Prefix of the text part's tensors in a Gemma 3 with pictures."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check(order: Open) -> None:
-    """Raise `ModelError` for a model that Tunix would compute otherwise, or files it would misread; UsageError for a mesh that does not
+    """Raise `ModelError` for a model that Tunix would compute differently, or files it would misread; UsageError for a mesh that does not
     divide it."""
     check_unread(order.text, order.mesh, order.layers)
     check_files(Path(order.model), order.text)
 
 
 def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
-    """`check`, as far as no weights are needed. `layers`: those of transformers that get an adapter."""
+    """The checks that need no weights. `layers`: those of transformers that get an adapter."""
     check_description(described)
     check_mesh(described, mesh)
     check_layers(described, layers)
@@ -171,7 +171,7 @@ def _shared(described: Described) -> int:
 
 
 def check_layers(described: Described, layers: Sequence[str]) -> None:
-    """Raise `ModelError` for layers that get no adapter here, or that are one weight in Tunix with some that get none."""
+    """Raise `ModelError` for layers that get no adapter here, or that share one weight in Tunix with layers that get none."""
     known = [*_ATTENTION, *_MLP]
     parts = [each.rpartition("layers.")[2].partition(".") for each in layers]
     for (number, _, part), layer in zip(parts, layers, strict=True):
@@ -214,8 +214,8 @@ class Stored:
 
 
 def check_files(folder: Path, described: Described) -> None:
-    """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and none
-    that it would leave out."""
+    """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and no
+    weights that it would leave out."""
     kind, wanted = described["model_type"], expected(described)
     found = _read(folder, TEXT if kind == "gemma3_text" else "")
     if missing := sorted(set(wanted) - set(found)):
@@ -237,7 +237,7 @@ def check_files(folder: Path, described: Described) -> None:
 
 
 def expected(described: Described) -> dict[str, Shape]:
-    """The names that transformers gives the weights of a model in files, and their shapes."""
+    """Transformers' names of a model's weights in files, with their shapes."""
     hidden, inner = described["hidden_size"], described["intermediate_size"]
     head = _head(described)
     queries, keys = head * described["num_attention_heads"], head * _shared(described)
@@ -310,7 +310,7 @@ def _read(folder: Path, prefix: str) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> set[Path]:
-    """Those that transformers reads."""
+    """The safetensors files that transformers reads."""
     if (folder / MODEL).is_file():
         return {folder / MODEL}
     if (folder / INDEX).is_file():

@@ -97,7 +97,7 @@ class TunixLearner:
     """A `groupwise.core.types.Learner` in the worker."""
 
     def __init__(self, worker: WorkerProcess, publish_folder: Path, keep_publications: int) -> None:
-        """`keep_publications`: so many of the last publications keep their files."""
+        """`keep_publications`: number of the last publications that keep their files."""
         self._worker = worker
         self._publish_folder = publish_folder
         self._keep = keep_publications

@@ -30,17 +30,17 @@ from groupwise.engine.backends.tunix.messages import Answer, Order, Trouble, Ver
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
 OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
-"""Variables that would have Tunix's Python take packages of this one."""
+"""Variables that would make Tunix's Python use packages of this one."""
 WITHHELD = re.compile(
     r"(^|_)(token|secret|password|passwd|credentials|key|key_id)$|^kaggle_", re.IGNORECASE
 )
-"""Variables that may be credentials: it reads files of this machine alone, and needs none."""
+"""Variables that may be credentials: the worker only reads files of this machine, and needs none."""
 LAST_BREATH = 1.0
 """Seconds that it gets to end by itself, so that its exit code is its own."""
 
 
 def own_environment() -> dict[str, str]:
-    """This process's variables, as a process of Tunix's environment may have them."""
+    """This process's variables without those that a process of Tunix's environment must not have."""
     return {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
 
 
@@ -78,7 +78,7 @@ class WorkerProcess:
         return await asyncio.wrap_future(self.begin(do))
 
     def call_now(self, do: Verb) -> Any:
-        """The same for code that waits."""
+        """The same for code that blocks."""
         return self.begin(do).result()
 
     def last_words(self) -> str:
@@ -86,7 +86,7 @@ class WorkerProcess:
         return self._output.last_words()
 
     def close(self) -> None:
-        """End it, with all that it started."""
+        """End it with all processes that it started."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         with suppress(subprocess.TimeoutExpired):
@@ -133,7 +133,7 @@ class WorkerProcess:
 
     def _send(self, order: Order) -> None:
         line = order.model_dump_json() + "\n"
-        with suppress(OSError):  # it has ended, which the reader tells
+        with suppress(OSError):  # it has ended, which the reader reports
             self._connection.sendall(line.encode())
 
     def _attend(
@@ -143,7 +143,7 @@ class WorkerProcess:
     ) -> None:
         try:
             process = start()
-        except Exception as error:  # noqa: BLE001 — belongs to whoever waits for the start
+        except Exception as error:  # noqa: BLE001 — belongs to the caller that waits for the start
             self._lines.close()
             self._connection.close()
             started.set_exception(error)

@@ -85,7 +85,7 @@ def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTra
             load_in_8bit=config.load_in_8bit,
             full_finetuning=False,
             trust_remote_code=config.trust_remote_code,
-            use_exact_model_name=True,  # else another repository, with weights that somebody has rounded
+            use_exact_model_name=True,  # else another repository, with rounded weights
         )
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(config, key) != bool(
@@ -149,7 +149,7 @@ def _contained() -> Iterator[None]:
     level, handlers = root.level, [*root.handlers]
     try:
         with redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft, for whoever maintains it
+            warnings.simplefilter("ignore", FutureWarning)  # of peft, for its maintainers
             yield
     finally:
         root.setLevel(level)

@@ -24,7 +24,7 @@ from groupwise.engine.models.lora import AdaptedModel, no_target
 
 
 class Layer:
-    """One of peft's, as `groupwise.engine.models.lora.ExactLoraLinear`."""
+    """A linear layer of peft, with the interface of `groupwise.engine.models.lora.ExactLoraLinear`."""
 
     def __init__(self, module: LoraLayer) -> None:
         self.module = module
@@ -40,7 +40,7 @@ class Layer:
         return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
 
     def act(self, name: str | None) -> None:
-        """Compute with this adapter from now on; None: as the base does. Gradients are as their owners want them, not as peft would."""
+        """Compute with this adapter from now on; None: with the base alone. `requires_grad` stays as its owner has set it."""
         self.module._active_adapter = [] if name is None else [name]
         self.module._disable_adapters = name is None
 
@@ -73,7 +73,7 @@ class UnslothModel(AdaptedModel):
                 self._act(before)
 
     def native(self, name: str) -> None:
-        """Unsloth computes it."""
+        """None, because Unsloth computes it."""
 
     def _act(self, name: str | None) -> None:
         self.switch.active = name

@@ -56,7 +56,7 @@ class UnslothSampler(QueuedSampler):
                 self._deliver(ticket)
 
     def _begin_batch(self) -> None:
-        """Members that wait, in their order, as long as `generate` has room for the longest prompt with the longest completion."""
+        """Waiting members in their order, as long as `generate` has room for the longest prompt with the longest completion."""
         longest = most = 0
         while self._waiting and len(self._batch) < self.layout.slots:
             request = self._waiting[0].ticket.request
@@ -86,7 +86,7 @@ class UnslothSampler(QueuedSampler):
             )
 
     def draw(self, logits_BV: Tensor) -> Tensor:
-        """Draw for each row of the batch that goes on. The tokens [B]; 0 for the others."""
+        """Draw for each unfinished row of the batch. The tokens [B]; 0 for the others."""
         tokens_B = torch.zeros(len(self._batch), dtype=torch.long, device=logits_BV.device)
         going = [place for place, member in enumerate(self._batch) if not self._is_over(member)]
         if going:
@@ -122,7 +122,7 @@ class UnslothSampler(QueuedSampler):
 
 
 class _Drawing(LogitsProcessor):
-    """Leaves of the logits [B, V] the token that was drawn."""
+    """Leaves only the drawn token in the logits [B, V]."""
 
     def __init__(self, sampler: UnslothSampler) -> None:
         self._sampler = sampler

@@ -118,7 +118,9 @@ class Packed:
 
 def _halved(weight_OI: Tensor) -> Tensor:
     """The weight in bfloat16 if that changes no number: published weights are often bfloat16, whatever they are computed in."""
-    if weight_OI.dtype == torch.bfloat16 or not _are_halves(weight_OI[0]):  # one row tells most
+    if weight_OI.dtype == torch.bfloat16 or not _are_halves(
+        weight_OI[0]
+    ):  # one row rules most weights out
         return weight_OI
     return weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
 

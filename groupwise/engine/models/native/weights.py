@@ -271,7 +271,7 @@ class NativeModel:
         theirs_NV = model(input_ids=ids_N[None]).logits[0].float()
         close = 1e-3 if self.dtype == torch.float32 else 0.2  # of bfloat16, noise alone makes 0.07
         difference = float((ours_NV - theirs_NV).abs().mean() / theirs_NV.std())
-        # Logits that are no numbers say nothing of the model, and whoever draws from them is told.
+        # NaN logits say nothing about the model, and a sampler that draws from them raises.
         if theirs_NV.isfinite().all() and not difference <= close:
             raise ValueError(
                 f"its logits differ, by {difference:.3g} of their spread, from what its weights give in a plain "

@@ -25,9 +25,9 @@ class NativePrompt(Prompt):
     """A prompt with its keys and values in every layer."""
 
     keys_LJKDS: Tensor
-    """Zeros behind the last."""
+    """Keys of all layers, with zeros behind the last."""
     values_LJPD: Tensor
-    """The same way extended; P = K · S."""
+    """Values, extended likewise; P = K · S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Group:
 
 
 def groups(rows: Sequence[Row]) -> Iterator[Group]:
-    """The groups of rows, which stand in their order."""
+    """The groups of rows, in the order of the rows."""
     start = 0
     for prompt, members in groupby(rows, key=lambda row: row.prompt):
         end = start + len(list(members))

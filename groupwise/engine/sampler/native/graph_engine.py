@@ -33,12 +33,12 @@ from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
 
 KEYS = 256
-"""Attention looks at a multiple of so many keys."""
+"""Attention looks at a multiple of this many keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopiedPrompt(Prompt):
-    """A prompt with its keys and values, which each of its rows gets a copy of."""
+    """A prompt with its keys and values, which are copied for each of its rows."""
 
     keys_LJPD: Tensor
     values_LJPD: Tensor

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 Compute = Callable[[], Tensor]
-"""Something that gives the same result if it is done twice."""
+"""A computation that gives the same result if it is done twice."""
 Record = Callable[[Compute], Compute]
 """Turns a computation into its recorded form. Each replay writes its result over that of the one before."""
 
 
 def plainly(compute: Compute) -> Compute:
-    """No recording: every operation is started each time."""
+    """Records nothing: every operation is started each time."""
     return compute
 
 
@@ -31,7 +31,7 @@ def cuda_graphs() -> Record:
     apart = torch.cuda.Stream()
 
     def record(compute: Compute) -> Compute:
-        # Before it is recorded it is done once, so that what is reserved at the first use is no part of the recording.
+        # It is done once before it is recorded, so that memory reserved at the first use is not part of the recording.
         apart.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(apart):
             compute()
@@ -39,7 +39,7 @@ def cuda_graphs() -> Record:
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(living), None)
         pool = None if shared is None else shared.pool()
-        # What other threads do meanwhile, such as freeing memory, is no part of it and forbidden to nobody.
+        # What other threads do meanwhile, such as freeing memory, is not recorded, and stays allowed.
         with torch.cuda.graph(graph, pool=pool, stream=apart, capture_error_mode="thread_local"):
             result = compute()
         living.add(graph)

@@ -46,7 +46,7 @@ class Shared:
     """The servers' name for it."""
 
     def put(self, policy: Policy) -> str:
-        """Copy a publication there, whole or not at all; gives the folder as the servers see it."""
+        """Copy a publication there, whole or not at all; returns the folder as the servers see it."""
         run, name = Path(policy.path).parent.name, adapter_name(policy)
         target = self.here / run / name
         building = target.with_name(f".building-{name}")
@@ -58,7 +58,7 @@ class Shared:
         return f"{self.there}/{run}/{name}"
 
     def remove(self, policy: Policy) -> None:
-        """Take it away again."""
+        """Remove the copy."""
         folder = self.here / Path(policy.path).parent.name
         shutil.rmtree(folder / adapter_name(policy), ignore_errors=True)
         if folder.is_dir() and not any(folder.iterdir()):
@@ -124,7 +124,7 @@ async def _load(server: Server, name: str, folder: str) -> None:
 
 
 async def unload(server: Server, name: str) -> None:
-    """Have a server forget an adapter; one that it does not have is forgotten already."""
+    """Have a server unload an adapter; one that it does not have is ignored."""
     try:
         await server.client.ask("POST", UNLOAD, {"lora_name": name}, len, 0)
     except EndpointError as error:

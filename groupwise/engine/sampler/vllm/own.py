@@ -31,12 +31,12 @@ HOST = "127.0.0.1"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 GRACE = 20.0
-"""Seconds in which a server may end by itself."""
+"""Seconds that a server may take to end by itself."""
 FAST = 3
-"""Times in a row that it may end before it has answered."""
+"""Ends in a row, before it has answered, after which it is given up."""
 LOOKS_EVERY = 0.5
 LAST_WORDS = 2000
-"""Characters of its log that a message has."""
+"""Characters of its log in a message."""
 PARENT_ENDS = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -44,7 +44,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Has the kernel end it when the thread that started it ends, and then is the server (prctl(2), PR_SET_PDEATHSIG)."""
+"""Has the kernel end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class OwnEndpoint(Endpoint):
 
 
 class OwnServer:
-    """See the module. It begins with `up`."""
+    """See the module. `up` starts it."""
 
     def __init__(self, wanted: ServerSpec, log: Path, *, timeout: float) -> None:
         """`log`: file for the server's output, started afresh for each run. `timeout`: seconds of a request."""
@@ -163,7 +163,7 @@ class OwnServer:
         self._keeper.start()
 
     def _keep(self) -> None:
-        """Have one run until it is closed; the thread that started a server lives as long as that does."""
+        """Keep one running until it is closed; the thread that started a server lives as long as that does."""
         failed = 0
         while not self._closing.is_set():
             with self.log.open("ab") as log:

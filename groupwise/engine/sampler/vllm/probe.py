@@ -21,12 +21,12 @@ TEXTS = (
     "1, 2, 3, 4,",
 )
 PARAMS = SamplingParams(max_tokens=16, temperature=0.7)
-"""No stop token, so that there are always as many; a temperature at which log-probabilities differ from those at 1."""
+"""Without stop tokens, so that their number is fixed; at this temperature log-probabilities differ from those at 1."""
 SEED = 20
 NEGLIGIBLE = 1e-3
-"""Nats (root of the mean square) that are not worth an explanation."""
+"""Difference in nats (root of the mean square) that needs no explanation."""
 CLEARLY = 4.0
-"""Times nearer that another explanation must be."""
+"""Factor by which another explanation must be nearer."""
 
 NOT_APPLIED = "the adapter"
 NOT_PROCESSED = "the temperature"

@@ -64,7 +64,7 @@ class Served:
     """The weights that all servers are asked for at a time."""
 
     name: str
-    """The model in each request."""
+    """Name of the model in each request."""
     version: int
     fingerprint: str
     folder: str | None = None
@@ -168,7 +168,7 @@ class VllmSampler:
     # --- a server that serves it ------------------------------------------------------------------
 
     async def _serve(self, served: Served) -> None:
-        """Make all servers ready that answer; at least one."""
+        """Make all servers ready that answer; at least one must."""
         if self._begin is not None:
             await self._begin()
         self._served = served

@@ -24,7 +24,7 @@ from groupwise.core.errors import EndpointError
 logger = logging.getLogger(__name__)
 
 FAREWELL = 5.0
-"""Seconds in which a server may hear that its adapter is needed no longer."""
+"""Seconds for which a server is told that its adapter is no longer needed."""
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Server:
     concurrency: int
     timing: Timing
     load: int = 0
-    """Requests under way or waiting for their turn."""
+    """Requests that are running or waiting for their turn."""
     failures: int = 0
     """Number of failures in a row."""
     alone_until: float = -math.inf
@@ -84,14 +84,14 @@ class Server:
         """Leave it alone for a while, and count it as not ready: another server may have been started there."""
         self.ready = None
         if self.timing.clock() < self.alone_until:
-            return  # of those that were under way, the first one has told already
+            return  # the first failure of the requests under way has been counted already
         wait = wait_after(self.failures, self.timing.chance())
         self.failures += 1
         self.alone_until = self.timing.clock() + wait
         logger.warning("%s; it is left alone for %.1f s", error, wait)
 
     def tell(self, path: str, body: dict[str, str]) -> None:
-        """POST something from code that is not async; whether anybody hears it does not matter."""
+        """POST something from code that is not async; failures are ignored."""
         key = self.endpoint.key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with suppress(httpx2.HTTPError):
@@ -99,7 +99,7 @@ class Server:
 
 
 class Servers:
-    """See the module."""
+    """Several equivalent servers; see the module."""
 
     def __init__(
         self,

@@ -19,13 +19,13 @@ from groupwise.core.types import FinishReason, SamplingParams
 from groupwise.engine.sampler.stops import ends_with_stop
 
 SEEDS = (1 << 63) - 1
-"""Seeds of vLLM are signed, and -1 is none: of ours, the 63 lower bits are sent."""
+"""Seeds of vLLM are signed, and -1 means none, so only the 63 lower bits of ours are sent."""
 COLDEST = 0.01
-"""Temperature that vLLM raises lower ones to without a word; 0 is greedy."""
+"""Temperature to which vLLM silently raises lower ones; 0 is greedy."""
 LEAST_LOGPROB = -9999.0
 """Number that vLLM writes for minus infinity, because JSON has none."""
 ROUNDING = 1e-3
-"""Nats above 0 that a log-probability may have by rounding."""
+"""Nats by which a log-probability may exceed 0 through rounding."""
 TOKEN_AS_TEXT = "token_id:"
 
 
@@ -208,7 +208,7 @@ def _ended(
 def _first_stop(
     ids: tuple[int, ...], params: SamplingParams, text_of: Callable[[Sequence[int]], str]
 ) -> int | None:
-    """After how many tokens a stop text is complete."""
+    """Number of tokens after which a stop text is complete."""
     if not params.stop:
         return None
     counts = range(1, len(ids) + 1)

@@ -22,7 +22,7 @@ class Witness:
 
     @property
     def vocabulary(self) -> int:
-        """Ids of tokens that the model has."""
+        """Number of token ids that the model has."""
         return int(cast("Any", self._weights.model.get_input_embeddings()).weight.shape[0])
 
     @property

@@ -38,7 +38,7 @@ Factors = dict[str, jax.Array]
 
 
 class Adapted:
-    """A frozen model with one set of places for factors; which factors act is said at each call."""
+    """A frozen model with one set of places for factors; each call names the factors to use."""
 
     def __init__(
         self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
@@ -82,7 +82,7 @@ class Adapted:
         return self.from_peft(load_file(folder / WEIGHTS), str(folder))
 
     def write(self, factors: Factors, folder: Path, described: Mapping[str, Any]) -> str:
-        """Write them as peft does; gives the fingerprint."""
+        """Write them as peft does; returns the fingerprint."""
         tensors = self.to_peft(factors)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
@@ -139,9 +139,9 @@ class Adapted:
 def _by_weight(
     layers: Sequence[str], family: Family, there: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """The adapted weights out of those that are there.
+    """The adapted ones among the model's weights, each with its layers.
 
-    `groupwise.engine.backends.tunix.fits.check_layers` has made sure that the layers are whole.
+    `groupwise.engine.backends.tunix.fits.check_layers` has verified that no weight is adapted in part.
     """
     by_place = {
         f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))

@@ -33,7 +33,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "attn.attn_vec_einsum.w": ("self_attn.o_proj",),
     **{name: layers for name, layers in SEPARATE.items() if name.startswith("mlp.")},
 }
-"""Weights of a layer by Tunix's names, and the layers of transformers that each of them is."""
+"""Tunix's names of a layer's weights, with the layers of transformers that each consists of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, taken_
 from groupwise.engine.backends.tunix.worker.head import numbers as numbers_of
 
 LENGTHS = 4
-"""Rows are as long as the longest, or three quarters of it, half of it, a quarter."""
+"""Rows are padded to the longest, or to three quarters, half or a quarter of it."""
 HALVINGS = 3
 """Number of batch sizes in rows, each half of the one before."""
 
@@ -90,7 +90,7 @@ def _withheld(row: Row, place: int) -> bool:
 
 
 def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterator[Batch]:
-    """Rows in batches of at most so many tokens, the long ones together; `multiple`: of how many rows a shape must be."""
+    """Rows in batches of at most so many tokens, long ones together; the number of rows in a shape is a multiple of `multiple`."""
     shapes = [-(-longest * quarter // LENGTHS) for quarter in range(1, LENGTHS + 1)]
     by_shape: dict[int, list[int]] = {}
     for index, row in enumerate(rows):

@@ -42,7 +42,7 @@ class Numbers(NamedTuple):
 
 
 def taken_off(model: Any) -> Head:
-    """The head of a model, which gives its hidden states in place of logits from now on."""
+    """The head of a model; from now on the model returns its hidden states instead of logits."""
     if hasattr(model, "lm_head"):
         weight, words = model.lm_head.w.get_value(), "BLD,DV->BLV"
         model.lm_head = _as_it_is
@@ -93,7 +93,7 @@ def _numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
 
 
 def _cut(values_BL: Any, size: int) -> Any:
-    """[B, L, …] as [pieces, B, size, …], the last one filled up."""
+    """[B, L, …] as [pieces, B, size, …], the last one padded."""
     rows, length, *rest = values_BL.shape
     count = -(-length // size)
     padding = [(0, 0), (0, count * size - length), *[(0, 0)] * len(rest)]

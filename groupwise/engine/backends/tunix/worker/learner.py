@@ -46,7 +46,7 @@ from groupwise.engine.learner.refusals import too_fast
 from groupwise.runs import publications
 
 STATE = "orbax"
-"""The folder of Orbax's checkpoint within that of the learner's state."""
+"""Folder of Orbax's checkpoint within that of the learner's state."""
 
 
 class Learner:
@@ -165,7 +165,7 @@ class Learner:
         return found
 
     def save(self, folder: Path) -> None:
-        """The adapter as it is published, and the optimiser's state by Orbax."""
+        """Save the adapter as it is published, and the optimiser's state by Orbax."""
         self.adapted.write(self._factors, folder, self._described)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save((folder / STATE).resolve(), self._moments, force=True)
@@ -199,7 +199,7 @@ class Learner:
         return numbers(recomputed(model) if self._remat else model, given)
 
     def _gradient_of(self, spec: LossSpec) -> Any:
-        """Compiled once for each loss with its knobs."""
+        """The gradient function of a loss, compiled once for each loss with its settings."""
         key = json.dumps([spec.name, spec.knobs], sort_keys=True)
         if key not in self._gradients:
             loss = from_spec(spec)
@@ -246,7 +246,7 @@ def _stepped(
     beta2: float,
     eps: float,
 ) -> tuple[Factors, Any]:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), as torch has it."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), as in torch."""
     directions, moments = optax.scale_by_adam(beta1, beta2, eps).update(gradient, moments)
     moved = jax.tree.map(
         lambda value, direction: (

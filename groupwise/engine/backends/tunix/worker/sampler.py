@@ -26,9 +26,9 @@ from groupwise.engine.sampler.chance import uniform
 from groupwise.engine.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
 
 BLOCK = 128
-"""Tokens of the vocabulary whose weights are summed first."""
+"""Tokens in a block of the vocabulary; the sums of whole blocks are searched first."""
 NARROWEST = 256
-"""Tokens of the narrowest prompts: below that, padding costs less than computing groups of different widths one after the other."""
+"""Width of the narrowest prompts: below it, padding costs less than computing groups of different widths one after the other."""
 STOPS = 4
 """The number of stop tokens is padded to a multiple of this one, with ids that are no token."""
 FINENESS = 3
@@ -95,7 +95,7 @@ class Sampler:
         return [tuple(each for each in group if each is not None) for group in found]
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[Part]]:
-        """Groups of one shape and with the same parameters, as many as there are slots for."""
+        """Groups of one shape and with the same parameters, as many as fit into the slots."""
         alike: dict[Any, list[Part]] = {}
         for index, request in enumerate(requests):
             refuse_misfit(request, self._key_length)
@@ -241,7 +241,7 @@ class Sampler:
 
 
 def _rounded_up(max_tokens: int) -> tuple[int, int]:
-    """The tokens that a loop is compiled for, and how far apart these numbers are there."""
+    """Number of tokens that a loop is compiled for, and the distance between such numbers there."""
     step = max(1, 1 << (max_tokens - 1).bit_length() >> FINENESS)
     return -(-max_tokens // step) * step, step
 
@@ -303,7 +303,7 @@ def _search(weights_SV: Any, uniforms_S: Any) -> Any:
 
 
 def _ends(weights_SN: Any) -> Any:
-    """Cumulative weights. JAX sums up in parallel, so that one may lie a little below that before it; here none does."""
+    """Cumulative weights. JAX sums in parallel, so that one may lie a little below the one before it; here none does."""
     return jax.lax.cummax(weights_SN.cumsum(-1), axis=1)
 
 

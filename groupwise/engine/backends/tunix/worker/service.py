@@ -86,7 +86,7 @@ def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[
                 cancelled.add(order.cancel)
             else:
                 orders.put(order)
-    except BaseException:  # noqa: BLE001 — told as the last words of the worker
+    except BaseException:  # noqa: BLE001 — printed as the last words of the worker
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
@@ -122,7 +122,7 @@ def _done(service: Service, taken: list[Order]) -> list[Answer]:
             Answer(number=order.number or 0, result=ANY.dump_python(result, mode="json"))
             for order, result in zip(taken, results, strict=True)
         ]
-    except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+    except Exception as error:  # noqa: BLE001 — belongs to the caller
         if len(taken) > 1:
             return [answer for order in taken for answer in _done(service, [order])]
         return [Answer(number=taken[0].number or 0, error=_trouble(error, taken[0].do))]
@@ -177,7 +177,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Service:
-    """The parts, once `Open` has made them."""
+    """Sampler and learner, once `Open` has made them."""
 
     def __init__(self) -> None:
         self._sampler: Sampler | None = None
@@ -194,7 +194,7 @@ class Service:
         return _there(self._learner)
 
     def do_all(self, orders: list[Any]) -> list[Any]:
-        """Several only of `Generate`."""
+        """Do several orders at once; more than one only of `Generate`."""
         if isinstance(orders[0], Generate):
             return list(self.sampler.generate([each.request for each in orders]))
         (order,) = orders

@@ -1,4 +1,4 @@
-"""JAX arrays with the methods of torch's tensors that losses use (`groupwise.algorithms.base`): there is one source of each loss."""
+"""JAX arrays with the methods of torch's tensors that losses use (`groupwise.algorithms.base`), so that each loss is written only once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 class Tensor:
-    """An array, or a tracer of one. Every operation gives another; gradients are those that torch would give."""
+    """An array, or a tracer of one. Operations return new tensors; gradients are those that torch would give."""
 
     __slots__ = ("value",)
 
@@ -59,7 +59,7 @@ class Tensor:
         return Tensor(jnp.where(mask.value, jnp.asarray(filling, self.dtype), self.value))
 
     def sum(self, axis: int | None = None, *, keepdim: bool = False) -> Tensor:
-        """Truth values are counted."""
+        """Sum along an axis; truth values are counted."""
         value = self.value.astype(jnp.int32) if self.dtype == jnp.bool_ else self.value
         return Tensor(value.sum(axis, keepdims=keepdim))
 
@@ -118,5 +118,5 @@ class Tensor:
 
 
 def plain(value: Any) -> Any:
-    """The array of a tensor; numbers as they are."""
+    """The array of a tensor; numbers are returned unchanged."""
     return value.value if isinstance(value, Tensor) else value
