@@ -2,8 +2,8 @@
 
 On one machine they are started here. Under torchrun the process of its rank 0 runs the whole program and starts that rank beside it; the
 others, which are there already, learn from torchrun's store where to call, and are accepted once each side has verified the other
-(`groupwise.engine.distributed.handshake`). From then on
-there is no difference: calls go over lines, gradients are added up among the ranks (`groupwise.engine.learner.collective`).
+(`groupwise.engine.distributed.handshake`). From then on there is no difference: calls go over lines, gradients are added up among the
+ranks (`groupwise.engine.learner.collective`).
 
 The end of one of them ends all others, and every call then fails with the reason. Other machines have other disks, so files to load
 are sent with the call.

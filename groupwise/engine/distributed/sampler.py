@@ -1,8 +1,7 @@
 """A sampler whose work is done by ranks.
 
 Groups that are asked for within a few milliseconds are divided together, so that those of a step, which clients may ask for one by one,
-are not cut up more than they must. A member's draw does not depend on its rank
-nor on other members, so the division changes no bit.
+are not cut up more than they must. A member's draw does not depend on its rank nor on other members, so the division changes no bit.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each serves the weights published last, and its draws follow from seeds. So nothing is lost when one ends: another is started in its
 place, takes the weights that were loaded last, and is sent all unanswered calls again; callers see no difference. A sampler that is
-silent, because it hangs or was stopped, is killed after a while, and replaced likewise. If one
-ends again and again without having drawn anything, all end.
+silent, because it hangs or was stopped, is killed after a while, and replaced likewise. If one ends again and
+again without having drawn anything, all end.
 
 Calls come from the main thread while the thread of `Started` replaces processes: the lock `_turn` guards what is sent, and what is
 to be sent again.

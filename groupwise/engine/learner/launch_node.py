@@ -1,10 +1,10 @@
 """Starts the processes of one machine of several: `python -m groupwise.engine.learner.launch_node --processes N -- COMMAND…`.
 
-The command line is the same on each machine.
-torchrun starts COMMAND so many times here, and gives each process its rank among all. The launcher that placed the job says in the
-environment where the machines meet (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a
-fleet do. Slurm begins a job on its first machine alone: there this program has srun begin it on all of them, and they meet at the first
-one. On Ray, which holds the machines (`jobs/hosts/ray_gang.py`), it writes down what the others should begin, and repeats their output.
+The command line is the same on each machine. torchrun starts COMMAND so many times here, and gives each process its rank among all. The
+launcher that placed the job says in the environment where the machines meet (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT,
+GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a fleet do. Slurm begins a job on its first machine alone: there this program has srun
+begin it on all of them, and they meet at the first one. On Ray, which holds the machines (`jobs/hosts/ray_gang.py`), it writes down what
+the others should begin, and repeats their output.
 
 Exit code: that of the first process that failed; 75 if one was killed, because the same command continues when it is begun again.
 """

@@ -6,8 +6,8 @@ session.py    parts of a server under an id: calls by number, files in both dire
 learner.py    a `groupwise.core.types.Learner` there
 sampler.py    a `groupwise.core.types.Sampler` there
 
-Run, record and checkpoints are here. The server keeps nothing that the loop needs: when its engine ends, the run is
-resumed from the last checkpoint, which holds the learner's state to the bit.
+Run, record and checkpoints are here. The server keeps nothing that the loop needs: when its engine ends, the run is resumed from the
+last checkpoint, which holds the learner's state to the bit.
 
 The server decides how the work is laid out, for its own machine, and the run records that. Weights that a run starts from are sent if
 they are files of this machine; a base is loaded by the server from its own files under the same name, and must be the same to the bit.

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 TORCH = "Leave model.backend out to train it with torch."
 GEMMA3_PATTERN = 6
-"""In Tunix, one layer in this many sees everything."""
+"""One layer in this many sees everything in Tunix."""
 
 SILU = {"hidden_act": "silu"}
 COMPUTED: Mapping[str, Mapping[str, Any]] = {

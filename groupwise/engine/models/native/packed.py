@@ -21,7 +21,7 @@ Array = NDArray[Any]
 NOT_YET = np.empty((0, 0), np.float32)
 """Passed to `products.product` instead of x Aᵀ if it should compute that, too."""
 BLOCKS_OF_A_THREAD = 8
-"""With fewer tiles another thread is not worth it."""
+"""Least number of tiles that is worth another thread."""
 
 Placed = Sequence[tuple[int, int, Tensor, Tensor]]
 """Parts of a product: first column, the one behind the last, A [R, I], and B times its scaling [columns, R], rounded as W is."""
