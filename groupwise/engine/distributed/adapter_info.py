@@ -1,4 +1,4 @@
-"""What the published weights say, by the model of the first learner, where servers of vLLM sample for several."""
+"""Asks the first learner's model what the published weights say, if vLLM servers sample for several learners."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupwise.engine.distributed.rpc import Calls
 class RankWitness:
     """A `groupwise.engine.sampler.vllm.sampler.Knows` over the `witness` that the first rank hosts.
 
-    All of it waits: servers are compared with the learner between two pieces of work, and nothing goes on before they are.
+    All calls block: servers are compared with the learner between two pieces of work, and nothing continues before that is done.
     """
 
     def __init__(self, ranks: Calls) -> None:
@@ -28,7 +28,7 @@ class RankWitness:
         self._fingerprint = str(self._asked("fingerprint"))
 
     def fingerprint(self) -> str:
-        """Of the tensors in that rank's memory, as they were when they were read."""
+        """Fingerprint of the tensors in that rank's memory, as they were when they were read."""
         return self._fingerprint
 
     def logprobs(

@@ -58,8 +58,8 @@ class SampledDistributedConfig(DistributedConfig):
 
 
 def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iterator[Conflict]:
-    """What does not go together with several processes of either kind in a config of a training whose steps have so many rows, by
-    these keys."""
+    """Conflicts of several processes of either kind with the rest of a training config; `rows` is the number of rows in a step, set by
+    these `keys`."""
     learners: int = config.distributed.learners
     samplers: int = getattr(config.distributed, "samplers", 0)
     if learners > 1:

@@ -1,11 +1,11 @@
-"""The main process's side: it starts the zygote, calls the ranks, and hears of their end.
+"""The main process's side: it starts the zygote, calls the ranks, and notices their end.
 
-A run may begin a zygote before it knows what is to be made: it imports what it will need meanwhile, which takes seconds, and answers
-questions that the main process would have to import the same for.
+A run may begin a zygote before it knows what to build: meanwhile the zygote imports what it will need, which takes seconds, and answers
+questions for which the main process would have to import the same.
 
 A thread of its own starts the zygote, reads all connections and lives as long as the zygote does, because the kernel's parent-death
-signal goes by threads. Futures connect it with whoever has called. All processes are in a session of their own, out of the reach of
-Ctrl-C. Whatever ends one of them ends all, and every call then fails with the reason.
+signal goes by threads. Futures connect it with the callers. All processes are in a session of their own, out of the reach of
+Ctrl-C. If one of them ends for any reason, all end, and every call then fails with the reason.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from groupwise.engine.distributed.rpc import (
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LOOK_EVERY = 0.005
-"""Seconds between two looks at whether the zygote has ended, when it is about to."""
+"""Seconds between two checks that the zygote has ended, while it is about to."""
 
 
 class Ranks(Calls):
-    """Worker processes that each host the same object, made once.
+    """Worker processes that each host the same object, created once.
 
     `modules` are imported by the zygote while it waits to be told what to make. With `sees_gpus` it can be asked about GPUs until
     then; what it makes sees none. See `groupwise.engine.distributed.rank` for what is hosted, and for what can be called.
@@ -74,7 +74,7 @@ class Ranks(Calls):
 
     @property
     def zygote(self) -> int:
-        """The number of its process."""
+        """Process id of the zygote."""
         assert self._process is not None
         return self._process.pid
 
@@ -83,9 +83,9 @@ class Ranks(Calls):
         self._thread.start()
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """What a function (`package.module:function`) gives in the begun zygote, before it is told what to make.
+        """Call a function (`package.module:function`) in the begun zygote, before it knows what to make.
 
-        Raises what it raises, and RunError where the zygote has ended.
+        Raises what it raises, and RunError if the zygote has ended.
         """
         number, future = self._expected()
         try:
@@ -96,11 +96,10 @@ class Ranks(Calls):
         return future.result()
 
     async def make(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
-        """Have the begun zygote make what is hosted, and wait for `count` ranks that host it.
+        """Have the begun zygote make the hosted object, and wait for `count` ranks that host it.
 
         `factory` names a function (`package.module:function`), which is called with `arguments`, expressible as JSON, as keywords.
-        Raises what it raises, and RunError where a process has ended; all processes have ended then, and so they have if the wait is
-        cancelled.
+        Raises what it raises, and RunError if a process has ended. After an error, or if the wait is cancelled, all processes have ended.
         """
         self._set_up(factory, arguments, count)
         try:
@@ -110,7 +109,7 @@ class Ranks(Calls):
             raise
 
     def make_now(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
-        """As `make`, for code that is not async."""
+        """Like `make`, for code that is not async."""
         self._set_up(factory, arguments, count)
         try:
             self._ready.result()
@@ -119,7 +118,7 @@ class Ranks(Calls):
             raise
 
     def close(self) -> None:
-        """End all processes, whatever they are doing, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they are gone. May be called again."""
         self._end(RunError("The model workers are closed."))
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -142,7 +141,7 @@ class Ranks(Calls):
             theirs.close()
 
     def _end(self, reason: RunError) -> None:
-        """Fail what is under way and all that comes, and have the processes end."""
+        """Fail running and future calls, and have the processes end."""
         if self._fail_all(reason):
             self._control.end()
 
@@ -156,7 +155,7 @@ class Ranks(Calls):
         self._end(reason_of(self._lived))
 
     def _lived(self) -> RunError:
-        """Start the zygote and listen as long as it lives; how it ended. However this ends, the zygote has ended."""
+        """Start the zygote and listen as long as it lives; returns how it ended. However this ends, the zygote has ended."""
         self._process = self._popen()
         try:
             self._output = Output(self._process, "model workers")
@@ -185,7 +184,7 @@ class Ranks(Calls):
                 raise RunError(f"The model workers cannot be started: {error}") from error
 
     def _listen(self) -> None:
-        """Take messages until the zygote is gone or is to go."""
+        """Take messages until the zygote is gone or must go."""
         self._selector.register(self._control, selectors.EVENT_READ, self._control)
         while True:
             for key, _ in self._selector.select():
@@ -221,7 +220,7 @@ class Ranks(Calls):
                 self._end(RunError(f"{who} ended: {how(code)} {RESUME}"))
 
     def _reaped(self, process: Popen[bytes]) -> str:
-        """How the zygote ended, which it does by itself; one that is still making something, or hangs, is killed."""
+        """How the zygote ended by itself; one that is still making something, or hangs, is killed."""
         deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
         while not has_ended(process) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY)

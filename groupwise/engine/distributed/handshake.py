@@ -1,10 +1,10 @@
-"""How two processes on a network make sure of each other, before either takes more from the other than bytes of a fixed number.
+"""Lets two processes on a network verify each other, before either accepts more from the other than bytes of a fixed number.
 
-Both know a secret of the run's attempt: what whoever placed the job has put into a file on each machine (`groupwise.core.rendezvous`), else
+Both know a secret of the run's attempt: the one that the launcher has put into a file on each machine (`groupwise.core.rendezvous`), else
 a word that the first process tells the others by torchrun's store, which is as secret as that store. Each sends a challenge, and answers
-the other's with a code that only who knows the secret can make; the secret itself is not sent. From both challenges follow two keys, one
-for each direction, which seal every message with its number: what a stranger sends, changes, repeats or leaves out is no message, and ends
-the connection. Nothing is encrypted: whoever can listen hears what is said.
+the other's with a code that requires the secret; the secret itself is not sent. Two keys are derived from both challenges, one for each
+direction, which seal every message with its number: anything that a stranger sends, changes, repeats or leaves out is rejected, and ends
+the connection. Nothing is encrypted: anyone who can listen can read the messages.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import KEY_FILE
 
 GREETING = 10.0
-"""Seconds that it may take."""
+"""Time limit of the handshake in seconds."""
 _CHALLENGE = 32
 _CODE = 32
 _RANK = 8
-"""Bytes: of a challenge, of a code, of a rank in decimals."""
+"""Lengths in bytes of a challenge, a code, and a rank in decimals."""
 
 
 class Stranger(ConnectionError):
-    """Who is at the other end does not know the secret."""
+    """The process at the other end does not know the secret."""
 
 
 class BrokenSeal(EOFError):
-    """Something came over a connection that the other end has not sent so. It is over."""
+    """A frame on the connection was not sent so by the other end. The connection is over."""
 
 
 @dataclass(slots=True)
 class Seal:
-    """Of one end of a connection."""
+    """Keys and message counts of one end of a connection."""
 
     ours: bytes
-    """The key of what this end sends."""
+    """Key for messages that this end sends."""
     theirs: bytes
     sent: int = 0
-    """Messages."""
+    """Number of messages sent."""
     opened: int = 0
 
     def code(self, message: bytes) -> bytes:
-        """Of the next message that is sent."""
+        """Code of the next message that is sent."""
         self.sent += 1
         return _sealed(self.ours, self.sent, message)
 
     def open(self, frame: bytes) -> memoryview:
-        """The message in what came next. Raises BrokenSeal."""
+        """Verify the next frame and return its message. Raises BrokenSeal."""
         self.opened += 1
         seen = memoryview(frame)
         if not hmac.compare_digest(seen[:_CODE], _sealed(self.theirs, self.opened, seen[_CODE:])):
@@ -64,7 +64,7 @@ class Seal:
 
 
 def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """What whoever placed the job has put beside it; None: nothing. Raises UsageError for a file that is named and holds none."""
+    """The secret that the launcher has put into a file, or None. Raises UsageError if the named file is unreadable or empty."""
     path = environment.get(KEY_FILE)
     if path is None:
         return None
@@ -80,7 +80,7 @@ def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | No
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
-    """The first process's side: who calls, and how what is said from now on is sealed. Raises Stranger, OSError."""
+    """The first process's side: returns the caller's rank and the seal for all further messages. Raises Stranger, OSError."""
     until = _begun(connection)
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
@@ -97,7 +97,7 @@ def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
 
 
 def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
-    """The other side's: say who calls, and make sure of who is called. Raises Stranger, OSError."""
+    """The caller's side: sends its rank and verifies the first process. Raises Stranger, OSError."""
     until = _begun(connection)
     theirs = _exactly(connection, _CHALLENGE, until)
     said = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
@@ -122,7 +122,7 @@ def _sealed(key: bytes, number: int, message: Any) -> bytes:
 
 
 def _begun(connection: socket.socket) -> float:
-    """Until when it may take."""
+    """Start the handshake's time limit; returns when it is over."""
     connection.settimeout(GREETING)
     return time.monotonic() + GREETING
 

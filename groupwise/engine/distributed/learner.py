@@ -1,7 +1,7 @@
 """A learner whose work is done by ranks: each computes the gradient of some of the rows, and all make the same update.
 
 The learners of the ranks add up their gradients among themselves (`groupwise.engine.learner.replicas`). Their weights must stay equal to
-the bit: their fingerprints are compared wherever the weights are written down.
+the bit: their fingerprints are compared whenever the weights are written to a file.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class RankLearner:
     """A `groupwise.core.types.Learner` over the `learner` that each rank hosts."""
 
     def __init__(self, ranks: Calls, *, divided: bool = False) -> None:
-        """`divided`: each has a part of every weight, so that all compute whatever one does (`groupwise.engine.learner.fsdp`)."""
+        """`divided`: each has a part of every weight, so all take part in whatever one computes (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
         self._divided = divided
         self._failed = False
-        """Whether ranks wait for one that has failed."""
+        """True while ranks wait for one that has failed."""
         self._trained: list[list[int]] = []
-        """Of the rows that `forward_backward` was last given, the share of each rank."""
+        """Each rank's share of the rows that `forward_backward` was last given."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -54,7 +54,7 @@ class RankLearner:
         return sums
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.core.types.Learner.trained_logprobs`. Each rank tells those of its rows."""
+        """See `groupwise.core.types.Learner.trained_logprobs`. Each rank returns those of its rows."""
         asked = {rank: share for rank, share in enumerate(self._trained) if share}
         told = await self._ranks.call_each(
             [(rank, "learner.trained_logprobs", ()) for rank in asked], droppable=True
@@ -114,18 +114,18 @@ class RankLearner:
             self._ranks.call_each_now([(0, "end_trace", ())])
 
     def _by_first(self, name: str, arguments: tuple[Any, ...], beside: str) -> list[RankCall]:
-        """A call of the first rank, and what the others do beside it."""
+        """A call of the first rank, with the calls that the others answer beside it."""
         others = range(1, self._ranks.count)
         return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
 
     async def _computed(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Calls that each rank answers by itself, and that may be given up; or that all make together."""
+        """Make calls that each rank answers by itself, and that may be given up; or that all make together if weights are divided."""
         if self._divided:
             return await self._together(calls)
         return await self._ranks.call_each(calls, droppable=True)
 
     async def _together(self, calls: Sequence[RankCall]) -> list[Any]:
-        """Calls in which ranks wait for each other, so that the failure of one is not to wait for the others."""
+        """Make calls in which ranks wait for each other, so that the failure of one does not wait for the others."""
         try:
             return await asyncio.gather(
                 *(self._ranks.call(rank, name, *arguments) for rank, name, arguments in calls)
@@ -135,7 +135,7 @@ class RankLearner:
             raise
 
     async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
-        """What the ranks say of their rows, in the order of all rows."""
+        """Results of the ranks for their rows, in the order of all rows."""
         shares = cut_rows(rows, self._ranks.count)
         calls = [
             (rank, name, (_taken(rows, share), *arguments))
@@ -162,7 +162,7 @@ class RankTrace:
 
 
 def _in_order(shares: Sequence[Sequence[int]], told: Sequence[Sequence[Any]]) -> list[Any]:
-    """What was told of each share of some rows, in the order of all of them."""
+    """Values told for each share of some rows, in the order of all rows."""
     found: list[Any] = [None] * sum(map(len, shares))
     for share, values in zip(shares, told, strict=True):
         for index, value in zip(share, values, strict=True):

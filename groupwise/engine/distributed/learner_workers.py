@@ -1,12 +1,12 @@
 """The main process's side of learners that each have a model of their own: one on each GPU, or on several machines.
 
 On one machine they are started here. Under torchrun the process of its rank 0 runs the whole program and starts that rank beside it; the
-others, which are there already, hear by torchrun's store where to call, and are let in once each side has made sure of the other
-(`groupwise.engine.distributed.handshake`). From then on
-there is no difference: calls go over lines, gradients are added up among the ranks (`groupwise.engine.learner.collective`).
+others, which are there already, learn from torchrun's store where to call, and are accepted once each side has verified the other
+(`groupwise.engine.distributed.handshake`). From then on there is no difference: calls go over lines, gradients are added up among the
+ranks (`groupwise.engine.learner.collective`).
 
-The end of one of them ends all others, and every call then fails with the reason. Machines that are elsewhere have other disks: what they
-are to load is sent with the call.
+The end of one of them ends all others, and every call then fails with the reason. Other machines have other disks, so files to load
+are sent with the call.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _LOADS = frozenset({"learner.load", "sampler.load"})
 """Calls that read a folder."""
 _READ = (".safetensors", ".json")
 _WORD = 32
-"""Letters of the word that is told where ranks have no other secret."""
+"""Letters of the word that replaces a secret if ranks have none."""
 
 
 class Peers(Started):
-    """`count` worker processes, of `place`'s torchrun where that has started them; where they are `learning`, and several, they meet
+    """`count` worker processes, of `place`'s torchrun if that has started them; if they are `learning`, and several, they meet
     before they make anything."""
 
     def __init__(self, count: int, place: Launched | None, *, learning: bool) -> None:
@@ -67,7 +67,7 @@ class Peers(Started):
 
     @property
     def _host(self) -> str:
-        """At which interface this machine listens: at all of them where ranks call from others."""
+        """Interface on which this machine listens: all of them if ranks call from other machines."""
         return "" if self._place and self._place.machines > 1 else HERE
 
     def _surroundings(self) -> dict[str, str]:
@@ -77,12 +77,12 @@ class Peers(Started):
     def _called_in(self) -> None:
         assert self._door is not None
         self._let_in()
-        if len(self._by_rank) == self.count:  # nobody else is waited for
+        if len(self._by_rank) == self.count:  # all have called
             self._selector.unregister(self._door)
             self._door.close()
 
     def _let_in(self) -> None:
-        """Take a rank that calls; whoever does not know the secret is not heard."""
+        """Accept a rank that calls; a caller that does not know the secret is rejected."""
         assert self._door is not None
         connection, caller = self._door.accept()
         try:

@@ -1,12 +1,12 @@
-"""Messages between the main process, the zygote and its ranks: pickled, because all of them are of the same trust. What comes over a
-network is believed to be theirs by its seal (`groupwise.engine.distributed.handshake`).
+"""Messages between the main process, the zygote and its ranks: pickled, because all of them are trusted alike. Messages over a
+network are verified by their seal (`groupwise.engine.distributed.handshake`).
 
 The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
 socket for each rank. The zygote sends `Ready` or `Failed`, `LogRecordMessage`, and `Ended` when a rank has. To a rank it sends `Call` and
 `Cancel`; the rank sends `Answered` or `Failed`, and `LogRecordMessage`.
 
-A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. Where
-that was asked for, it says `Alive` now and then.
+A rank with a model of its own is first sent `PeerSetup`, which it answers with `Ready` or `Failed`, and `Leave` at last. It sends
+`Alive` now and then if that was asked for.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from groupwise.engine.distributed.handshake import Seal
 _PIECE = 1 << 20
 """Bytes that are read at once."""
 _MOST_SOCKETS = 253
-"""That the kernel hands over at once."""
+"""Sockets that the kernel hands over at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the zygote makes, for as many ranks as sockets were handed over."""
+    """The object that the zygote makes, for as many ranks as sockets were handed over."""
 
     factory: str
-    """`package.module:function`; what it returns is hosted, see `groupwise.engine.distributed.rank`."""
+    """`package.module:function`; its result is hosted, see `groupwise.engine.distributed.rank`."""
     arguments: dict[str, Any]
     """Its keywords; expressible as JSON."""
     sys_path: tuple[str, ...]
@@ -47,25 +47,25 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class PeerSetup:
-    """What one rank with a model of its own is to be."""
+    """The part of one rank with a model of its own."""
 
     rank: int
     count: int
     setup: Setup
     meeting: tuple[str, int] | None
-    """Host and port where those that learn together meet; the first rank's socket that listens there comes with the message."""
+    """Host and port at which ranks that learn together meet; the first rank's listening socket comes with the message."""
     calls: str | None = None
-    """For the first rank under torchrun, to be told to the others: host and port where they are to call, and a word in place of a secret
-    where they were given none."""
+    """The address that the first rank under torchrun announces to the others, host and port, and a word in place of a secret if they were
+    given none."""
     tells: bool = False
-    """Whether it sends what the package logs; the others would say the same."""
+    """True if it sends what the package logs; the others would say the same."""
     beat: float | None = None
     """Seconds between two signs of life; None: it gives none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The work is done; the rank is to end well."""
+    """The work is done; the rank should end normally."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rank has ended, which it never does by itself."""
+    """A rank has ended, which it never does without cause."""
 
     rank: int
     code: int
-    """As `subprocess.Popen.returncode`."""
+    """Exit code, as in `subprocess.Popen.returncode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +93,30 @@ class LogRecordMessage:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A sign of life: what the rank computes comes round to other work."""
+    """A sign of life: the rank's event loop still gets its turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Have something done or told by what a rank hosts."""
+    """Asks a rank to call its hosted object or give an attribute of it, or the zygote to call a function."""
 
     number: int
     name: str
-    """For a rank a path of attributes, `learner.update`; what is callable there is called, and awaited if need be. For the zygote
+    """A path of attributes for a rank, `learner.update`; a callable there is called, and awaited if need be. For the zygote
     `package.module:function`."""
     arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for the call of that number any more."""
+    """The caller no longer waits for the call of that number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a call gave."""
+    """The result of a call."""
 
     number: int
     value: Any
@@ -124,7 +124,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What a call raised; `number` is 0 for what the zygote was to make."""
+    """The error that a call raised; `number` is 0 if the zygote could not make its object."""
 
     number: int
     error: BaseException
@@ -142,17 +142,17 @@ class MessageChannel:
         self._sending = threading.Lock()
 
     def give_up_after(self, seconds: float) -> None:
-        """Of sending, where the other end takes nothing for so long: the connection is ended then, and `send` raises OSError."""
+        """End the connection if the other end takes nothing for so many seconds; `send` then raises OSError."""
         whole, part = int(seconds), int(seconds % 1 * 1e6)
         limit = struct.pack("@ll", whole, part)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
-        """For selectors."""
+        """File descriptor for selectors."""
         return self._connection.fileno()
 
     def send(self, message: object, sockets: Sequence[socket.socket] = ()) -> None:
-        """May be called from any thread. The other end is given the sockets, too. OSError where it is gone."""
+        """May be called from any thread. The other end is given the sockets, too. OSError if it is gone."""
         pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
             frame = framed(self._sealed(pickled))
@@ -171,13 +171,13 @@ class MessageChannel:
         return taken
 
     def receive(self) -> Any:
-        """The next message, when it comes. Raises EOFError where the other end is gone."""
+        """The next message, when it comes. Raises EOFError if the other end is gone."""
         while (frame := self._buffer.take()) is None:
             self._read()
         return self._opened(frame)
 
     def arrived(self) -> list[Any]:
-        """All messages that are complete after one more piece has been read, which must be there. EOFError as `receive`."""
+        """All messages that are complete after one more read; data must be there. EOFError as `receive`."""
         self._read()
         messages: list[Any] = []
         while (frame := self._buffer.take()) is not None:
@@ -192,7 +192,7 @@ class MessageChannel:
             return
 
     def close(self) -> None:
-        """Give up this process's hold on this end."""
+        """Close this process's copy of this end."""
         self._connection.close()
 
     def _sealed(self, message: bytes) -> bytes:
@@ -213,7 +213,7 @@ class MessageChannel:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error as it can be sent; one that is nobody's message carries where it was raised."""
+    """The error as it can be sent; one that is not a GroupwiseError carries its traceback."""
     if not isinstance(error, GroupwiseError):
         error.add_note("In a model worker:\n" + "".join(traceback.format_exception(error)))
     try:

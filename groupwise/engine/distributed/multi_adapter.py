@@ -1,11 +1,11 @@
 """Models beside each other: adapters that are trained and sampled over one base, each with a learner and a sampler of its own.
 
-Whoever drives them asks `Models`, in the main process. In one process their work is done there, by the
-`groupwise.engine.distributed.worker_state.Hosted` of that process. With ranks each model is bound to one of them, so that nothing of it
-need have been there before the fork: that rank alone learns and samples for it, and several models keep several ranks busy. Calls name what
-is called, as those of ranks do.
+The caller drives them through `Models`, in the main process. Without ranks their work is done in that process, by its
+`groupwise.engine.distributed.worker_state.Hosted`. With ranks each model is bound to one of them, so that nothing of it need exist before
+the fork: that rank alone learns and samples for it, and several models keep several ranks busy. Calls name the function to call, like
+calls of ranks.
 
-A model that is dropped is gone with its adapter, optimiser and sampler once what is under way for it has ended; calls that come later
+A model that is dropped is removed with its adapter, optimiser and sampler once its running calls have ended; calls that come later
 are refused.
 """
 
@@ -36,14 +36,14 @@ from groupwise.engine.models.config import LoraConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewModel:
-    """What a model over a base that is in memory begins with."""
+    """The start of a model over a base that is in memory."""
 
     run: str
-    """What its policies are called."""
+    """Name of its policies."""
     folder: str
-    """Where it publishes its weights; nobody else's."""
+    """Folder in which it publishes its weights; no other model may use it."""
     seed: int
-    """Of the numbers that a new adapter begins with, and of dropout."""
+    """Seed of a new adapter's numbers and of dropout."""
     lora: LoraConfig
     """Its shape. A stored adapter that it starts from decides its own; keys that are given must agree with it."""
     start: str | None = None
@@ -52,10 +52,10 @@ class NewModel:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What `groupwise.engine.distributed.worker_state.Hosted.add_model` tells of a model that it has made."""
+    """Facts from `groupwise.engine.distributed.worker_state.Hosted.add_model` about a model that it has made."""
 
     fingerprint: str
-    """Of what its sampler serves."""
+    """Fingerprint of the weights that its sampler serves."""
 
 
 class Host(Protocol):
@@ -67,7 +67,7 @@ class Host(Protocol):
 
 
 class LocalWorker:
-    """What is hosted in this process."""
+    """Calls the models hosted in this process."""
 
     def __init__(self, hosted: Any) -> None:
         """`hosted` is a `groupwise.engine.distributed.worker_state.Hosted`."""
@@ -82,7 +82,7 @@ class LocalWorker:
 
 
 class RemoteWorker:
-    """What one rank hosts."""
+    """Calls the models hosted by one rank."""
 
     def __init__(self, ranks: Calls, rank: int) -> None:
         self._ranks = ranks
@@ -97,7 +97,7 @@ class RemoteWorker:
 
 
 class Model:
-    """One of them, as it is called; refuses when it has been dropped."""
+    """One of the models, for its callers; refuses calls once it has been dropped."""
 
     def __init__(self, name: str, host: Host) -> None:
         self.name = name
@@ -115,7 +115,7 @@ class Model:
         return self._host.call_now("of_model", self.name, what, *arguments)
 
     async def drop(self) -> None:
-        """Refuse from now on, and give all that it held back when what is under way has ended."""
+        """Refuse further calls, and free all that it holds when its running calls have ended."""
         self._refuse_if_dropped()
         self._dropped = True
         await self._host.call("drop_model", self.name)
@@ -147,7 +147,7 @@ class ModelSampler:
             self._fingerprint = await self._model.call("sampler.fingerprint")
 
     def fingerprint(self) -> str:
-        """Of the tensors in memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in memory, as they were when they were loaded."""
         return self._fingerprint
 
 
@@ -202,12 +202,12 @@ class ModelLearner:
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What drives a model: as the parts of a run, but that the processes are those of the base."""
+    """Parts that drive a model: like the parts of a run, but the processes are those of the base."""
 
     sampler: ModelSampler
     learner: ModelLearner
     model: Model
-    """For what else can be called of it, `learner.fingerprint`."""
+    """Used for other calls, such as `learner.fingerprint`."""
     stop_token_ids: tuple[int, ...]
 
 
@@ -221,7 +221,7 @@ class Models:
         stop_token_ids: tuple[int, ...],
         first: str | None = None,
     ) -> None:
-        """`first`: the model that the base was loaded with, which counts, and which all hosts have a part in."""
+        """`first`: the model that the base was loaded with, which counts, and in which all hosts take part."""
         self._hosts = tuple(hosts)
         self._most = most
         self._stop_token_ids = stop_token_ids
@@ -231,14 +231,14 @@ class Models:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all models there are, the oldest first."""
+        """Names of all models there are, the oldest first."""
         return (*((self._first,) if self._first is not None else ()), *self._models)
 
     async def add(self, name: str, new: NewModel) -> ModelParts:
         """Make a model with a learner and a sampler; all others go on as they are.
 
-        Its work is done by the host that has the fewest; of several by the one after the last that was chosen. Raises UsageError where
-        there are as many as there may be, where the name is taken, and where the base is trained itself; ModelError for an adapter
+        Its work is done by the host that has the fewest; of several by the one after the last that was chosen. Raises UsageError if
+        the limit of models is reached, if the name is taken, and if the base is trained itself; ModelError for an adapter
         that cannot be.
         """
         self._refuse(name)
@@ -249,7 +249,7 @@ class Models:
         try:
             added: Added = await self._hosts[number].call("add_model", name, new)
         except BaseException as error:
-            # A rank goes on, whether or not anybody waits.
+            # A rank goes on even if the caller does not wait any more.
             if isinstance(error, asyncio.CancelledError):
                 with suppress(GroupwiseError):
                     await self._hosts[number].call("drop_model", name)
@@ -259,7 +259,7 @@ class Models:
         return ModelParts(sampler, ModelLearner(model), model, self._stop_token_ids)
 
     async def drop(self, name: str) -> None:
-        """Forget a model that was added, once what is under way for it has ended. Raises UsageError where there is none."""
+        """Remove an added model, once its running calls have ended. Raises UsageError if there is none."""
         if name not in self._models:
             raise UsageError(f"There is no model {name} to drop; {self._there_are()}.")
         model, _ = self._models[name]
@@ -273,7 +273,7 @@ class Models:
         return await self._hosts[0].call("layer_kinds")
 
     def host_of(self, name: str) -> int:
-        """Which of the hosts does the work of a model that was added: the number of its rank."""
+        """Number of the rank that hosts a model that was added."""
         return self._models[name][1]
 
     def _chosen(self) -> int:

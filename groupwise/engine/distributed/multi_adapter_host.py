@@ -1,6 +1,6 @@
-"""Where the models over one base stand, in the process that computes them: see `groupwise.engine.distributed.multi_adapter` for who asks.
+"""Hosts the models over one base, in the process that computes them; `groupwise.engine.distributed.multi_adapter` calls it.
 
-Each has adapters of its own on the base, a learner and a sampler; base weights, and what was packed of them, are there once. Calls
+Each has adapters of its own on the base, a learner and a sampler; base weights, and their packed copies, are there once. Calls
 are answered in one event loop: samplers decode a token each in turn, and learners give way to them after every micro-batch.
 """
 
@@ -30,20 +30,20 @@ MakeSampler = Callable[[ServedAdapter], Sampler]
 
 @dataclass(slots=True)
 class _Standing:
-    """One model."""
+    """One hosted model."""
 
     trained: TrainedAdapter
     served: ServedAdapter
     learner: TorchLearner
     sampler: Sampler
     under_way: int = 0
-    """Calls of it that have not ended."""
+    """Number of calls of it that have not ended."""
     dropped: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AdapterHost:
-    """The models over one base, and what makes more of them."""
+    """Holds the models over one base, and makes more of them."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AdapterHost:
         return Added(sampler.fingerprint())
 
     async def drop(self, name: str) -> None:
-        """Forget a model when all calls of it have ended; no call comes after this one."""
+        """Remove a model when all calls of it have ended; no call comes after this one."""
         standing = self._models.pop(name, None)
         if standing is None:
             raise _unknown(name, self._models)
@@ -98,7 +98,7 @@ class AdapterHost:
                 self._remove(standing)
 
     def call_now(self, name: str, what: str, *arguments: Any) -> Any:
-        """The same of what is not async."""
+        """The same for calls that are not async."""
         return _called(self._standing(name), what, arguments)
 
     def layer_kinds(self) -> dict[str, tuple[str, ...]]:
@@ -116,7 +116,7 @@ class AdapterHost:
         standing.gone.set()
 
     def _remove_adapters(self, inner: str) -> None:
-        """What there is already of a model that could not be made."""
+        """Remove the adapters of a model that could not be made completely."""
         for each in [*self._adapted.configs]:
             if each == inner or each.startswith(f"{inner}-"):
                 self._adapted.remove(each)

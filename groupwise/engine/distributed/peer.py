@@ -1,7 +1,7 @@
 """A rank with a model of its own: `python -m groupwise.engine.distributed.peer`, or one of the processes that torchrun has started.
 
-It is told over its line what to make, meets the other ranks where they learn together, and then answers calls as every rank does
-(`groupwise.engine.distributed.rank`). It ends with its line, whatever it is doing.
+It receives its setup over its line, meets the other ranks if they learn together, and then answers calls as every rank does
+(`groupwise.engine.distributed.rank`). It ends with its line, even in the middle of work.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from groupwise.engine.distributed.torchrun import Launched, gpu_of, watch_for_si
 from groupwise.engine.distributed.zygote import make
 
 CONNECT_TIMEOUT = 60.0
-"""Seconds in which the first rank is called again and again."""
+"""Seconds for which the first rank is called repeatedly."""
 AGAIN = 0.2
 LINE = "groupwise/line"
-"""In torchrun's store: where the first rank is to be called and, where ranks were given no secret, a word in its place."""
+"""Key in torchrun's store: address of the first rank and, if ranks were given no secret, a word in its place."""
 
 
 def main(parent: int, descriptor: int) -> NoReturn:
@@ -79,7 +79,7 @@ def be_launched(place: Launched) -> NoReturn:
 
 
 def _called(told: list[str], rank: int) -> MessageChannel:
-    """To the first rank, which each side has made sure of. Raises UsageError, WorkerLostError."""
+    """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
     host, port, *word = told
     secret = secret_of_attempt()
     if secret is None and not word:
@@ -93,7 +93,7 @@ def _called(told: list[str], rank: int) -> MessageChannel:
 
 
 def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[socket.socket, Seal]:
-    """Tried again while the first rank may be busy with others: it hears one after the other."""
+    """Call the first rank, again while it may be busy with others: it answers one after the other."""
     until = time.monotonic() + CONNECT_TIMEOUT
     while True:
         connection = None
@@ -112,7 +112,7 @@ def _introduced(address: tuple[str, int], secret: bytes, rank: int) -> tuple[soc
 
 
 def serve(line: MessageChannel) -> NoReturn:
-    """Be the rank that the other end of the line wants."""
+    """Be the rank that the setup from the other end describes."""
     try:
         wanted: PeerSetup = line.receive()
         sockets = line.taken_over()
@@ -122,7 +122,7 @@ def serve(line: MessageChannel) -> NoReturn:
             _meet(wanted, sockets)
             hosted = make(wanted.setup)
             hosted.join(wanted.rank)
-        except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+        except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
             line.send(Failed(0, portable(error)))
             with suppress(EOFError):
                 line.receive()
@@ -137,8 +137,8 @@ def serve(line: MessageChannel) -> NoReturn:
 
 
 def _find_model(setup: Setup) -> None:
-    """What is converted once for this machine is converted before the ranks meet: from then on transformers' `save_pretrained` writes
-    nothing in any but the first of them."""
+    """Convert the model before the ranks meet, if it is one that is converted once for this machine: from then on transformers'
+    `save_pretrained` writes nothing in any but the first of them."""
     from groupwise.engine.models.config import ModelConfig
     from groupwise.engine.models.tokenizer import resolve
 

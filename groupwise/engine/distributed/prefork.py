@@ -1,8 +1,8 @@
-"""What goes ahead of a run: the zygote, begun before it is known what it will make, and the questions that it answers meanwhile.
+"""Starts the zygote ahead of a run, before it is known what it will make, and asks it questions meanwhile.
 
-A command begins it as soon as it has read its config. From then on the zygote imports torch, transformers and peft, which takes seconds,
-and the command, which has to know something of the model and of the machine before it can say what is to be made, asks it: so it has not
-to import them too. Where no zygote has begun, the same questions are answered in this process.
+A command begins it as soon as it has read its config. From then on the zygote imports torch, transformers and peft, which takes seconds.
+Before the command can say what to make it has to know something of the model and of the machine; it asks the zygote, and so need not
+import them too. If no zygote has begun, the same questions are answered in this process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ MODULES = (
     "groupwise.engine.distributed.worker_state",
     "groupwise.engine.sampler.torch_sampler",
 )
-"""What a zygote imports first; they bring torch, transformers and peft."""
+"""Modules that a zygote imports first; they bring torch, transformers and peft."""
 
 _begun: list[Ranks] = []
-"""At most one."""
+"""Holds one zygote at most."""
 
 
 def begin() -> None:
-    """Begin a zygote to be asked, also for the device, unless there is one."""
+    """Begin a zygote that answers questions, also about the device, unless there is one."""
     if not _begun:
         _begun.append(_started(sees_gpus=True))
 
 
 def take() -> Ranks:
-    """The zygote for whoever says what it makes."""
+    """Hand the zygote over to the caller, which says what it makes."""
     return _begun.pop() if _begun else _started(sees_gpus=False)
 
 
@@ -43,7 +43,7 @@ def _started(*, sees_gpus: bool) -> Ranks:
 
 
 def give_up() -> None:
-    """End a zygote that was begun for nothing."""
+    """End a zygote that was begun but is not needed."""
     while _begun:
         _begun.pop().close()
 

@@ -1,6 +1,6 @@
-"""A rank: a fork of the zygote that answers calls of what it hosts, several at once, in one event loop.
+"""A rank: a fork of the zygote that answers calls of the object it hosts, several at once, in one event loop.
 
-What is hosted is any object. After the fork its `join(rank)` is called, which is where threads are set and neighbours are met, and its
+Any object can be hosted. After the fork its `join(rank)` is called, which sets threads and meets the other ranks, and its
 `leave()` in the zygote; then calls name its attributes. A thread reads the socket, so that messages are taken, and the connection's end
 is noticed, while something is computed: then the main process is gone, and the rank ends.
 """
@@ -34,7 +34,7 @@ from groupwise.engine.distributed.messages import (
 
 
 def run_rank(rank: int, hosted: Any, line: MessageChannel, zygote: int, log_level: int) -> NoReturn:
-    """Be a rank until the connection ends. The first one tells what the package logs; the others would say the same."""
+    """Be a rank until the connection ends. Only the first one sends the package's log; the others would say the same."""
     try:
         signal_when_parent_ends(signal.SIGKILL, zygote)
         tell_log(line if rank == 0 else None, log_level)
@@ -56,7 +56,7 @@ def tell_log(line: MessageChannel | None, level: int) -> None:
 
 
 class _Teller(logging.Handler):
-    """Sends records, with their text made here: what it is made of may not be picklable."""
+    """Sends records with their text made here, because their arguments may not be picklable."""
 
     def __init__(self, line: MessageChannel) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Teller(logging.Handler):
         told = copy.copy(record)
         told.msg, told.args = self.format(record), None
         told.exc_info = told.exc_text = told.stack_info = None
-        with suppress(OSError):  # nobody is there to be told
+        with suppress(OSError):  # the main process is gone
             self._line.send(LogRecordMessage(told))
 
 
@@ -117,10 +117,10 @@ class Answering:
         try:
             self._line.send(Answered(call.number, await self._done(call)))
         except ConnectionAbortedError:
-            return  # another rank has ended, and the zygote tells how
+            return  # another rank has ended, and the zygote reports how
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 — belongs to whoever asked
+        except BaseException as error:  # noqa: BLE001 — belongs to the caller
             self._line.send(Failed(call.number, portable(error)))
 
     async def _done(self, call: Call) -> Any:

@@ -1,8 +1,8 @@
-"""Calls of ranks: each by a number, over the line of its rank; futures connect whoever calls with the thread that listens.
+"""Calls of ranks: each has a number and goes over its rank's line; futures connect the callers with the thread that listens.
 
-What starts the processes, listens and hears of their end is `groupwise.engine.distributed.forked_workers` where ranks are forks that share
-a model, and `groupwise.engine.distributed.spawned_workers` where each has its own. Whatever ends one of them ends all, and every call then
-fails with the reason; but samplers apart from learners are replaced (`groupwise.engine.distributed.sampler_workers`).
+Two modules start the processes, listen and notice their end: `groupwise.engine.distributed.forked_workers` if ranks are forks that share
+a model, and `groupwise.engine.distributed.spawned_workers` if each has its own. If one of them ends for any reason, all end, and every
+call then fails with the reason; but samplers apart from learners are replaced (`groupwise.engine.distributed.sampler_workers`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""One thread, and huge pages for what is allocated, where the system gives them: reading weights is a few per cent faster."""
+"""Use one thread, and huge pages for allocated memory if the system gives them: reading weights is a few per cent faster."""
 RESUME = "A run goes on from its last checkpoint with --resume."
 
 RankCall = tuple[int, str, tuple[Any, ...]]
-"""Which rank, what of it, with which arguments."""
+"""Rank, path of the attribute to call, arguments."""
 
 
 class Calls:
-    """So many ranks that can be called. See `groupwise.engine.distributed.rank` for what can be."""
+    """Ranks that can be called. See `groupwise.engine.distributed.rank` for what can be called."""
 
     def __init__(self) -> None:
         self.count = 0
         self.processes: tuple[int, ...] = ()
-        """Their numbers, once they have been started."""
+        """Process ids, once they have been started."""
         self._ready: Future[None] = Future()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Any]] = {}
         self._over: RunError | None = None
-        """Why nothing can be called any more."""
+        """The reason why calls are no longer possible."""
         self._lines: list[MessageChannel] = []
 
     async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Call something of what a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
+        """Call something of the object that a rank hosts. Cancelling the wait cancels the call if it is `droppable`; otherwise it goes on.
 
-        Raises what it raises, and RunError where a process has ended.
+        Raises what it raises, and RunError if a process has ended.
         """
         number, future = self._ask(rank, name, arguments)
         try:
@@ -65,7 +65,7 @@ class Calls:
             raise
 
     async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
-        """Make all calls at once; results in their order. Where several raise, the error of the first in this order is raised."""
+        """Make all calls at once; results in their order. If several raise, the error of the first in this order is raised."""
         asked = [
             self.call(rank, name, *arguments, droppable=droppable)
             for rank, name, arguments in calls
@@ -77,11 +77,11 @@ class Calls:
         return found
 
     async def call_all(self, name: str, *arguments: Any) -> list[Any]:
-        """The same call of all ranks."""
+        """Make the same call of all ranks."""
         return await self.call_each((rank, name, arguments) for rank in range(self.count))
 
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
-        """As `call_each`, for code that is not async."""
+        """Like `call_each`, for code that is not async."""
         asked = [self._ask(*call) for call in calls]
         errors = [future.exception() for _, future in asked]
         for error in errors:
@@ -90,15 +90,15 @@ class Calls:
         return [future.result() for _, future in asked]
 
     def call_all_now(self, name: str, *arguments: Any) -> list[Any]:
-        """As `call_all`, for code that is not async."""
+        """Like `call_all`, for code that is not async."""
         return self.call_each_now((rank, name, arguments) for rank in range(self.count))
 
     def close(self) -> None:
-        """End all processes, whatever they are doing, and wait until they are gone. May be called again."""
+        """End all processes, even busy ones, and wait until they are gone. May be called again."""
         raise NotImplementedError
 
     def _begin_call(self) -> None:
-        """A call is about to be sent."""
+        """Called before a call is sent."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         number, future = self._expected()
@@ -111,7 +111,7 @@ class Calls:
         return number, future
 
     def _expected(self) -> tuple[int, Future[Any]]:
-        """The number of a new call, and what will have its result."""
+        """The number of a new call, and the future of its result."""
         future: Future[Any] = Future()
         with self._lock:
             if self._over is not None:
@@ -121,7 +121,7 @@ class Calls:
         return number, future
 
     def _awaited(self, number: int) -> Future[Any] | None:
-        """The future of a call that is over; None where nobody waits for it any more."""
+        """The future of a call that is over; None if its caller does not wait for it any more."""
         with self._lock:
             return self._pending.pop(number, None)
 
@@ -130,7 +130,7 @@ class Calls:
             line.send(message)
 
     def _fail_all(self, reason: RunError) -> bool:
-        """Fail what is under way and all that comes. False where that was done before."""
+        """Fail running and future calls. False if that was done before."""
         with self._lock:
             if self._over is not None:
                 return False
@@ -142,18 +142,18 @@ class Calls:
 
 
 def how(code: int | None) -> str:
-    """How a process ended, and what needs less memory where that may be why."""
+    """How a process ended, and how to use less memory if that may be the reason."""
     how = f"{how_it_ended(code)}."
     return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
 
 
 def reason_of(lived: Callable[[], RunError]) -> RunError:
-    """Why listening to processes was over: what `lived` says or, whatever it raises, an error that whoever waits for a call can be told."""
+    """The reason why listening to processes is over, as an error that callers can receive: what `lived` returns, or whatever it raises."""
     try:
         return lived()
     except RunError as error:
         return error
-    except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+    except BaseException as error:  # noqa: BLE001 — callers would otherwise wait for ever
         reason = RunError(
             f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
         )
@@ -162,7 +162,7 @@ def reason_of(lived: Callable[[], RunError]) -> RunError:
 
 
 def log_here(record: logging.LogRecord) -> None:
-    """Log it in this process. What a handler or a filter raises is told as handlers of the standard library do, and ends nothing."""
+    """Log it in this process. Errors of handlers or filters are reported as by the standard library's handlers, and end nothing."""
     log = logging.getLogger(record.name)
     try:
         if log.isEnabledFor(record.levelno):
@@ -172,7 +172,7 @@ def log_here(record: logging.LogRecord) -> None:
 
 
 def agreed(what: str, found: Sequence[str]) -> str:
-    """What all ranks say of `what`. Raises RunError if they do not say the same."""
+    """The value of `what` that all ranks report. Raises RunError if they differ."""
     if len(set(found)) > 1:
         raise RunError(
             f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(found)}. "
@@ -184,7 +184,7 @@ def agreed(what: str, found: Sequence[str]) -> str:
 def settle(
     future: Future[Any] | None, value: Any = None, error: BaseException | None = None
 ) -> None:
-    """Give a future its result, if anybody still waits for it."""
+    """Give a future its result, unless its caller has cancelled it."""
     if future is None:
         return
     with suppress(InvalidStateError):

@@ -1,8 +1,7 @@
 """A sampler whose work is done by ranks.
 
 Groups that are asked for within a few milliseconds are divided together, so that those of a step, which clients may ask for one by one,
-are not cut up more than they must. What a member draws does not depend on the rank that
-draws it, nor on who else is there, so the division changes no bit.
+are not cut up more than they must. A member's draw does not depend on its rank nor on other members, so the division changes no bit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from groupwise.engine.distributed.sharding import Share, deal
 
 _SERVED = "the samplers' weights"
 GATHERED = 0.003
-"""Seconds in which groups are gathered before they are divided: a thousandth of what a small step takes."""
+"""Seconds in which groups are gathered before they are divided: a thousandth of a small step's time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +72,7 @@ class RankSampler:
         self._fingerprint = agreed(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
 
     def fingerprint(self) -> str:
-        """Of the tensors in the memory of all ranks, as they were when they were loaded."""
+        """Fingerprint of the tensors in the memory of all ranks, as they were when they were loaded."""
         return self._fingerprint
 
     def _deal(self) -> None:

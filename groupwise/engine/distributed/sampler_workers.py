@@ -1,12 +1,12 @@
 """The main process's side of samplers apart from learners: processes with a model of their own that draw completions, on this machine.
 
-Each serves what was published last, and what it draws follows from seeds. So nothing is lost with one of them: where one has ended,
-another is started in its place, takes the weights that were loaded last, and is sent again whatever had not been answered; those who wait
-for it see no difference. One that is there and silent, because it hangs or was stopped, is killed after a while, and replaced likewise. One
-that ends again and again without having drawn anything ends all.
+Each serves the weights published last, and its draws follow from seeds. So nothing is lost when one ends: another is started in its
+place, takes the weights that were loaded last, and is sent all unanswered calls again; callers see no difference. A sampler that is
+silent, because it hangs or was stopped, is killed after a while, and replaced likewise. If one ends again and
+again without having drawn anything, all end.
 
-Calls come from the main thread while the thread of `Started` replaces processes: what is sent, and what is to be sent again, changes in
-turns alone (`_turn`).
+Calls come from the main thread while the thread of `Started` replaces processes: the lock `_turn` guards what is sent, and what is
+to be sent again.
 """
 
 from __future__ import annotations
@@ -40,36 +40,37 @@ logger = logging.getLogger(__name__)
 _DRAW = "sampler.generate"
 _LOAD = "sampler.load"
 MOST_ENDS = 3
-"""Of one sampler, without a completion in between: what it is asked, or the machine, is then likely to end the next one, too."""
+"""Ends of one sampler without a completion in between after which the run fails: its requests, or the machine, are then likely to end the
+next one, too."""
 BEGINS = 1800.0
-"""Seconds that one may take until it has made its model: a large one comes slowly from a shared disk."""
+"""Seconds that a sampler may take to make its model: a large one comes slowly from a shared disk."""
 _BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
 _LOOKS = 8
-"""At samplers, and signs of life of each, in the time of `distributed.sampler_timeout`."""
+"""Looks at samplers, and signs of life of each, within `distributed.sampler_timeout`."""
 
 
 class Samplers(Started):
-    """`count` samplers that are replaced when they end, or are silent for longer than `patience` seconds; with `tells`, the first one tells
-    what the package logs."""
+    """`count` samplers that are replaced when they end, or are silent for longer than `patience` seconds; with `tells`, the first one sends
+    the package's log."""
 
     def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
         super().__init__(count, "sampler", first_gpu)
         self._patience = patience
         self._beat = self._look_every = patience / _LOOKS
         self._silent: Counter[int] = Counter()
-        """Looks in a row at which nothing was heard of a sampler, each after `_beat` seconds."""
+        """Looks in a row without a message from each sampler, each look after `_beat` seconds."""
         self._looked_at = time.monotonic()
         self._tells = tells
         self._turn = threading.RLock()
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
-        """Of each sampler, by their numbers."""
+        """Unanswered calls of each sampler, by their numbers."""
         self._up: set[int] = set()
         """Samplers that can be sent calls."""
         self._newest: Policy | None = None
         self._catching_up: dict[int, int] = {}
-        """Which sampler takes the newest weights, by the number of that call."""
+        """The sampler that takes the newest weights, by the number of that call."""
         self._ends: Counter[int] = Counter()
-        """Of each sampler, since it has drawn something."""
+        """Ends of each sampler since it has drawn something."""
 
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
         number, future = self._expected()
@@ -105,7 +106,7 @@ class Samplers(Started):
         return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
 
     def _know(self, rank: int, line: MessageChannel) -> None:
-        """See `Started._know`. Who sends has its turn, without which nobody is replaced: that must end, also where nothing is taken."""
+        """See `Started._know`. Sending holds the lock that replacing a sampler needs, so it must end even if nothing is received."""
         line.give_up_after(self._patience)
         super()._know(rank, line)
 
@@ -137,7 +138,7 @@ class Samplers(Started):
             super()._is_ready(rank)
 
     def _caught_up(self, rank: int, fingerprint: str) -> None:
-        """A sampler that has taken the place of another one serves weights; the newest ones may be newer than what it was told."""
+        """A replacement sampler serves weights; newer ones may have been published since it was told to load."""
         with self._turn:
             assert self._newest is not None
             if fingerprint != self._newest.fingerprint and self._unanswered_load(rank) is None:
@@ -151,7 +152,7 @@ class Samplers(Started):
         return next((call for call in self._unanswered[rank].values() if call.name == _LOAD), None)
 
     def _resume(self, rank: int) -> None:
-        """Send what has not been answered, in the order in which it was asked."""
+        """Send the unanswered calls, in the order in which they were made."""
         self._up.add(rank)
         if self._lines:
             self._lines[rank] = self._by_rank[rank]
@@ -159,7 +160,7 @@ class Samplers(Started):
             self._send(self._by_rank[rank], call)
 
     def _looked(self, heard: set[int]) -> RunError | None:
-        """Replace who is silent. Looks are counted, not seconds: while this process is stopped itself, nobody is missed."""
+        """Replace silent samplers. Looks are counted, not seconds: while this process is stopped itself, no sampler counts as silent."""
         for rank in heard:
             self._silent[rank] = 0
         now = time.monotonic()
@@ -180,7 +181,7 @@ class Samplers(Started):
         return f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
 
     def _ended(self, rank: int, hangs: str = "") -> RunError | None:
-        """Replace it. `hangs`: what is said of one that is there."""
+        """Replace it. `hangs`: the message about a sampler that is still there."""
         if self._over is not None:
             return self._over
         self._silent[rank] = 0

@@ -1,7 +1,7 @@
-"""Who does what: members of groups that are sampled, and rows that are learnt from, divided among ranks.
+"""Divides work among ranks: members of groups that are sampled, and rows that are learnt from.
 
 Both divisions follow from their arguments alone. Whole groups stay together as long as that keeps the ranks evenly busy, because each
-rank computes the prompt of what it has.
+rank computes the prompts of its own share.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.layout import by_prompt
 
 UNEVEN = 1.1
-"""Where whole groups give a rank more than this times its fair share of tokens, groups are cut instead: a prompt that is computed
-twice costs less than ranks that wait."""
+"""Groups are cut if whole ones give a rank more than this times its fair share of tokens: a prompt that is computed twice costs less than
+ranks that wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Some members of a group, and who samples them."""
+    """Some members of a group, and the rank that samples them."""
 
     rank: int
     start: int
@@ -54,7 +54,7 @@ def deal(sizes: Sequence[int], loads: Sequence[int]) -> list[list[Share]]:
 
 
 def _rooms(members: int, loads: Sequence[int]) -> list[int]:
-    """How many of so many members each rank takes, so that all come as near to each other as they can."""
+    """Number of members that each rank takes, so that all come as near to each other as they can."""
     busy = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(busy)
     rooms = [0] * len(loads)
@@ -68,7 +68,7 @@ def _rooms(members: int, loads: Sequence[int]) -> list[int]:
 def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
     """The indices of each rank's rows, rising. A rank may have none.
 
-    What counts are the tokens that are computed: of a prompt once in each rank that has it.
+    The shares are balanced by computed tokens: a prompt counts once in each rank that has it.
     """
     groups = [*by_prompt(rows).values()]
     costs = [_cost(rows, members) for members in groups]
@@ -83,7 +83,7 @@ def cut_rows(rows: Sequence[Row], ranks: int) -> list[list[int]]:
 
 
 def _cut(rows: Sequence[Row], groups: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Group after group, cut into equal stretches wherever that falls."""
+    """Group after group, cut into equal stretches, even within a group."""
     order = [index for members in groups for index in members]
     firsts = {members[0] for members in groups}
     total = sum(_cost(rows, members) for members in groups)

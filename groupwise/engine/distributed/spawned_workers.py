@@ -1,7 +1,7 @@
-"""Processes that the main one starts on this machine, each with a model of its own: what learners and samplers have in common.
+"""Processes that the main one starts on this machine, each with a model of its own: the common part of learners and samplers.
 
 A thread starts them, listens, and lives as long as they do, because the kernel's parent-death signal goes by threads. The end of a line is
-the end of its process; what follows from that is decided where they are told apart: `groupwise.engine.distributed.learner_workers` are lost
+the end of its process; the subclass decides the consequence: `groupwise.engine.distributed.learner_workers` are lost
 all together, `groupwise.engine.distributed.sampler_workers` are replaced.
 """
 
@@ -42,20 +42,20 @@ HERE = "127.0.0.1"
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LAST_WORDS = 1.0
-"""Seconds that one may take to end whose line has ended."""
+"""Seconds that a process may take to end after its line has ended."""
 
 FromRank = Ready | Answered | Failed | LogRecordMessage | Alive
-"""What a rank says."""
+"""Messages that a rank sends."""
 
 
 class Started(Calls):
-    """`count` worker processes that each make the same and host it.
+    """`count` worker processes that each make the same object and host it.
 
-    `called`: what one of them is, for people; `first_gpu`: the number of that of the first one started here, where there are GPUs.
+    `called`: the name of one of them in messages; `first_gpu`: the GPU of the first one started here, if there are GPUs.
     """
 
     _look_every: float | None = None
-    """Seconds after which nothing more is waited for before `_looked`; None: it has time."""
+    """Longest wait for messages in seconds before `_looked`; None: no limit."""
 
     def __init__(self, count: int, called: str, first_gpu: int = 0) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Started(Calls):
         self._thread = threading.Thread(target=self._attend, name=f"{called}s", daemon=True)
 
     async def make(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """As `groupwise.engine.distributed.forked_workers.Ranks.make`."""
+        """Like `groupwise.engine.distributed.forked_workers.Ranks.make`."""
         self._begin(factory, arguments)
         try:
             await wrap_future(self._ready)
@@ -82,7 +82,7 @@ class Started(Calls):
             raise
 
     def make_now(self, factory: str, arguments: Mapping[str, Any]) -> None:
-        """As `make`, for code that is not async."""
+        """Like `make`, for code that is not async."""
         self._begin(factory, arguments)
         try:
             self._ready.result()
@@ -91,7 +91,7 @@ class Started(Calls):
             raise
 
     def close(self) -> None:
-        """See `Calls.close`. What others have started ends by itself, and well."""
+        """See `Calls.close`. Processes that were started by others end by themselves."""
         if self._fail_all(RunError("The model workers are closed.")):
             for line in [*self._by_rank.values()]:
                 with suppress(OSError):
@@ -102,12 +102,12 @@ class Started(Calls):
         self._wake.close()
 
     def end(self, reason: RunError) -> None:
-        """Fail what is under way and all that comes, and have the processes end; does not wait for that. From any thread."""
+        """Fail running and future calls, and have the processes end, without waiting for that. From any thread."""
         if self._fail_all(reason):
             self._rouse()
 
     def take_along(self, others: Started) -> None:
-        """Whatever ends these ends the others from now on, with the same reason."""
+        """End the others with these from now on, with the same reason."""
         self._along.append(others)
 
     def _fail_all(self, reason: RunError) -> bool:
@@ -141,11 +141,11 @@ class Started(Calls):
         raise NotImplementedError
 
     def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
-        """What a rank is to be, and the sockets that come with it."""
+        """The setup of a rank, and the sockets that come with it."""
         raise NotImplementedError
 
     def _ended(self, rank: int) -> RunError | None:
-        """A rank's line has ended. Returns why that ends all; None where it does not."""
+        """Handle the end of a rank's line. Returns the reason if that ends all, else None."""
         raise NotImplementedError
 
     def _called_in(self) -> None:
@@ -153,7 +153,7 @@ class Started(Calls):
         raise NotImplementedError
 
     def _looked(self, heard: set[int]) -> RunError | None:
-        """Called after each look at what there is to hear, with the ranks that were heard of; as `_ended`."""
+        """Called after each look for messages, with the ranks that sent any; returns the same as `_ended`."""
 
     def _is_ready(self, rank: int) -> None:
         """A rank has made what it hosts."""
@@ -169,7 +169,7 @@ class Started(Calls):
         self._fail_all(reason)
 
     def _lived(self) -> RunError:
-        """Start them and listen until they are to end; why."""
+        """Start them and listen until they must end; returns the reason."""
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._open()
         while True:
@@ -189,7 +189,7 @@ class Started(Calls):
                 return reason
 
     def _heard(self, rank: int) -> RunError | None:
-        """Take what a rank has said; why its end ends all, if it has and does."""
+        """Take a rank's messages; returns the reason if its line has ended and that ends all."""
         try:
             messages = self._by_rank[rank].arrived()
         except EOFError:
@@ -243,26 +243,26 @@ class Started(Calls):
             raise RunError(f"The model workers cannot be started: {error}") from error
 
     def _surroundings(self) -> dict[str, str]:
-        """Of their environment, what holds where the user's does not say otherwise."""
+        """Defaults for the ranks' environment; the user's own environment has precedence."""
         return {}
 
     def _know(self, rank: int, line: MessageChannel) -> None:
-        """Tell a rank what it is to be."""
+        """Send a rank its setup."""
         setup, sockets = self._setup_of(rank)
         self._by_rank[rank] = line
         self._selector.register(line, selectors.EVENT_READ, rank)
-        with suppress(OSError):  # it has ended, which its line tells
+        with suppress(OSError):  # it has ended, which its line shows
             line.send(setup, sockets)
 
     def _reaped(self, rank: int) -> tuple[int | None, str]:
-        """How a process ended that was started here and whose line has ended, and its last words."""
+        """Exit code and last words of a process that was started here and whose line has ended."""
         process = self._started[rank]
         with suppress(TimeoutExpired):
             process.wait(_LAST_WORDS)
         return process.returncode, self._outputs[rank].last_words()
 
     def _end_all(self) -> None:
-        """End what was started here, and hang up on the others."""
+        """Kill the processes started here, and hang up on the others."""
         for process in self._started.values():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

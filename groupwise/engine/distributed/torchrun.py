@@ -1,4 +1,4 @@
-"""What torchrun, or whatever else starts the same command several times, says of this one in its environment."""
+"""Reads what torchrun, or whatever else starts the same command several times, says of this one in its environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from groupwise.core.errors import UsageError
 WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SEEN = "CUDA_VISIBLE_DEVICES"
 QUIET = 30
-"""Seconds after which a quiet machine is asked whether it is there; twice as long without an answer, and it is lost."""
+"""Seconds after which a quiet machine is probed; after twice as long without an answer it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +24,23 @@ class Launched:
     rank: int
     count: int
     local_rank: int
-    """Among those of its machine."""
+    """Rank among the processes of its machine."""
     local_count: int
     host: str
-    """Where the first one is."""
+    """Host of the first one."""
 
     @property
     def machines(self) -> int:
-        """Each with as many of them."""
+        """Number of machines, each with as many processes."""
         return max(1, self.count // self.local_count)
 
     def elsewhere(self, rank: int) -> bool:
-        """Whether that one is on another machine than the first: ranks are counted machine by machine."""
+        """True if that one is on another machine than the first: ranks are counted machine by machine."""
         return rank >= self.local_count
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """What this process is, if it was started with others. UsageError for words that are no such thing."""
+    """This process's place if it was started with others, else None. Raises UsageError for values that are not whole numbers."""
     if not all(environment.get(word) for word in WORDS):
         return None
     try:
@@ -59,7 +59,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def refuse_other_number(found: Launched | None, learners: int) -> None:
-    """UsageError where the config wants another number of learners than were started."""
+    """UsageError if the config wants another number of learners than were started."""
     if found is None or found.count == learners:
         return
     raise UsageError(
@@ -70,7 +70,7 @@ def refuse_other_number(found: Launched | None, learners: int) -> None:
 
 
 def gpu_of(local_rank: int) -> dict[str, str]:
-    """The environment of a rank that is to see its own GPU alone; empty where there is none for it."""
+    """The environment of a rank that is to see its own GPU alone; empty if there is none for it."""
     given = os.environ.get(SEEN)
     seen = [each for each in (given or "").split(",") if each]
     if given is None:
@@ -79,7 +79,7 @@ def gpu_of(local_rank: int) -> dict[str, str]:
 
 
 def watch_for_silence(connection: socket.socket) -> None:
-    """A machine that lost its power sends no end; the system's own patience is two hours."""
+    """Detect a machine that lost its power, which closes no connection; the system's own limit is two hours."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET)

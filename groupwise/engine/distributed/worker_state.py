@@ -1,4 +1,4 @@
-"""What a rank hosts: a sampler and a learner as they are in a process of their own, and what can be asked of them there.
+"""The state that a rank hosts: a sampler and a learner as they are in a process of their own, and the calls that they answer there.
 
 Made in the zygote, before the fork; see `groupwise.engine.distributed.rank` for how its attributes are called.
 """
@@ -29,19 +29,19 @@ class Hosted:
     """Sampler and learner over one model, and models beside it that this process alone computes."""
 
     threads: int
-    """Of each rank."""
+    """Threads of each rank."""
     sampler: Sampler | None = None
     learner: Learner | None = None
     stop_token_ids: tuple[int, ...] = ()
     trained: Any = None
     """The learner's `groupwise.engine.learner.weights.TrainedWeights`."""
     replicas: Summed | None = None
-    """What its learner has in common with those of the other ranks; None where it learns alone, or not at all."""
+    """Shared by its learner and those of the other ranks; None if it learns alone, or not at all."""
     tracing: Tracing | None = None
     witness: Any = None
-    """Of what servers of vLLM answer, which sample in the ranks' place (`groupwise.engine.sampler.vllm.witness`)."""
+    """Checks the answers of vLLM servers that sample in the ranks' place (`groupwise.engine.sampler.vllm.witness`)."""
     bench: AdapterHost | None = None
-    """Where models beside this one stand; None where all weights of the base are trained."""
+    """Holds the models beside this one; None if all weights of the base are trained."""
 
     def join(self, rank: int) -> None:
         """Be a rank from now on."""
@@ -59,17 +59,17 @@ class Hosted:
         return trained_slopes(self.trained, learning_rate)
 
     def held_memory(self, device: str) -> tuple[int, int | None]:
-        """Bytes of the device that this process held at most, and those that it shares now, if that can be told."""
+        """Peak bytes of the device that this process held, and those that it shares now, if that is known."""
         return peak_memory(device), shared_memory() if device == "cpu" else 0
 
     async def served(self, policy: Policy) -> str:
-        """Have the sampler load a policy, and tell the fingerprint of what it serves then."""
+        """Have the sampler load a policy; returns the fingerprint of the weights that it serves then."""
         assert self.sampler is not None
         await self.sampler.load(policy)
         return self.sampler.fingerprint()
 
     async def load_sent(self, name: str, given: Any, files: dict[str, bytes]) -> None:
-        """Have the learner or the sampler load from files that came with the call: those that were meant are on another machine."""
+        """Have the learner or the sampler load files that came with the call, because the named ones are on another machine."""
         with TemporaryDirectory(prefix="groupwise-") as folder:
             for file, content in files.items():
                 (Path(folder) / file).write_bytes(content)
@@ -91,7 +91,7 @@ class Hosted:
         return await self._bench().call(name, what, *arguments)
 
     def of_model_now(self, name: str, what: str, *arguments: Any) -> Any:
-        """The same of what is not async."""
+        """The same for calls that are not async."""
         return self._bench().call_now(name, what, *arguments)
 
     async def layer_kinds(self) -> dict[str, tuple[str, ...]]:
@@ -107,14 +107,14 @@ class Hosted:
         return self.bench
 
     def begin_trace(self) -> None:
-        """Trace what this process does from now on, the learner's calls by their names."""
+        """Trace this process from now on, the learner's calls by their names."""
         assert self.learner is not None
         work = traced()
         self.tracing = Tracing(work, work.__enter__(), self.learner)
         self.learner = MarkedLearner(self.learner)
 
     def end_trace(self) -> None:
-        """Trace no more; what was traced can be had from `tracing`."""
+        """Stop the trace; `tracing` holds the result."""
         assert self.tracing is not None
         self.learner = self.tracing.learner
         self.tracing.work.__exit__(None, None, None)
@@ -122,7 +122,7 @@ class Hosted:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A trace, what ends it, and the learner without marks."""
+    """A trace, the context that ends it, and the learner without marks."""
 
     work: AbstractContextManager[Trace]
     trace: Trace

@@ -1,10 +1,10 @@
-"""The process that makes once what all ranks host, and then is forked into them: `python -m groupwise.engine.distributed.zygote`.
+"""Makes the object that all ranks host, once, and then is forked into them: `python -m groupwise.engine.distributed.zygote`.
 
 It is a fresh interpreter, so that the user's script is not run again, with one computing thread, so that there is no thread that a
-fork would lose. Until it is told what to make it answers questions, so that the main process need not import what it has imported.
+fork would lose. Until it receives its setup it answers questions, so that the main process need not import the same modules.
 The ranks share with it, and so with each other, the memory of all that they do not write to: the weights of the model.
-Afterwards it waits: for the end of a rank, which it tells the main process, and for the end of its connection, which is the main
-process's end or wish. In both cases it ends all ranks, and itself.
+Afterwards it waits for the end of a rank, which it reports to the main process, and for the end of its connection, which means that the
+main process has ended or wants it to end. In both cases it ends all ranks, and itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # a queue tells all processes of a job; the main one says when it is over
+    ):  # a queue signals all processes of a job; the main one decides when to end
         signal.signal(number, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL, parent)
     _import(modules)
@@ -52,7 +52,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     tell_log(line, setup.log_level)
     try:
         hosted = make(setup)
-    except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+    except BaseException as error:  # noqa: BLE001 — reported to the main process, whatever it is
         line.send(Failed(0, portable(error)))
         return
     ranks = _forked(hosted, line, lines, setup.log_level)
@@ -62,7 +62,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import what will be needed. It stays for good, so that looking for garbage in it again and again would only take time."""
+    """Import the modules that will be needed. They stay for good, so the garbage collector need not look at them again and again."""
     disable()
     for module in modules:
         import_module(module)
@@ -71,19 +71,19 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _asked_until_setup(line: MessageChannel) -> Setup:
-    """Answer questions until it is known what to make."""
+    """Answer questions until the setup comes."""
     tell_log(line, logging.INFO)
     while isinstance(message := line.receive(), Call):
         try:
             function = load(message.name, kind="function").object
             line.send(Answered(message.number, function(*message.arguments)))
-        except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+        except Exception as error:  # noqa: BLE001 — belongs to the caller
             line.send(Failed(message.number, portable(error)))
     return message
 
 
 def make(setup: Setup) -> Any:
-    """What is to be hosted."""
+    """Make the object to be hosted."""
     sys.path.extend(folder for folder in setup.sys_path if folder not in sys.path)
     return load(setup.factory, kind="factory").object(**setup.arguments)
 
@@ -120,7 +120,7 @@ def _end_with(line: MessageChannel, ranks: Sequence[int]) -> None:
 def _wait(line: MessageChannel, ranks: Sequence[int]) -> None:
     """Reap all ranks, and end. The end of the first one is the end of all."""
     process, status = os.wait()
-    with suppress(OSError):  # nobody is there to be told
+    with suppress(OSError):  # the main process is gone
         line.send(Ended(ranks.index(process), os.waitstatus_to_exitcode(status)))
     _kill(ranks)
     with suppress(ChildProcessError):

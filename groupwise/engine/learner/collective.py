@@ -1,6 +1,6 @@
-"""Learners of one run in processes that share no memory: their gradients are added up by torch.distributed, NCCL on GPUs, gloo on CPUs.
+"""Adds up the gradients of one run's learners in processes that share no memory, by torch.distributed: NCCL on GPUs, gloo on CPUs.
 
-As distributed data parallel does where gradients are accumulated: one sum over all ranks for each update, of everything in one piece.
+It does what distributed data parallel does with accumulated gradients: one sum over all ranks for each update, of everything in one piece.
 `DistributedDataParallel` itself is a wrapper around a module's forward pass and takes means; here gradients may be computed by hand, and
 losses are sums with denominators of the whole step. All ranks get the same bits, and make the same update of their own.
 """
@@ -22,16 +22,16 @@ from groupwise.core.errors import WorkerLostError
 from groupwise.engine.models.memory import lacks_memory
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
-"""That ranks wait for each other: for the first one to have read its data, for models to be read, and for the rank with the longest rows.
-Whoever ends is heard of at once; this is how long one that hangs, or whose machine is gone without a word, is waited for."""
+"""Time that ranks wait for each other: for the first one to read its data, for models to be read, and for the rank with the longest rows.
+The end of a rank is noticed at once; this limit is for one that hangs, or whose machine is gone without a word."""
 GRACE = 5.0
-"""Seconds after which a rank ends that cannot reach another one, if nobody has ended it: the end of the other one is to be heard of first,
-because it is the reason."""
+"""Seconds after which a rank that cannot reach another one ends, if it has not been ended by then: the end of the other one should be
+noticed first, because it is the reason."""
 _NUMBER = torch.float32
 
 
 _stores: list[Any] = []
-"""Kept as long as the process lives: the first rank's serves the others."""
+"""Stores live as long as the process: the first rank's serves the others."""
 
 
 def begin(rank: int, count: int, host: str, port: int, device: str, listening: int | None) -> None:
@@ -51,7 +51,7 @@ def tell(name: str, value: str) -> None:
 
 
 def heard(name: str) -> str:
-    """What the first of them tells, when it does. Raises WorkerLostError where it does not."""
+    """The value that the first rank tells, once it does. Raises WorkerLostError if it does not."""
     try:
         return _launchers_store().get(name).decode()
     except dist.DistError as error:
@@ -77,10 +77,10 @@ class Collective:
         return dist.get_rank()
 
     def join(self, rank: int) -> None:
-        """They have met already."""
+        """Does nothing, because the ranks have met already."""
 
     def leave(self) -> None:
-        """Nobody was forked."""
+        """Does nothing, because no process was forked."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""

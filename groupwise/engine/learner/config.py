@@ -85,7 +85,7 @@ class OptimisationConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _epochs_replace_the_default_steps(cls, given: Any) -> Any:
-        """Whoever gives epochs need not write `max_steps: null` beside them."""
+        """A config with epochs need not write `max_steps: null` beside them."""
         if not isinstance(given, dict):
             return given
         keys = cast("dict[str, Any]", given)
@@ -94,7 +94,7 @@ class OptimisationConfig(Strict):
         return {**keys, "max_steps": None}
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Of two keys that say the same in different words both, or none."""
+        """Conflicts between two keys that say the same in different words, if both or neither are given."""
         if self.max_steps is not None and self.num_train_epochs is not None:
             yield Conflict(
                 f"max_steps is {self.max_steps} and num_train_epochs is {self.num_train_epochs}; "

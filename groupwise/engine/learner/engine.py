@@ -1,4 +1,4 @@
-"""What computes rows for a learner: by plain matrices where the model is of a known family, else by transformers' modules."""
+"""Defines what computes rows for a learner: plain matrices if the model is of a known family, else transformers' modules."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from groupwise.engine.learner.forward import Forward, ForwardOutputs
 from groupwise.engine.learner.layout import Batch
 
 Compute = Callable[[Any, ForwardOutputs], Forward]
-"""Log-probabilities and entropies of a micro-batch of the engine that gave it."""
+"""Log-probabilities and entropies of a micro-batch that the same engine has cut."""
 
 
 class Engine(Protocol):
-    """Forward passes of rows, with a gradient where torch's gradients are on."""
+    """Forward passes of rows, with a gradient if torch's gradients are on."""
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
         """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
@@ -26,5 +26,5 @@ class Engine(Protocol):
         ...
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """What was cut has been computed; where several learners hold parts of a model, wait for those who have more."""
+        """Follows the last row of a step: learners that hold parts of one model keep in step here with those that have more rows."""
         ...

@@ -26,24 +26,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Per completion token, padded on the right; padding is 0, and so are tokens that nobody asked about."""
+    """Numbers per completion token, padded on the right; they are 0 for padding and for tokens that were not asked about."""
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
     right_BT: Tensor | None = None
-    """Whether the token is the likeliest one; None where nobody asked."""
+    """True if the token is the likeliest one; None if not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutputs:
-    """What a forward pass tells beside log-probabilities and entropies, because it costs more, and of which tokens."""
+    """Outputs of a forward pass beside log-probabilities and entropies, which cost more, and the tokens they are wanted for."""
 
     entropy_gradient: bool = False
     """Entropies with a gradient: another pass over the logits."""
     accuracy: bool = False
-    """Whether tokens are the likeliest ones: a search through the logits."""
+    """True for tokens that are the likeliest ones: a search through the logits."""
     trained_only: bool = False
-    """Nothing of tokens that their row's mask leaves out: no loss looks at them, and logits cost a good part of a token."""
+    """Leaves out tokens outside of their row's mask: no loss looks at them, and logits cost a good part of a token."""
 
 
 PLAIN = ForwardOutputs()
@@ -72,7 +72,7 @@ class Paths:
 
 
 def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
-    """The ways that this model may take; packing is left out, with a warning, where rows would disturb each other."""
+    """The ways that this model may take; packing is left out, with a warning, if rows would disturb each other."""
     exact = packing and packing_is_exact(decoder)
     if packing and not exact:
         logger.warning(
@@ -117,7 +117,7 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: ForwardOutputs = PLA
 
 
 def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: ForwardOutputs = PLAIN) -> Forward:
-    """Rows behind each other: positions begin anew with each, and none sees another."""
+    """Compute rows behind each other: positions start at 0 in each, and none sees another."""
     device = decoder.device
     ids_SL, positions_SL, owners_SL = _packed_tensors(batch, device)
     hidden_SLH = decoder.hidden(ids_SL, positions_SL, blocks(owners_SL), None)
@@ -138,9 +138,9 @@ def blocks(owners_SL: Tensor) -> Tensor:
 
 
 def packing_is_exact(decoder: Decoder) -> bool:
-    """Whether rows in one sequence leave each other alone in this model, found out on two short ones.
+    """True if rows in one sequence leave each other alone in this model; tested on two short ones.
 
-    They do wherever the layers heed positions and mask alone; a model may have others.
+    They do if the layers depend on positions and mask alone; a model may have others.
     """
     rows = (_toy_row((2, 1), (0, 1, 2)), _toy_row((1, 0), (2, 2)))
     both = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
@@ -161,13 +161,13 @@ def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Ro
 
 
 def _first(batch: PackedBatch, row: Row, place: tuple[int, int]) -> int:
-    """Where the hidden state stands, in the flattened batch, that predicts a row's first completion token."""
+    """Index, in the flattened batch, of the hidden state that predicts a row's first completion token."""
     sequence, start = place
     return sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
 
 
 def _packed_tensors(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and owners [S, L]; padding is owned by nobody (0)."""
+    """Ids, positions and owners [S, L]; padding has the owner 0."""
     ids = torch.zeros(batch.shape, dtype=torch.long)
     positions = torch.zeros(batch.shape, dtype=torch.long)
     owners = torch.zeros(batch.shape, dtype=torch.long)
@@ -191,7 +191,7 @@ def _padded(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
 
 
 def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """[B, T]: where a completion has a token."""
+    """Mask [B, T] of places with a token."""
     lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
     return torch.arange(widest(rows), device=device) < lengths_B[:, None]
 
@@ -199,7 +199,7 @@ def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
 def _at_tokens(
     decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, wanted: ForwardOutputs
 ) -> Forward:
-    """From the hidden states before each completion token, one row after another, to its numbers in the padded shape."""
+    """Numbers in the padded shape, given the hidden states before each completion token, one row after another."""
     asked = asked_of(rows, wanted, hidden_AH.device)
     targets = asked.targets
     found = token_logprobs(
@@ -216,7 +216,7 @@ def _at_tokens(
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens whose numbers are computed, one row after another, and what is computed of them."""
+    """Tokens whose numbers are computed, one row after another, and the numbers wanted of them."""
 
     ids_N: Tensor
     temperatures_N: Tensor
@@ -240,9 +240,9 @@ class QueriedTokens:
 
     targets: Targets
     among_A: Tensor
-    """Which of all completion tokens they are, one row after another."""
+    """Marks them among all completion tokens, one row after another."""
     places_BT: Tensor
-    """Where they stand in the padded shape."""
+    """Marks them in the padded shape."""
 
     def spread(self, found: TokenNumbers) -> Forward:
         """The numbers of the targets in the padded shape."""
@@ -257,7 +257,7 @@ class QueriedTokens:
 
 
 def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) -> QueriedTokens:
-    """Which tokens of the rows are asked about, and what."""
+    """The tokens of the rows that are asked about, and what is asked."""
     real_BT = _real(rows, device)
     places_BT = _padded([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
     if not places_BT.any():  # a gradient of 0 must come from somewhere
@@ -274,7 +274,7 @@ def asked_of(rows: Sequence[Row], wanted: ForwardOutputs, device: torch.device) 
 
 
 def _withheld(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
-    """[X, 2]: pairs of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
+    """[X, 2]: pairs of the index of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
     if not any(row.withheld for row in rows):
         return None
     starts = accumulate((len(row.completion_ids) for row in rows), initial=0)

@@ -1,15 +1,15 @@
 """Weights divided among learners (FSDP2), for models that do not fit on one GPU.
 
-Each learner holds a part of every weight of the base. A layer's are gathered when it computes, forwards and again backwards, and given up
-afterwards; embedding and head are gathered for a whole pass. Where all weights are trained, gradients, moments and updates are divided
+Each learner holds a part of every weight of the base. A layer's are gathered when it computes, forwards and again backwards, and freed
+afterwards; embedding and head are gathered for a whole pass. If all weights are trained, gradients, moments and updates are divided
 likewise; an adapter is small, and whole in every learner.
 
-All learners gather at the same time, so all make as many passes: those who have fewer micro-batches make empty ones. What is computed
-between two passes is their own. Gradients are sums over all learners, never means (`groupwise.engine.learner.collective`). Files hold whole
+All learners gather at the same time, so all make as many passes: those with fewer micro-batches make empty ones. Between two passes each
+computes by itself. Gradients are sums over all learners, never means (`groupwise.engine.learner.collective`). Files hold whole
 tensors: the first learner writes them, and the others lend it their parts.
 
 The model is computed by transformers' modules, a pass by a single call of each: the native engine lays weights out in an order of its
-own, and prompts that are computed once for several completions would be a call more in some learners.
+own, and prompts that are computed once for several completions would need one more call in some learners.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from groupwise.engine.learner.transformers_engine import TransformersEngine
 from groupwise.engine.learner.weights import TrainedWeights
 
 _PASS = "divided_pass"
-"""The method of a divided model that makes a pass."""
+"""Name of a divided model's method that makes a pass."""
 _EMPTY = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
-"""What those compute who have nothing left."""
+"""Computed by learners that have no rows left."""
 
 Numbers = tuple[Tensor, Tensor, Tensor | None]
-"""The fields of a `Forward`: tensors, because hooks of FSDP look for them in what a pass returns."""
+"""The fields of a `Forward` as tensors, because hooks of FSDP look for them in the result of a pass."""
 
 
 class DividedEngine:
     """A `groupwise.engine.learner.engine.Engine` over a model whose weights it divides among the learners that have met.
 
-    All of them make it at the same time, and from then on make the same calls of it in the same order.
+    All learners create it at the same time, and then make the same calls in the same order.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DividedEngine:
         packing: bool,
         gradient_checkpointing: bool,
     ) -> None:
-        """`device`: where parts of the model are to be, which may still be elsewhere as a whole."""
+        """`device`: the place for this learner's parts of the model, which may still be elsewhere as a whole."""
         self._engine = TransformersEngine(
             weights,
             packing=packing,
@@ -68,7 +68,7 @@ class DividedEngine:
         )
         self._weights = weights
         self._left = 0
-        """Passes that others make beyond this learner's last rows."""
+        """Passes that other learners make after this learner's last rows."""
         mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
         policy, *others = weights.models()
         if others:
@@ -96,7 +96,7 @@ class DividedEngine:
             yield gathered
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """Make as many passes as those who have more rows, with no effect."""
+        """Make as many passes as the learners with more rows, without effect."""
         for _ in range(self._left):
             with self.acting(role, gradient=gradient) as compute:
                 found = compute(_EMPTY, ForwardOutputs())
@@ -106,7 +106,7 @@ class DividedEngine:
 
 
 class Divided(Collective):
-    """As `Collective`, where gradients of divided weights have been added up on their way to their parts."""
+    """Like `Collective`, but gradients of divided weights have been added up on their way to their parts."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
@@ -116,7 +116,7 @@ class Divided(Collective):
 
 
 def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Parameter]) -> None:
-    """Leave this learner its part of each weight but of those that stay `whole`, which go where it computes."""
+    """Leave this learner its part of each weight, except those that stay `whole`, which move to its device."""
     layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Tensors that may be divided among learners, as whole ones: for files, for fingerprints, and for what is read from files."""
+"""Gives tensors that may be divided among learners as whole ones: to write and read files, and for fingerprints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from groupwise.engine.models.lora import refuse_mismatch, shapes_of
 
 
 class Whole(Mapping[str, Tensor]):
-    """Tensors as they are when all parts are put together, one after another as they are asked for; in memory of the processor.
+    """Whole tensors, put together from all parts one after another as they are read; in memory of the processor.
 
-    Where they are divided, all learners ask for the same ones in the same order.
+    If they are divided, all learners must read the same ones in the same order.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -31,14 +31,14 @@ class Whole(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def lend(self) -> None:
-        """Take part in it where another learner asks for all of them."""
+        """Take part while another learner reads all of them."""
         for tensor in self._tensors.values():
             if isinstance(tensor, DTensor):
                 tensor.full_tensor()
 
 
 def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
-    """As `groupwise.engine.models.lora.copy_exactly`; of what is divided each learner takes its part."""
+    """Like `groupwise.engine.models.lora.copy_exactly`; each learner takes its part of divided tensors."""
     refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
     with torch.no_grad():
         for name, tensor in owned.items():
@@ -46,7 +46,7 @@ def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin:
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Of all together, and of all parts of them."""
+    """Norm of all tensors together, including their parts on other learners."""
     found = torch.nn.utils.get_total_norm(tensors)
     return float(found.full_tensor() if isinstance(found, DTensor) else found)
 

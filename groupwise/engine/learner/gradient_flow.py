@@ -19,8 +19,8 @@ from groupwise.engine.models.native.linear import Factors, Linear, Part
 from groupwise.engine.models.native.weights import NativeModel
 
 TOKENS = 1024
-"""Random inputs of a layer. So many make the slope sure to about 1 %, but for small steps of layers with large outputs in bfloat16: there
-rounding adds noise of 30 %, which has to be told from a change that does not act."""
+"""Random inputs of a layer. This many give the slope to about 1 %, except for small steps of layers with large outputs in bfloat16: there
+rounding adds noise of 30 %, which must not be mistaken for a change that does not act."""
 
 Compute = Callable[[Tensor, Factors], Tensor]
 """A layer's output [N, O], without the rest of its product, for inputs [N, I] and an adapter of these factors."""
@@ -28,19 +28,19 @@ Compute = Callable[[Tensor, Factors], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """Of the realised on the exact change of a layer's output: 1 where the change acts in full."""
+    """Regression of the realised on the exact change of a layer's output: 1 if the change acts in full."""
 
     layer: str
     value: float
     error: float
-    """Of the value, by chance: one standard deviation."""
+    """Standard deviation of the value, by chance."""
 
 
 def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]:
     """After an AdamW step every entry of B has moved by the learning rate: how much of that reaches the outputs?
 
-    One layer of each kind (`q_proj`, `down_proj` …) is tried, in the number format of its base, with inputs of unit variance. Where
-    sampler and learner compute it in several ways, the least is told. None where all weights are trained.
+    One layer of each kind (`q_proj`, `down_proj` …) is tried, in the number format of its base, with inputs of unit variance. If
+    sampler and learner compute it in several ways, the least slope is returned. None if all weights are trained.
     """
     if not isinstance(weights, TrainedAdapter):
         return []
@@ -55,7 +55,7 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
 
 
 def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
-    """Of what `compute` makes of the change from one adapter of a layer to another, on the change itself (float64)."""
+    """Slope of the change that `compute` makes from one adapter of a layer to another, on the exact change (float64)."""
     return slope_of(*_changes(compute, inputs_NI, before, after))
 
 
@@ -68,7 +68,7 @@ def _changes(
 
 
 def slope_of(realised: Tensor, exact: Tensor) -> float:
-    """Of one change on another, through 0: 1 where it acts in full. `exact` is float64."""
+    """Slope of one change on another, through 0: 1 if it acts in full. `exact` is float64."""
     return float((realised * exact).sum() / (exact * exact).sum())
 
 
@@ -93,7 +93,7 @@ def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
 def _least(
     weights: TrainedAdapter, native: NativeModel | None, path: str, learning_rate: float
 ) -> tuple[float, float]:
-    """With its error."""
+    """The least slope among the ways in which the layer is computed, with its error."""
     before = weights.adapted.low_rank(weights.name)[path]
     generator = torch.Generator().manual_seed(0)
     up_OR = before.up_OR
@@ -106,7 +106,7 @@ def _least(
 
 
 def _ways(weights: TrainedAdapter, native: NativeModel | None, path: str) -> list[Compute]:
-    """Those in which the run computes a layer."""
+    """The ways in which the run computes a layer."""
     by_module = partial(_by_module, weights.adapted.layers[path], weights.name)
     if native is None:
         return [by_module]
@@ -120,7 +120,7 @@ def _added(inputs_NI: Tensor, factors: Factors) -> Tensor:
 
 
 def _by_module(layer: ExactLoraLinear, name: str, inputs: Tensor, factors: Factors) -> Tensor:
-    """As a transformers model computes it, with its adapter acting."""
+    """The layer's output as a transformers model computes it, with these factors as its adapter."""
     _, up = layer.factors(name)
     kept = up.clone()
     try:

@@ -1,12 +1,12 @@
 """Starts the processes of one machine of several: `python -m groupwise.engine.learner.launch_node --processes N -- COMMAND…`.
 
-The command line is the same on each machine.
-torchrun starts COMMAND so many times here, and tells each process which of all it is. Where the machines meet is said by whoever placed
-the job, in the environment (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a fleet do.
-Slurm begins a job on its first machine alone: there this program has srun begin it on all of them, and they meet at the first one. On
-Ray, which keeps the machines (`jobs/hosts/ray_gang.py`), it writes down what the others are to begin, and says after them what they say.
+The command line is the same on each machine. torchrun starts COMMAND so many times here, and gives each process its rank among all. The
+launcher that placed the job says in the environment where the machines meet (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT,
+GROUPWISE_RENDEZVOUS), as `groupwise launch ssh` and a fleet do. Slurm begins a job on its first machine alone: there this program has srun
+begin it on all of them, and they meet at the first one. On Ray, which holds the machines (`jobs/hosts/ray_gang.py`), it writes down what
+the others should begin, and repeats their output.
 
-Exit code: that of the first process that failed; 75 where one was killed, since the same command begun again goes on.
+Exit code: that of the first process that failed; 75 if one was killed, because the same command continues when it is begun again.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, new_secret, por
 MACHINES = "SLURM_JOB_NUM_NODES"
 CORES = "SLURM_CPUS_PER_TASK"
 BEGUN_BY_SRUN = "GROUPWISE_BEGUN_BY_SRUN"
-"""The file in which tasks of srun are told to end."""
+"""Environment variable that names the file which tells tasks of srun to end."""
 TOLD = ".groupwise-told"
-"""That file, in the working folder, which all nodes share."""
+"""Name of that file, in the working folder, which all nodes share."""
 RENDEZVOUS_TIMEOUT = 1800
 """Seconds that the first machine waits for the others: their environments may have to be made."""
 SAVING = 50
-"""Seconds that processes have after TERM; whoever placed the job kills after 60."""
+"""Seconds that processes have after TERM; the launcher that placed the job kills after 60."""
 OTHERS_PATIENCE = 60
 """Seconds that srun leaves the machines after the first of them has ended."""
 NODES, HOST, ORDER = "RAY_GROUPWISE_NODES", "RAY_GROUPWISE_HOST", "RAY_GROUPWISE_ORDER"
-"""As `jobs/hosts/ray_gang.py` has them."""
+"""Names of environment variables, the same as in `jobs/hosts/ray_gang.py`."""
 LOOK_SECONDS = 1.0
-"""Between two looks at what other machines have said."""
+"""Seconds between two looks at the output of other machines."""
 EX_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where this machine stands among all."""
+    """This machine's place among all."""
 
     rank: int
     count: int
     host: str
     port: int
     name: str
-    """Of this attempt of the job."""
+    """Name of this attempt of the job."""
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Be this machine's part; never returns."""
+    """Do this machine's part; never returns."""
     parser = argparse.ArgumentParser(prog="python -m groupwise.engine.learner.launch_node")
     parser.add_argument("--processes", default="1", help="here, or gpu: one for each GPU")
     parser.add_argument("command", nargs="+")
@@ -82,9 +82,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 def begin_on_all(count: int, arguments: Sequence[str]) -> int:
-    """Have srun begin this program once on each node. Its exit code.
+    """Have srun begin this program once on each node. Returns its exit code.
 
-    TERM, which srun answers by killing all tasks at once, is kept from it, and told them by a file instead.
+    TERM would make srun kill all tasks at once, so it is kept from srun, and passed to the tasks in a file instead.
     """
     own = [sys.executable, "-m", "groupwise.engine.learner.launch_node", *arguments]
     step = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
@@ -102,7 +102,7 @@ def begin_on_all(count: int, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _told_instead(path: Path) -> Generator[None]:
-    """TERM is written down there, and so is Ctrl-C, where somebody types this command."""
+    """Write TERM to that file instead of ending, also on Ctrl-C if the command was typed by hand."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = {each: signal.signal(each, lambda *_: path.write_text("TERM")) for each in numbers}
     try:
@@ -113,7 +113,7 @@ def _told_instead(path: Path) -> Generator[None]:
 
 
 def heed(path: Path) -> None:
-    """Tell this process what is said there. The file is there from the beginning: on a network's disk, a new one may be seen late."""
+    """Send this process TERM once the file has content. It exists from the start: on a network's disk, a new one may be seen late."""
     while True:
         with suppress(OSError):  # of a network's disk; it may answer the next time
             if path.read_text():
@@ -123,7 +123,7 @@ def heed(path: Path) -> None:
 
 
 def give_secret() -> str:
-    """To all machines of this job, which share the working folder. The path of the file."""
+    """Make a secret for all machines of this job, which share the working folder. Returns the path of its file."""
     path = os.path.abspath(KEY)
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -135,7 +135,7 @@ def give_secret() -> str:
 def lead(
     environment: Mapping[str, str], arguments: Sequence[str], processes: str, command: Sequence[str]
 ) -> int:
-    """Be the first machine of those that Ray has. The exit code."""
+    """Be the first of the machines that Ray holds. Returns the exit code."""
     count, path = int(environment[NODES]), Path(environment[ORDER])
     told = meeting_of(0, count, environment[HOST], environment["GROUPWISE_ATTEMPT"])
     os.environ[KEY_FILE] = told[KEY_FILE] = give_secret()
@@ -156,7 +156,7 @@ def lead(
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    """At once, for this user alone."""
+    """Write a file in one step, readable by this user alone."""
     new = path.with_name(f"{path.name}.new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
@@ -164,7 +164,7 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 class Repeated:
-    """What other machines write to files that they share with this one, said here as it comes."""
+    """Prints here, as it comes, what other machines write to files that they share with this one."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._said = dict.fromkeys(paths, 0)
@@ -173,7 +173,7 @@ class Repeated:
         self._thread.start()
 
     def end(self) -> None:
-        """Once more, and never again."""
+        """Print what is left, then stop."""
         self._over.set()
         self._thread.join()
 
@@ -187,7 +187,7 @@ class Repeated:
 
 
 def _say_from(path: Path, offset: int) -> int:
-    """How many bytes there were."""
+    """Print new bytes; returns their number."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -200,7 +200,7 @@ def _say_from(path: Path, offset: int) -> int:
 
 
 def found_in(environment: Mapping[str, str]) -> Meeting | None:
-    """What the environment says; None: nothing."""
+    """This machine's place as the environment gives it; None if it gives none."""
     if BEGUN_BY_SRUN in environment:
         name = environment.get("GROUPWISE_ATTEMPT") or f"slurm.{environment['SLURM_JOB_ID']}"
         return Meeting(
@@ -219,7 +219,7 @@ def found_in(environment: Mapping[str, str]) -> Meeting | None:
 
 
 def run(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
-    """Start the command by torchrun, and wait until it has ended here. Its exit code."""
+    """Start the command by torchrun, and wait until it has ended here. Returns its exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args

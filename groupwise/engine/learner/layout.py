@@ -1,9 +1,9 @@
-"""How rows are laid out for the learner: cut into micro-batches by a budget of tokens, in the layout that computes least.
+"""Lays rows out for the learner: cuts them into micro-batches by a budget of tokens, in the layout that computes least.
 
 Two layouts. A `MicroBatch` is one prompt and some of its completions: the prompt's tokens are computed once for all of them, so a
 group of G completions of length R after a prompt of length P costs P + G · R tokens instead of G · (P + R). A `PackedBatch` is rows
 of any prompts, several behind each other in one sequence, each of which sees itself alone: there a row costs its own length and
-next to no padding. `cut` is the one place that chooses between them; whether packing may be chosen at all is for the caller to know.
+next to no padding. Only `cut` chooses between them; the caller decides if packing is allowed at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MicroBatch:
     prompt_ids: tuple[int, ...]
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Where each row stands in the sequence that was cut up."""
+    """Index of each row in the sequence that was cut up."""
 
     @property
     def width(self) -> int:
@@ -41,9 +41,9 @@ class PackedBatch:
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Where each row stands in the sequence that was cut up."""
+    """Index of each row in the sequence that was cut up."""
     places: tuple[tuple[int, int], ...]
-    """For each row the sequence that it is in, and where in it its first token is."""
+    """The sequence that each row is in, and the place of its first token there."""
     shape: tuple[int, int]
     """Sequences, and the length of each in tokens."""
 
@@ -66,7 +66,7 @@ class Batch(Protocol):
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Where each row stands in the sequence that was cut up."""
+        """Index of each row in the sequence that was cut up."""
         ...
 
     @property
@@ -85,7 +85,7 @@ def cut(
 ) -> list[MicroBatch | PackedBatch]:
     """Micro-batches of all rows. With `packing`, prompts whose rows cost less packed than shared are packed together.
 
-    Where the forward pass cannot share prompts, packing takes all rows.
+    If the forward pass cannot share prompts, packing takes all rows.
     """
     if not packing:
         return [*microbatches(rows, max_tokens, prompt_shared=prompt_shared)]
@@ -105,7 +105,7 @@ def cut(
 
 
 def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
-    """Which rows each prompt has, in the order of their first."""
+    """Indices of the rows of each prompt, in the order of their first."""
     found: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
         found.setdefault(row.prompt_ids, []).append(index)
@@ -117,7 +117,7 @@ def microbatches(
 ) -> list[MicroBatch]:
     """Cut rows up so that each micro-batch has at most `max_tokens` tokens, or a single row that is longer.
 
-    Where the forward pass cannot share the prompt, each row costs its own. Prompts keep the order of their first row; within
+    If the forward pass cannot share the prompt, each row costs its own. Prompts keep the order of their first row; within
     one, longer completions come first, which wastes least padding.
     """
     batches: list[MicroBatch] = []

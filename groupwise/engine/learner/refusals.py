@@ -1,4 +1,4 @@
-"""What every learner refuses, in the same words; free of torch."""
+"""Errors that every learner raises in the same words; free of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from groupwise.core.types import OptimiserParams
 
 
 def too_fast(params: OptimiserParams) -> NonFiniteError:
-    """Of weights that a step made."""
+    """The error for weights that a step made not finite."""
     return NonFiniteError(
         f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
         "stands. Lower training.learning_rate."

@@ -1,9 +1,9 @@
-"""Learners of one run in several processes of this machine: their gradients are added up in memory that all of them see.
+"""Adds up the gradients of one run's learners in several processes of this machine, in memory that all of them share.
 
 The processes are forks of one that had made the learner and its `Replicas`. Each computes the gradient of its own rows and writes it
-into its place in the shared memory; when all have, each adds up all places in the same order. So all have the same sum to the bit, make
-the same update of their own, and the weights, which are never sent, stay the same ones. They wait for each other on sockets, which end
-where a process does, and use no time while they wait.
+into its place in the shared memory; when all have, each adds up all places in the same order. So all have the same sum to the bit and make
+the same update of their own, and the weights, which are never sent, stay equal. They wait for each other on sockets, which close
+when a process ends, and use no time while they wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Replicas:
     """The places of `count` learners that train the same parameters, given in the same order by all."""
 
     def __init__(self, count: int, parameters: Sequence[nn.Parameter]) -> None:
-        """To be made before the fork."""
+        """Create it before the fork."""
         sizes = [parameter.numel() for parameter in parameters]
         self.rank = 0
         self._sizes = sizes
@@ -54,13 +54,13 @@ class Replicas:
         self._meeting.join(rank)
 
     def leave(self) -> None:
-        """Give up all places, in the process that was forked: what it held open would hide the end of a fork from the others."""
+        """Give up all places, in the process that was forked: its open sockets would hide the end of a fork from the others."""
         self._meeting.leave()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Give each parameter the sum of its gradients in all replicas; None where none has one.
+        """Give each parameter the sum of its gradients in all replicas; None if none has one.
 
-        Waits until all have called it. Raises ConnectionAbortedError where another process is gone.
+        Waits until all have called it. Raises ConnectionAbortedError if another process is gone.
         """
         self._write([parameter.grad for parameter in parameters])
         self._meeting.wait()
@@ -85,7 +85,7 @@ class Replicas:
 
 
 class _Meeting:
-    """A point that no process passes before all have reached it: the first hears from the others, and then tells them."""
+    """A barrier that no process passes before all have reached it: the first hears from the others, and then tells them."""
 
     def __init__(self, count: int) -> None:
         self._pairs = [socket.socketpair() for _ in range(count - 1)]
@@ -104,7 +104,7 @@ class _Meeting:
                     end.close()
 
     def leave(self) -> None:
-        """Be no part of it."""
+        """Take no part in the barrier in this process."""
         for ends in self._pairs:
             for end in ends:
                 end.close()

@@ -1,4 +1,4 @@
-"""The course of the learning rate: a function of the step alone, so that a resume needs no state for it."""
+"""Computes the learning rate as a function of the step alone, so that a resume needs no state for it."""
 
 from __future__ import annotations
 

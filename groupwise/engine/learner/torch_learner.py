@@ -1,6 +1,6 @@
 """The default learner: forward, backward and AdamW in this process.
 
-It is blind to algorithms. Rows come in with weights and denominators that were made for the whole step; they are cut into
+It knows nothing of algorithms. Rows come in with weights and denominators that were made for the whole step; they are cut into
 micro-batches, each adds its share of the gradient, and `update` applies the sum. Because losses are sums and the denominators
 are given, the gradient does not depend on the cuts. Factors or weights, gradients and optimiser state are float32.
 
@@ -73,11 +73,11 @@ class TorchLearner:
         divide_on: str | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`keep_publications`: so many of the last publications keep their files.
+        """`keep_publications`: number of the last publications that keep their files.
 
         `replicas`: the learners in other processes that compute the gradient of other rows, for the same update.
         Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
-        `engine`: what computes rows, where these weights have one of their own; the keys about how it does are not for it.
+        `engine`: computes the rows, if these weights have an engine of their own; the arguments that configure one do not apply to it.
         `divide_on`: weights are divided among the replicas, and this learner's part is on that device; see `groupwise.engine.learner.fsdp`.
         """
         self._weights = weights
@@ -100,7 +100,7 @@ class TorchLearner:
         self._updates = 0
         self._replicas = replicas
         self._trained: tuple[Sequence[Row], list[tuple[Batch, Tensor]]] = ((), [])
-        """What `forward_backward` was last given, and the log-probabilities that it found, by micro-batch."""
+        """Rows of the last `forward_backward`, and the log-probabilities that it found, by micro-batch."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -170,11 +170,11 @@ class TorchLearner:
         )
 
     def fingerprint(self) -> str:
-        """Of the weights as they are now; see `groupwise.core.types.Policy.fingerprint`."""
+        """Fingerprint of the weights as they are now; see `groupwise.core.types.Policy.fingerprint`."""
         return fingerprint(Whole(self._parameters))
 
     def attend_publication(self) -> str:
-        """What another learner does while the first one publishes; its fingerprint."""
+        """Take part while the first learner publishes; returns the fingerprint."""
         found = self.fingerprint()
         self._weights.lend()
         return found
@@ -196,7 +196,7 @@ class TorchLearner:
     async def measure(
         self, rows: Sequence[Row], loss: LossSpec
     ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
-        """What `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
+        """Return what `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
         found = from_spec(loss)
         wanted = ForwardOutputs(found.needs_entropy_gradient, found.needs_accuracy)
         forwards = self._forwards(rows, wanted=wanted)
@@ -225,7 +225,7 @@ class TorchLearner:
         (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
 
     def attend_save(self) -> None:
-        """What another learner does while the first one saves."""
+        """Take part while the first learner saves."""
         Whole(self._optimiser_tensors()).lend()
         self._weights.lend()
 
@@ -240,7 +240,7 @@ class TorchLearner:
         copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def load_weights(self, folder: str) -> None:
-        """Take weights that were saved or published, with an optimiser that begins anew."""
+        """Take weights that were saved or published, and reset the optimiser."""
         self._weights.read(Path(folder))
         self.discard()
         self._optimiser.state.clear()
@@ -250,7 +250,7 @@ class TorchLearner:
     def _backward(
         self, batch: Batch, wanted: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
-        """The sums of a micro-batch, whose gradient is added, and the log-probabilities that they are made of."""
+        """Add the gradient of a micro-batch's loss; returns its sums, and the log-probabilities that they are made of."""
         with self._engine.acting("policy", gradient=True) as compute:
             forward = compute(batch, wanted)
             result = loss.loss(token_batch(batch, forward))
@@ -292,14 +292,14 @@ class TorchLearner:
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
     def _own_dropout(self) -> contextlib.AbstractContextManager[None]:
-        """While this is open, others of this process may draw, and then dropout goes on where it was."""
+        """Lets others in this process draw random numbers while it is open; afterwards dropout continues where it was."""
         if not self._dropout:
             return contextlib.nullcontext()
         device = self._weights.model.device
         return torch.random.fork_rng([] if device.type == "cpu" else [device])
 
     def _make_optimiser_state(self, names: AbstractSet[str]) -> None:
-        """Moments of these parameters alone: one that has never had a gradient has none."""
+        """Moments of these parameters alone; a parameter that has never had a gradient has none."""
         self._optimiser.state.clear()
         for name in names & self._parameters.keys():
             parameter = self._parameters[name]
@@ -389,7 +389,7 @@ def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
 
 
 def _others(batch: Batch, device: torch.device) -> Others | None:
-    """What rows know of the other rows of their rollouts; None where each is a whole rollout."""
+    """Sums over the other rows of each row's rollout; None if each row is a whole rollout."""
     if all(row.others is None for row in batch.rows):
         return None
     sums = [row.others or SiblingRowStats(0) for row in batch.rows]

@@ -1,4 +1,4 @@
-"""The weights that a learner trains, how they are published, and the reference that they are held against."""
+"""The weights that a learner trains, how they are published, and the reference that they are compared with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainedWeights(Protocol):
-    """What a learner needs of its weights."""
+    """The weights as a learner sees them."""
 
     kind: Literal["adapter", "full"]
 
@@ -37,20 +37,20 @@ class TrainedWeights(Protocol):
         ...
 
     def models(self) -> tuple[PreTrainedModel, ...]:
-        """`model`, and `reference_model` where there is one that is another."""
+        """`model`, and `reference_model` if that is another one."""
         ...
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by the names used in files, sorted."""
+        """Trained parameters, by the names used in files, sorted."""
         ...
 
     def undivided(self) -> Sequence[nn.Parameter]:
-        """What of the models stays whole where their weights are divided among learners (`groupwise.engine.learner.fsdp`)."""
+        """Parameters that stay whole if the models' weights are divided among learners (`groupwise.engine.learner.fsdp`)."""
         ...
 
     @property
     def dropout(self) -> float:
-        """Share of an adapter's inputs that is dropped where dropout acts."""
+        """Share of an adapter's inputs that is dropped while dropout acts."""
         ...
 
     def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]: ...
@@ -60,11 +60,11 @@ class TrainedWeights(Protocol):
         ...
 
     def native(self) -> NativeModel | None:
-        """The model as plain matrices; None where it is not to be computed so."""
+        """The model as plain matrices; None if it is not to be computed so."""
         ...
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:
-        """What an adapter adds to the layers of `native`, by their names; those of the policy are what is trained."""
+        """The adapter's additions to the layers of `native`, by their names; those of the policy are the trained parameters."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class TrainedWeights(Protocol):
         ...
 
     def lend(self) -> None:
-        """Take part in `save` where another learner writes, and weights are divided."""
+        """Take part in `save` while another learner writes, if weights are divided."""
         ...
 
     def read(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ class TrainedAdapter:
         name: str = "policy",
         config: LoraConfig | None = None,
     ) -> None:
-        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
+        """`name`: its name among the adapters over that base; `config`: its shape, None for the one that the base was given."""
         self.adapted = adapted
         self.name = name
         self._reference: str | None = None
@@ -153,7 +153,7 @@ class TrainedAdapter:
         self.adapted.save(self.name, folder)
 
     def lend(self) -> None:
-        """An adapter is whole in each learner."""
+        """Empty, because an adapter is whole in each learner."""
 
     def read(self, folder: Path) -> None:
         copy_exactly(self.parameters(), read_adapter(folder), str(folder / WEIGHTS))
@@ -166,7 +166,7 @@ class TrainedAdapter:
 
 
 class TrainedModel:
-    """All weights of a model in float32, with a frozen copy as reference where one is needed."""
+    """All weights of a model in float32, with a frozen copy as reference if one is needed."""
 
     kind: Literal["adapter", "full"] = "full"
     dropout = 0.0
@@ -196,7 +196,7 @@ class TrainedModel:
         return contextlib.nullcontext()
 
     def native(self) -> None:
-        """Its gradient by hand is that of an adapter."""
+        """None, because the native engine's gradient is that of an adapter."""
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:
         return {}
@@ -213,7 +213,7 @@ class TrainedModel:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
 
     def _stored(self) -> Whole:
-        """What is saved; weights that are the same ones under two names are there once."""
+        """The tensors to save; a weight that has two names is there once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
         return Whole({**buffers, **self.parameters()})

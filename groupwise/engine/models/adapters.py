@@ -1,7 +1,7 @@
 """The adapter that a run starts from (`model.adapter`), checked before any weights are loaded.
 
-It decides its own shape: keys of `lora` that are given beside it must agree with it. Names and shapes of its tensors are held against
-the model's, which is built without storage for that.
+It decides its own shape: keys of `lora` that are given beside it must agree with it. Names and shapes of its tensors are compared
+with the model's, which is built without storage for that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def adapter_folder(model: ModelConfig) -> Path | None:
-    """The folder of `model.adapter`, which may come from the hub; None where there is none.
+    """The folder of `model.adapter`, which may come from the hub; None if there is none.
 
     Raises `ModelError` if it cannot be had, or holds no plain LoRA adapter.
     """
@@ -86,7 +86,7 @@ def _from_hub(model: ModelConfig) -> Path:
 
 @cache
 def _fetched_once(reference: str) -> Path:
-    """One commit for the whole process, even if the branch moves meanwhile."""
+    """Fixes one commit for the whole process, even if the branch moves meanwhile."""
     return fetch_weights(reference)
 
 
@@ -95,9 +95,9 @@ def check_adapter(
     lora: settings_of_models.LoraConfig | None,
     given_as: str = "model.adapter",
 ) -> None:
-    """Raise `ModelError` unless a run of this config can start from `model.adapter`; nothing to check where that is null.
+    """Raise `ModelError` unless a run of this config can start from `model.adapter`; null needs no check.
 
-    `given_as` is what messages call it.
+    `given_as` is the adapter's name in messages.
     """
     if model.adapter is not None and lora is None:
         raise ModelError(
@@ -121,7 +121,7 @@ def check_adapter(
 def starting_config(
     model: ModelConfig, lora: settings_of_models.LoraConfig, given_as: str = "model.adapter"
 ) -> LoraConfig:
-    """The peft config of what is trained: that of the adapter that is given, else a new one. It names the base."""
+    """The peft config of the adapter to train: that of the given adapter, else a new one. It names the base."""
     folder = adapter_folder(model)
     if folder is None:
         config = new_lora_config(lora)
@@ -133,7 +133,7 @@ def starting_config(
 
 
 def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
-    """Of a model with several parts, have the adapter change the text alone, here and wherever peft loads it."""
+    """Restrict the adapter to the text part of a model with several parts, here and wherever peft loads it."""
     described = read_model_config(model)
     if described.get_text_config() is described:
         return
@@ -159,12 +159,12 @@ def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
 
 
 def base_name(model: ModelConfig) -> str:
-    """How files call the base: by its hub id if it has one, else as the config does. Never a cache of this machine."""
+    """The base's name in files: its hub id if it has one, else the config's name. Never a cache of this machine."""
     return BUNDLED[model.name].hub_id if model.name in BUNDLED else model.name
 
 
 def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
-    """Warn where an adapter says that it belongs to another model."""
+    """Warn if an adapter says that it belongs to another model."""
     named = config.base_model_name_or_path
     known = {base_name(model), model.name, resolve(model).location}
     if named and named not in known and _real(named) not in map(_real, known):

@@ -1,8 +1,8 @@
-"""What leaves a run for others: weights, tokenizer and model card in one folder, as transformers, peft and vLLM read them.
+"""Packs what leaves a run for others: weights, tokenizer and model card in one folder, as transformers, peft and vLLM read them.
 
-The weights are those of a checkpoint or of `final/`. A checkpoint has more in it, the optimiser and the record, which are nobody
-else's. What waits in the run's own folder to be uploaded or evaluated is linked where the disk can, so that it outlives its checkpoint
-at no cost; what is handed out is copied.
+The weights are those of a checkpoint or of `final/`. A checkpoint also holds the optimiser and the record, which are of no use to others.
+Files that wait in the run's own folder for upload or evaluation are linked if the disk can do that, so that they outlive their
+checkpoint at no cost; files that are handed out are copied.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import ModelError
 
 CARD = "README.md"
-"""The file of the model card, as the hub calls it."""
+"""File name of the model card, as the hub expects it."""
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 MODEL = (
     "config.json",
@@ -39,7 +39,7 @@ TOKENIZER = (
 def write_artefact(
     into: Path, weights: Path, card: str, tokenizer: Any = None, *, linked: bool = False
 ) -> None:
-    """Fill a folder under construction. `tokenizer` is written where the weights come without one."""
+    """Fill a folder under construction. `tokenizer` is written if the weights come without one."""
     files = list(weight_files(weights))
     if not files:
         raise ModelError(f"{weights} holds neither an adapter nor a model in safetensors.")
@@ -69,12 +69,12 @@ def weight_files(folder: Path) -> Iterator[Path]:
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """The files of a tokenizer with its chat template; none where the weights come without one."""
+    """The files of a tokenizer with its chat template; none if the weights come without one."""
     return _matching(folder, TOKENIZER)
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder with weights holds an adapter, and no whole model."""
+    """True if a folder with weights holds an adapter, not a whole model."""
     return (folder / ADAPTER[0]).is_file()
 
 

@@ -26,14 +26,14 @@ from groupwise.core.errors import ModelError
 logger = logging.getLogger(__name__)
 
 TINY_VERSION = 1
-"""Raised when the model `tiny` changes. It stands here so that a cached one is found without importing torch."""
+"""Increased when the model `tiny` changes. It stands here so that a cached one is found without importing torch."""
 CONVERSION = 1
-"""Raised when the way of converting changes, so that older caches are made anew."""
+"""Increased when the conversion changes, so that older caches are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """Where an alias finds its weights when they are not cached yet."""
+    """The source of an alias's weights while they are not cached yet."""
 
     hub_id: str
     package: str
@@ -178,7 +178,7 @@ def _made(final: Path, fill: Callable[[Path], None]) -> Path:
 
 def _put(building: Path, final: Path) -> None:
     if final.exists() and not _complete(final):
-        shutil.rmtree(final)  # somebody removed a part of it
+        shutil.rmtree(final)  # a part of it was removed
     try:
         building.rename(final)
     except OSError:
@@ -189,6 +189,6 @@ def _put(building: Path, final: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     from groupwise.engine.models.load import write_dequantised
 
-    # A warning, so that it is seen without any logging set up: nothing else tells why the start takes so long.
+    # A warning, so that it is seen without any logging set up: nothing else explains the slow start.
     logger.warning("making %s ready for use, once: it takes about 20 seconds", gguf.stem)
     write_dequantised(gguf, folder)

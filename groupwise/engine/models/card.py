@@ -1,4 +1,4 @@
-"""The model card: a README.md beside weights that says what they are, how they came about, how they did, and how to load them.
+"""Writes the model card: a README.md beside weights that tells their origin, training, results, and how to load them.
 
 It is made from the run's folder alone, by the run itself and by an export long after. Two equal runs have equal cards, so it names no
 times; and it may be published, so it names no path of this machine.
@@ -24,9 +24,9 @@ from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.store import Store
 
 LEFT_OUT = ("callbacks", "run")
-"""Sections of the config that decide nothing about the weights, but where they are and who was told."""
+"""Sections of the config that have no effect on the weights: their storage and the callbacks."""
 PACKAGES = ("groupwise", "torch", "transformers", "peft")
-"""Those whose versions a run notes (`packages_used`)."""
+"""Packages whose versions a run notes (`packages_used`)."""
 WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
 """The commands that train, in words."""
 DIGITS = 4
@@ -36,12 +36,12 @@ _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
 
 @dataclass(frozen=True, slots=True)
 class WeightsLocation:
-    """Where a reader of the card finds the files."""
+    """The place where a reader of the card finds the files."""
 
     name: str = "."
-    """A folder as seen from where one stands, or an id on the hub."""
+    """A relative folder, or an id on the hub."""
     revision: str | None = None
-    """Of the id, unless it is `main`."""
+    """Revision of a hub id; None means `main`."""
     file: str | None = None
     """The one file of a model for llama.cpp."""
 
@@ -57,8 +57,8 @@ def model_card(
 ) -> str:
     """The card of weights that a run had after so many steps.
 
-    `results` are those of the run's summary (`held_out`, losses). Without them the card has what was evaluated before that step, and in
-    it, where the run is finished: until then that may come later, and a card must not depend on when it is written.
+    `results` are those of the run's summary (`held_out`, losses). Without them the card has the evaluations before that step, and those at
+    the step only if the run is finished: until then they may still come, and a card must not depend on when it is written.
     `merged`: the adapter was added to its base.
     """
     config = read_config(run)
@@ -86,13 +86,13 @@ def model_card(
 
 
 def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What of a run's summary belongs into its card."""
+    """Selects the results of a run's summary that belong into its card."""
     losses = ("eval_loss_first", "eval_loss_last", "eval_loss_best")
     return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
 
 
 def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
-    """The packages that train a run, with the versions that are here behind those that it had `before`, where they differ."""
+    """Versions of the packages that train a run: those that it had `before`, followed by the installed one if it differs."""
     found: dict[str, list[str]] = {}
     for package in PACKAGES:
         try:
@@ -104,7 +104,7 @@ def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, li
 
 
 def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """What the weights were made from: the policy whose whole weights the run started from, else the model."""
+    """The model that the weights were made from: the policy whose whole weights the run started from, else the configured model."""
     lineage = facts.get("lineage")
     if lineage and not config["model"].get("adapter"):
         return lineage[-1]["policy"]
@@ -125,7 +125,7 @@ def _on_hub(name: str) -> bool:
 def _front(
     config: Mapping[str, Any], facts: Mapping[str, Any], base: str, *, adapter: bool
 ) -> Iterator[str]:
-    """What the hub reads."""
+    """The card's YAML header, which the hub reads."""
     from ruamel.yaml import YAML
 
     kind = facts.get("kind", "rl")
@@ -155,13 +155,13 @@ def _what_it_is(
 
 
 def _trained_on(facts: Mapping[str, Any]) -> str:
-    """The task, or the dataset where a run says that its task has no other name (`task_facts`)."""
+    """The task, or the dataset if the run says that its task has no other name (`task_facts`)."""
     dataset = facts.get("dataset")
     return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
 
 
 def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
-    """What it started from where that is not the base alone, and what that had started from."""
+    """The policies that the run started from, nearest first; nothing if it started from the base model alone."""
     adapter = config["model"].get("adapter")
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
         [{"policy": _without_path(adapter)}] if adapter else []
@@ -213,7 +213,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _words(text: str) -> str:
-    """A name as Markdown shows it, whatever it holds."""
+    """A name in Markdown, with any characters."""
     return re.sub(r"[\\`*|<>!#\[\]]", r"\\\g<0>", one_line(text))
 
 
@@ -233,7 +233,7 @@ def _number(value: float | None) -> str:
 
 
 def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, adapter: bool) -> str:
-    """Code that runs as it stands, where the files and the base can be found under the names that it gives them."""
+    """Code that runs unchanged if the files and the base can be found under the names that it gives them."""
     if place.file is not None:
         return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."
     here = f", revision={json.dumps(place.revision)}" if place.revision else ""
@@ -267,7 +267,7 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 
 def _rewarded(facts: Mapping[str, Any]) -> str:
-    """By which rewards, and how much each counts, where the run has noted that."""
+    """Names each reward with its weight; empty if the run has not recorded them."""
     weights: Mapping[str, float] = facts.get("rewards") or {}
     named = [
         f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
@@ -276,7 +276,7 @@ def _rewarded(facts: Mapping[str, Any]) -> str:
 
 
 def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, which names the weights that the run started from by the policy that they are, not by their copy here."""
+    """The config; a copy of weights that the run started from is named by its policy, not by its path here."""
     kept = {key: value for key, value in config.items() if key not in LEFT_OUT}
     if lineage := facts.get("lineage"):
         copied = "adapter" if config["model"].get("adapter") else "name"
@@ -285,7 +285,7 @@ def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, An
 
 
 def _cleaned(value: Any, key: str = "") -> Any:
-    """Without what only this machine, or nobody else, should know."""
+    """A copy without secrets and without local paths."""
     if isinstance(value, Mapping):
         return {k: _cleaned(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
@@ -301,7 +301,7 @@ def _without_path(value: str) -> str:
 
 
 def _made_with(facts: Mapping[str, Any]) -> Iterator[str]:
-    """By what it was trained, which need not be what is here; runs of earlier versions have not noted it."""
+    """Package versions that the run was trained with, which may differ from those installed here; earlier versions recorded none."""
     used: Mapping[str, list[str]] = facts.get("packages") or {}
     if used:
         named = (

@@ -1,14 +1,14 @@
-"""Which tokens of a conversation the assistant wrote: masks from the lengths of renders, never from looking for token ids.
+"""Marks the tokens of a conversation that the assistant wrote, by the lengths of renders and never by looking for token ids.
 
-For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and with the turn.
-The second begins with the first, and what it has more is the turn, its end token included. So a turn is trained after exactly the
-tokens that the model sees when it is asked for it. Where a template marks the assistant's words itself (`{% generation %}`), its marks
-are taken instead. Of a turn whose first words are the prompt's (a prefill), what follows these is trained, after what the model is asked
-with.
+For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and including the
+turn. The second begins with the first, and the rest is the turn, its end token included. So a turn is trained after exactly the tokens
+that the model sees when it is asked for it. If a template marks the assistant's words itself (`{% generation %}`), its marks are used
+instead. If a turn's first words belong to the prompt (a prefill), only the words after them are trained, following the tokens that the
+model is asked with.
 
-Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then the tokens after which a later
-turn is written are not those that an earlier turn was written in, and the two cannot share a row: a new one starts. Where nothing is
-rewritten, all turns stand in one row.
+Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then a later turn follows other
+tokens than those an earlier turn was written in, and the two cannot share a row: a new one starts. If nothing is rewritten, all turns
+stand in one row.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from groupwise.engine.models.tokens import prompt_ids, text_ids
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING = {"reasoning_content", "reasoning", "thinking"}
-"""Keys of a message under which templates find what was thought."""
+"""Keys of a message under which templates look for reasoning."""
 MAX_CHARACTERS_IN_MESSAGE = 40
 """Characters of a text that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """A sequence of tokens; the mask is 1 for those that teach."""
+    """A sequence of tokens; the mask is 1 for those that are trained."""
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
@@ -63,8 +63,8 @@ def mask_turns(
 
     `prefills` has the words that a turn begins with and that its prompt ends with.
 
-    A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` where
-    that is all there is or the template refuses the messages, and `TaskError` where no mask could be right.
+    A first turn that nothing asks for is seen and not trained, unless the template marks what the assistant says. Raises `Refused` if
+    that is all there is or the template refuses the messages, and `TaskError` if no mask could be right.
     """
     rows: list[Masked] = []
     marked = MARKS.search(template_of(tokenizer, chat))
@@ -104,7 +104,7 @@ def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool
 
 
 def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
-    """The conversation up to one assistant turn, of which that turn alone is trained."""
+    """The conversation up to one assistant turn, with only that turn trained."""
     if MARKS.search(template_of(tokenizer, chat)):
         return _marked_turn(tokenizer, chat, turn)
     if turn == 0:
@@ -156,7 +156,7 @@ def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, begun: str) -> Masked:
 
 
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
-    """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
+    """The turn as the template marks it. Marks of earlier turns are left out: those turns have rows of their own, or are joined."""
     messages = list(chat.messages[: turn + 1])
     if spelled(tokenizer, messages) != messages:
         raise Refused(
@@ -184,21 +184,21 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
 
 
 def _joined(first: Masked, longer: Masked) -> Masked:
-    """Both masks over the longer of two sequences, of which the first is the beginning."""
+    """Both masks over the longer of two sequences, which begins with the first."""
     rest = (0,) * (len(longer.ids) - len(first.ids))
     mask = tuple(max(pair) for pair in zip(first.mask + rest, longer.mask, strict=True))
     return Masked(longer.ids, mask, first.ends + longer.ends, first.stretches + longer.stretches)
 
 
 def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
-    """The first `count` messages as text; `ask` adds what makes the model answer."""
+    """The first `count` messages as text; `ask` adds the header that makes the model answer."""
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
 def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
-    """The tokens that `whole` has behind its beginning `before`, whose own tokens are `opening`.
+    """The tokens of `whole` after its beginning `before`, whose own tokens are `opening`.
 
-    Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
+    If tokenising the whole would join characters across the border, the two are tokenised apart, because the model
     is asked with the tokens of `before`.
     """
     ids = text_ids(tokenizer, whole)
@@ -215,7 +215,7 @@ def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> 
 
 
 def _without_space_after_end(tokenizer: Any, text: str) -> str:
-    """Without the line break that templates write after an end token: the model stops at the token and never writes it."""
+    """The text without the line break that templates write after an end token: the model stops at the token and never writes it."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(special_texts(tokenizer)) else text
 
@@ -244,7 +244,7 @@ def _rewritten(turn: int, before: str, whole: str) -> str:
 
 
 def _common(first: Sequence[object], second: Sequence[object]) -> int:
-    """How far two sequences are the same from their beginnings."""
+    """Number of equal elements at the beginning of two sequences."""
     pairs = zip(first, second, strict=False)
     differ = (place for place, (one, other) in enumerate(pairs) if one != other)
     return next(differ, min(len(first), len(second)))

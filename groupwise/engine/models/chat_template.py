@@ -1,11 +1,11 @@
-"""A conversation through the model's chat template: the one place where it is rendered.
+"""Renders a conversation with the model's chat template; no other module does.
 
-`prompt_text` is what a model is asked with. It ends where the assistant's answer begins, or, where the assistant has begun it in the last
-message (a prefill such as `<think>`), with the words of that message, which the model goes on with. `render` is what a template makes of
-messages, for those who need it without that.
+`prompt_text` is the prompt for the model. It ends where the assistant's answer begins; if the last message is the assistant's beginning
+of an answer (a prefill such as `<think>`), it ends with the words of that message, which the model continues. `render` is the plain
+render of messages, for callers that need it without that.
 
 A template also receives the schemas of tools, and arguments of its own such as `enable_thinking`: those of `model.chat_template_kwargs`,
-which `load_tokenizer` leaves at the tokenizer, and before them those of the row.
+which `load_tokenizer` stores on the tokenizer, and those of the row, which have precedence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from groupwise.engine.models.control_tokens import spelled, spelled_messages
 from groupwise.engine.models.tool_calls import written_calls
 
 PROBE = "⟦words⟧"
-"""Stands for the assistant's words where a render is to show what comes before them."""
+"""Placeholder for the assistant's words, to find out what a render puts before them."""
 
 OF_THE_MODEL = "chat_template_kwargs"
 """The attribute of a tokenizer with the arguments of all its conversations."""
@@ -47,7 +47,7 @@ GIVEN = frozenset(
         "return_assistant_tokens_mask",
     }
 )
-"""What no argument of a row may be called."""
+"""Names that are not allowed as arguments of a row."""
 
 _THOUGHTS = re.compile(
     r"(?P<opens>[<[◁](?P<name>[^<>[\]◁▷/\s|]+)[>\]▷]|<\|begin_of_thought\|>|<\|channel\|>analysis(?:<\|message\|>)?)"
@@ -57,21 +57,21 @@ _THOUGHTS = re.compile(
 
 
 class Refused(TaskError):
-    """The template, or what is done with it, does not take this conversation; it may take others."""
+    """The template, or the code that uses its render, does not take this conversation; it may take others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation and what else its template receives."""
+    """A conversation, and everything else that its template receives."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] = ()
-    """Schemas."""
+    """JSON schemas of the tools."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def prompt_text(tokenizer: Any, chat: Chat) -> str:
-    """A conversation up to where the model goes on with it. Raises TaskError where the template refuses it."""
+    """A conversation up to the point where the model continues it. Raises TaskError if the template refuses it."""
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
     *before, begun = chat.messages
@@ -103,15 +103,15 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
 
 
 def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
-    """What the template makes of all messages; `ask` adds what makes the model answer. Raises Refused where it does not take them."""
+    """Render all messages; `ask` adds the header that makes the model answer. Raises Refused if the template does not take them."""
     return apply(tokenizer, chat, add_generation_prompt=ask, tokenize=False)
 
 
 def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
-    """What `apply_chat_template` makes of all messages. Raises Refused where the template does not take them."""
+    """Call `apply_chat_template` on all messages. Raises Refused if the template does not take them."""
     arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
-    if "developer" not in template:  # a younger name for who gives a model its instructions
+    if "developer" not in template:  # a newer name of the role "system"
         messages = [
             {**each, "role": "system"} if each.get("role") == "developer" else each
             for each in messages
@@ -143,7 +143,7 @@ def template_of(tokenizer: Any, chat: Chat) -> str:
 
 
 def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
-    """What the template receives beside messages and tools. Raises TaskError for what it does not know, and which would have no effect."""
+    """Template arguments beside messages and tools. Raises TaskError for one that would have no effect."""
     template = template_of(tokenizer, chat)
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
     if own := sorted(GIVEN & arguments.keys()):
@@ -160,7 +160,7 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
 
 
 def header_of(tokenizer: Any, chat: Chat) -> str | None:
-    """What the template writes between a conversation and the assistant's next words; None where that cannot be told."""
+    """The text that the template writes between a conversation and the assistant's next words; None if that cannot be determined."""
     with suppress(TaskError):
         said = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
@@ -171,7 +171,7 @@ def header_of(tokenizer: Any, chat: Chat) -> str | None:
 
 
 def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
-    """What to warn of where the chat template does not tell the model that it is its turn; None where it does."""
+    """A warning if the chat template does not tell the model that it is its turn; None if it does."""
     if isinstance(prompt, str) or prompt[-1].get("role") == "assistant":
         return None
     header, chat = None, Chat(prompt)
@@ -187,7 +187,7 @@ def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
 
 
 def refusal(error: Exception, messages: Sequence[Message]) -> str:
-    """Why a chat template made no text of messages: no valid Unicode, a broken template, or not what it takes."""
+    """The reason why a chat template could not render messages: invalid Unicode, a broken template, or messages it does not take."""
     if (odd := _no_unicode(messages)) is not None:
         return (
             f"a message has the character {odd!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
@@ -211,6 +211,6 @@ def refusal(error: Exception, messages: Sequence[Message]) -> str:
 
 
 def _no_unicode(messages: Sequence[Message]) -> str | None:
-    """The first character that no encoding can write; None where there is none."""
+    """The first character that no encoding can write; None if there is none."""
     texts = (str(value) for message in messages for value in message.values())
     return next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)

@@ -125,7 +125,7 @@ class LoraConfig(Strict):
 def recorded_base(recorded: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelConfig:
     """The model that a run's record says it was trained on, without its adapter.
 
-    Raises ModelError where it would run code and nobody here has said that it may: whoever wrote the folder wrote the record.
+    Raises ModelError if it would run code and the caller has not allowed that: the author of the folder also wrote the record.
     """
     if recorded.get("trust_remote_code") and not trust_remote_code:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""Control tokens that stand in messages are text: who writes `<|im_end|>` ends no turn, be it a user, a tool or a policy.
+"""Treats control tokens in messages as text: a user, a tool or a policy that writes `<|im_end|>` does not end a turn.
 
 A chat template writes control tokens as text, too, and a tokenizer reads both alike. So before a template sees a message, each control
-token in it is broken by a character that no text has (`spelled`), and the tokenizer gets what was rendered in the pieces between.
+token in it is broken by a character that no text has (`spelled`), and the tokenizer gets the rendered text in the pieces between.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from groupwise.core.types import Message
 BREAK = "\ufdd0"
 """A code point that Unicode has set apart for use within programs; it never stands in a text."""
 LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-"""Of added tokens that are not called special: `<｜User｜>` is one, `<think>` none."""
+"""Recognises control tokens among added tokens that are not marked special: `<｜User｜>` is one, `<think>` is not."""
 OF_TOOLS = ("tool", "function", "ipython")
-"""Roles in which tools speak."""
+"""Roles of messages that tools write."""
 _PATTERNS = "_groupwise_control_tokens"
-"""The attribute of a tokenizer that keeps what was found in its tables, for its template."""
+"""Attribute of a tokenizer that caches the control tokens found for its template."""
 
 
 def special_texts(tokenizer: Any) -> tuple[str, ...]:
@@ -29,9 +29,9 @@ def special_texts(tokenizer: Any) -> tuple[str, ...]:
 
 
 def spelled(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
-    """The same, with all control tokens in its texts broken; lists and mappings through and through.
+    """The value with all control tokens in its texts broken, at any depth of lists and mappings.
 
-    `of_tool`: what a tool brought has no use for any token that the template writes, such as `</tool_response>`; others may name `<think>`.
+    `of_tool`: a tool's output may hold no token that the template writes, such as `</tool_response>`; other texts may name `<think>`.
     """
     patterns = getattr(tokenizer, _PATTERNS, None)
     if patterns is None or patterns[0] != tokenizer.chat_template:
@@ -44,7 +44,7 @@ def spelled(tokenizer: Any, value: Any, *, of_tool: bool = False) -> Any:
 
 
 def spelled_messages(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
-    """Likewise of messages, each by who speaks."""
+    """Like `spelled`, for messages, each according to its role."""
     return [spelled(tokenizer, each, of_tool=each.get("role") in OF_TOOLS) for each in messages]
 
 
@@ -67,5 +67,5 @@ def _spelled(pattern: re.Pattern[str], value: Any) -> Any:
 
 
 def pieces(text: str) -> list[str]:
-    """What is tokenised one after the other, so that nothing broken becomes a control token again."""
+    """Split a text at its breaks. Each part is tokenised by itself, so that no broken control token becomes one again."""
     return text.split(BREAK)

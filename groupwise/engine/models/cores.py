@@ -1,7 +1,7 @@
-"""How many cores this process may use: those that it is bound to, or what its container gives it of their time.
+"""Counts the cores that this process may use: those that it is bound to, or its container's share of their time.
 
-A container's limit (`docker --cpus`, a limit of Kubernetes) leaves every core in sight. The kernel tells it in files of control groups,
-which come in two versions. Groups lie in each other, and the narrowest limit holds; in a container often the root alone is in sight.
+A container's limit (`docker --cpus`, a limit of Kubernetes) leaves every core visible. The kernel reports it in files of control groups,
+which come in two versions. Groups are nested, and the narrowest limit holds; in a container often only the root is visible.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
 _ROOTS = ("0::/", "0:cpu:/")
-"""Of both versions, as lines of `OWN_GROUPS`."""
+"""Root groups of both cgroup versions, as lines of `OWN_GROUPS`."""
 _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""The files of both versions with microseconds of computing, and in how many microseconds one may have them."""
+"""Files of both versions with the microseconds of computing allowed, and the microseconds of the period for them."""
 
 
 def available_cores() -> int:
-    """At least 1. A part of a core counts as a whole one."""
+    """Number of cores that this process may use, at least 1. A part of a core counts as a whole one."""
     limits = map(_limit, _groups())
     return min([_bound_to(), *(limit for limit in limits if limit is not None)])
 
@@ -46,7 +46,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _limit(group: Path) -> int | None:
-    """Cores that the group alone allows; None where it has no limit of its own."""
+    """Cores that the group alone allows; None if it has no limit of its own."""
     for names in _LIMITS:
         with suppress(OSError, ValueError):  # no such files, or `max`
             text = " ".join((group / name).read_text() for name in names)

@@ -1,8 +1,8 @@
 """A transformers model behind three operations that sampler and learner share: hidden states, logits, caches.
 
-Both sides call the same forward with explicit positions and an explicit mask, so that what is sampled and what is trained is
-the same arithmetic. In every cache here a key's index is its position: prompts begin at 0 and nothing is padded on the left.
-Only where there is no cache may several texts stand in one sequence, each with positions from 0.
+Both sides call the same forward with explicit positions and an explicit mask, so that sampling and training do the same arithmetic.
+In every cache here a key's index is its position: prompts begin at 0 and nothing is padded on the left.
+Only without a cache may several texts stand in one sequence, each with positions from 0.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Decoder:
     def hidden(
         self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
     ) -> Tensor:
-        """Last hidden states [B, T, H]. `mask_BTK` is True where a query may look at a key; B may be 1 (shared).
+        """Last hidden states [B, T, H]. `mask_BTK` is True if a query may look at a key; B may be 1 (shared).
 
         Without a cache the keys are the tokens given, whatever their positions: several texts may stand behind each other.
         """
@@ -155,7 +155,7 @@ class Decoder:
         return {"full_attention": self._usable(mask_B1TK), "sliding_attention": sliding}
 
     def _usable(self, mask_B1TK: Tensor) -> Tensor:
-        """As the model's attention takes it: torch's own takes truth values, the plain one adds numbers to its scores."""
+        """The mask as the model's attention takes it: booleans for torch's own, numbers to add to the scores for the plain one."""
         if self.config._attn_implementation == "sdpa":
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min

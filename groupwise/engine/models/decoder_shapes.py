@@ -1,8 +1,8 @@
-"""Shapes of a Llama, Mistral, Qwen2 or Qwen3 by arithmetic, from its config.json and nothing else.
+"""Computes the shapes of a Llama, Mistral, Qwen2 or Qwen3 from its config.json and nothing else.
 
 A dry run and `groupwise check` want only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
-`read_decoder` is None wherever transformers might make another model of the file than is counted here: another family, a missing key,
-anything unusual. Whoever asks then builds the model without storage (`groupwise.engine.models.load.hollow_model`), which also says what is
+`read_decoder` returns None if transformers might build another model from the file than is counted here: another family, a missing key,
+anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.hollow_model`), which also says what is
 wrong with it.
 """
 
@@ -40,7 +40,7 @@ ROTATIONS: Mapping[str, set[str]] = {
 }
 """Kinds of rotary positions, with the numbers that each needs beside its base."""
 UNUSUAL = ("auto_map", "partial_rotary_factor", "quantization_config", "text_config")
-"""Keys that make another model of it."""
+"""Keys that make it another model than is counted here."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -51,15 +51,15 @@ class DecoderShapes:
 
     sizes: Sizes
     longest: int
-    """Most tokens that it was made for."""
+    """Most tokens of a text that the model was made for."""
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of all linear layers but the output head, by their paths in transformers' model."""
     others: int
-    """Numbers that are no weights of these: of embeddings, of a head of its own, of norms and biases."""
+    """Parameters outside of these layers: embeddings, a head of its own, norms and biases."""
     in_bfloat16: bool
 
     def counts(self, config: ModelConfig, lora: LoraConfig | None) -> Counts | None:
-        """With this adapter; None for a given one, and for targets that are no linear layers of it."""
+        """Counts with this adapter; None if the config names a given one, or if a target is not a linear layer of the model."""
         weights = sum(inputs * outputs for inputs, outputs in self.linear.values())
         trained = parameters = weights + self.others
         if lora is not None:
@@ -78,7 +78,7 @@ class DecoderShapes:
         )
 
     def _targets(self, lora: LoraConfig) -> set[str] | None:
-        """The layers that the adapter changes, chosen as peft does; None where one of its names is no linear layer."""
+        """The layers that the adapter changes, chosen as peft does; None if one of its names is no linear layer."""
         if lora.target_modules == "all-linear":
             return set(self.linear)
         found: set[str] = set()
@@ -91,7 +91,7 @@ class DecoderShapes:
 
 
 def read_decoder(config: ModelConfig) -> DecoderShapes | None:
-    """Those of the model, or None. Raises `ModelError` as whatever looks for its files."""
+    """Shapes of the model, or None if it might be counted wrongly. Raises `ModelError` if its files cannot be located."""
     if config.trust_remote_code:
         return None
     path = _config_file(config)
@@ -103,7 +103,7 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
 
 
 def _config_file(config: ModelConfig) -> Path | None:
-    """None where the hub does not give it."""
+    """Path of config.json; None if the hub does not provide it."""
     resolved = located(config)
     if resolved.local:
         return Path(resolved.location, "config.json")
@@ -117,7 +117,7 @@ def _config_file(config: ModelConfig) -> Path | None:
 
 
 def _is_unusual(said: Mapping[str, Any]) -> bool:
-    """Whether transformers might make another model of it than `_shapes` counts."""
+    """True if transformers might build another model from it than `_shapes` counts."""
     family = said.get("model_type")
     if family not in FAMILIES or any(not _is_count(said.get(key)) for key in WHOLE_NUMBERS):
         return True
@@ -151,7 +151,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _turns_plainly(said: Mapping[str, Any]) -> bool:
-    """Whether rotary positions are of one of `ROTATIONS`, under the key that older or newer files have."""
+    """True if rotary positions are not configured or are one of `ROTATIONS`, under the key of older or newer files."""
     given = [said[key] for key in ("rope_scaling", "rope_parameters") if said.get(key) is not None]
     if not given:
         return True

@@ -1,10 +1,10 @@
-"""An adapter merged into its base: one model that needs neither peft nor the base.
+"""Merges an adapter into its base: one model that needs neither peft nor the base.
 
 The base is loaded in float32, the low-rank product is added there, and the sum is rounded once, to the number format of the result. A
-layer whose weights stand for another one as well, such as an output head tied to the embeddings, gets weights of its own,
+layer that shares its weights with another one, such as an output head tied to the embeddings, gets weights of its own,
 because the adapter changed that layer alone.
 
-What training at a small learning rate has changed may be less than bfloat16 can tell from no change at all. How much of it has survived the
+Training at a small learning rate may change weights by less than bfloat16 can represent. The share that survives the
 rounding is measured: the slope of the realised on the exact change, over all layers together.
 """
 
@@ -52,9 +52,9 @@ def write_merged(
     *,
     keeping: float = 0.0,
 ) -> Written:
-    """Write the merged model into a folder; in float32, where its number format would keep less than a share of the adapter's change.
+    """Write the merged model into a folder; in float32, if its number format would keep less than a share of the adapter's change.
 
-    Raises `ModelError` if the adapter is none of this base, or of a kind that is not plain LoRA; OSError if the disk refuses.
+    Raises `ModelError` if the adapter does not belong to this base, or is not plain LoRA; OSError if the disk refuses.
     """
     merged = model.model_copy(update={"adapter": str(adapter), "adapter_revision": None})
     with warnings.catch_warnings():
@@ -69,7 +69,7 @@ def write_merged(
 
 
 def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:
-    """Write a model whose weights were all trained, in another number format where that is asked for; see `write_merged`."""
+    """Write a model whose weights were all trained, in another number format if requested; see `write_merged`."""
     given = ModelConfig(name=str(weights))
     return _write(load_model(given, "float32"), _format(read_model_config(given), dtype), into)
 
@@ -102,7 +102,7 @@ def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
 
 
 def _untie(base: PreTrainedModel, layer: nn.Linear) -> None:
-    """Give a layer weights of its own where other modules use the same ones."""
+    """Give a layer weights of its own if other modules use the same ones."""
     modules = cast("nn.Module", base).modules()
     if sum(getattr(module, "weight", None) is layer.weight for module in modules) == 1:
         return

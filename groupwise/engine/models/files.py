@@ -1,7 +1,7 @@
-"""Reading and writing tensors: the one place where safetensors' own errors become ours.
+"""Reads and writes tensors: the one place where safetensors' own errors become ours.
 
-safetensors reports a full or unwritable disk as an error of its own kind, which is no OSError; and a damaged file likewise. Whoever
-writes here gets an OSError, whoever reads a `ModelError`, so that nobody above needs to know the library.
+safetensors reports a full or unwritable disk, and a damaged file, as an error of its own kind, which is not an OSError. Functions here
+raise OSError if writing fails and `ModelError` if reading fails, so that callers need not know the library.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise the OSError that stands behind a failed write of safetensors."""
+    """Raise the OSError that caused a failed write of safetensors."""
     try:
         yield
     except SafetensorError as error:
@@ -81,7 +81,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def indexed(index: Path) -> list[str]:
-    """The names of the files that an index of weights lists; `ModelError` where one of them leads out of its folder."""
+    """The names of the files that an index of weights lists; `ModelError` if one of them leads out of its folder."""
     weights = read_json(index).get("weight_map")
     names: list[Any] = list(weights.values()) if isinstance(weights, dict) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
     for name in names:
@@ -107,9 +107,9 @@ IMPLEMENTATION = re.compile(r"(attn|experts)_implementation(_internal)?$")
 
 
 def check_sent(folder: Path) -> None:
-    """Look through a folder that a stranger has sent, before any library reads it.
+    """Check a folder that a stranger has sent, before any library reads it.
 
-    Raises ModelError where it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
+    Raises ModelError if it names files outside of it, or code or repositories that would be loaded: an index with paths, `auto_map`, an
     attention or experts implementation other than `eager` and `sdpa`, a `backbone`; or a model of a kind that is no language model.
     """
     for path in sorted(folder.rglob("*.json")):
@@ -140,7 +140,7 @@ def _check_kind(content: dict[str, Any]) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether no kernel is named, also not for a part of the model."""
+    """True if no special kernel is named, neither for the model nor for a part of it."""
     if isinstance(value, dict):
         return all(_is_plain(inner) for inner in cast("dict[str, Any]", value).values())
     return value in (None, "eager", "sdpa")
@@ -150,7 +150,7 @@ def _parsed(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        return None  # which whoever needs it says
+        return None  # reported by the code that needs it
 
 
 def _entries(content: Any) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,9 @@
-"""What sampler and learner hold of a model, in bytes, told from its config alone; `groupwise.engine.models.plan` adds it up.
+"""Counts the bytes that sampler and learner hold of a model, from its config alone; `groupwise.engine.models.plan` adds them up.
 
-The engines are above this room, and each says for itself what it keeps and why: weights in `groupwise.engine.models.native.weights` and
-`groupwise.engine.models.native.packed`; keys and values in `groupwise.engine.sampler.native.cache`,
-`groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.slot_engine`; activations in
-`groupwise.engine.learner.native.body`. Here it is counted, and tests hold the engines' own tensors against these numbers.
+The engines are in layers above this module, and each documents what it keeps and why: weights in
+`groupwise.engine.models.native.weights` and `groupwise.engine.models.native.packed`; keys and values in
+`groupwise.engine.sampler.native.cache`, `groupwise.engine.sampler.native.graph_engine` and `groupwise.engine.sampler.slot_engine`;
+activations in `groupwise.engine.learner.native.body`. Tests compare the engines' own tensors with these numbers.
 
 A `Footprint` is that of one process whose engines are known. The functions below count what one kind of engine holds. None of this
 needs torch.
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 FLOAT = 4
 """Bytes of a float32 number."""
 GROWTH = 64
-"""The cache of own keys grows by multiples of so many tokens."""
+"""The cache of own keys grows by multiples of this many tokens."""
 IN_PRODUCTS = 1.5
-"""Numbers of an adapter in the order of the native products, for each of its own: where one product is several layers, there are zeros."""
+"""Stored numbers per number of an adapter in the order of the native products: products of several layers hold zeros."""
 
 
 BYTES_IN_4BIT = 4.127 / 8
-"""Of a weight in NF4: 4 bits, and 0.127 for the doubly quantised scales of its block of 64 (Dettmers et al. 2023, QLoRA, §3)."""
+"""Bytes of a weight in NF4: 4 bits, and 0.127 for the doubly quantised scales of its block of 64 (Dettmers et al. 2023, QLoRA, §3)."""
 BYTES_IN_8BIT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of a decoder."""
+    """Sizes of a decoder."""
 
     layers: int
     hidden: int
@@ -53,17 +53,17 @@ class Sizes:
     kv_heads: int
     head_size: int
     inner: int
-    """Between the products of the MLP."""
+    """Width between the products of the MLP."""
     vocabulary: int
 
     @property
     def queries(self) -> int:
-        """Of a token in a layer."""
+        """Numbers in the queries of one token in one layer."""
         return self.heads * self.head_size
 
     @property
     def keys(self) -> int:
-        """Of a token in a layer; there are as many values."""
+        """Numbers in the keys of one token in one layer; there are as many values."""
         return self.kv_heads * self.head_size
 
     @property
@@ -93,14 +93,14 @@ class Counts:
     linear: int
     """Weights of all linear layers but the output head."""
     native: bool
-    """Whether it has a native form; on a processor that needs numba, too."""
+    """True if the model has a native form; on a processor that needs numba, too."""
     in_bfloat16: bool
-    """Whether it was published in that format."""
+    """True if the model was published in bfloat16."""
     dropout: float
 
 
 def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
-    """Bytes by which the weights are smaller where those of `linear` layers are held in 4 or 8 bits."""
+    """Bytes saved if the weights of `linear` layers are held in 4 or 8 bits."""
     if not (config.load_in_4bit or config.load_in_8bit):
         return 0.0
     each = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
@@ -108,7 +108,7 @@ def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
 
 
 def sizes_of(config: PreTrainedConfig) -> Sizes:
-    """As the config of a model's text part says."""
+    """Sizes given by the config of a model's text part."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     return Sizes(
         layers=config.num_hidden_layers,
@@ -122,7 +122,7 @@ def sizes_of(config: PreTrainedConfig) -> Sizes:
 
 
 def bytes_of(dtype: str) -> int:
-    """Of a number in this format."""
+    """Bytes of one number in this format."""
     return 2 if dtype == "bfloat16" else FLOAT
 
 
@@ -131,26 +131,26 @@ def bytes_of(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a process holds of a model, by the engines that compute it."""
+    """Memory that one process needs for a model, depending on the engines that compute it."""
 
     sizes: Sizes
     size: int
     """Bytes of a number."""
     full: bool
-    """Whether all weights are trained."""
+    """True if all weights are trained, not an adapter."""
     on_cpu: bool
     samples: bool
     native_sampler: bool
     native_learner: bool
     packed: int
-    """Bytes of a number in the order of decoding; 0 where there is no such order."""
+    """Bytes of a number in the order of decoding; 0 if there is no such order."""
 
     def plain(self, parameters: int) -> int:
-        """Of a model without anything beside it."""
+        """Bytes of a model's weights alone."""
         return parameters * self.size
 
     def served(self, parameters: int) -> int:
-        """Of the model that is sampled from, and an adapter's base; nothing of one whose weights are all trained."""
+        """Bytes of the sampled model, or of an adapter's base; 0 if all weights are trained and the process does not sample."""
         if self.full and not self.samples:
             return 0
         native = self.native_sampler or self.native_learner
@@ -158,14 +158,15 @@ class Footprint:
         return self.plain(parameters) + copies
 
     def trained(self, parameters: int, processes: int) -> int:
-        """Of what is trained, in all processes: weights, gradient and two moments; where there are several processes, a place in which
-        they add up their gradients, and of all weights those that they were forked from."""
+        """Bytes of trained weights, gradient and two moments in all processes. Several processes also each need a buffer to add gradients,
+        and, if all weights are trained, the weights that they were forked from."""
         each = FLOAT * (4 + (processes > 1)) + self._copies_of_an_adapter()
         forked = FLOAT if self.full and processes > 1 else 0
         return int(parameters * (processes * each + forked))
 
     def _copies_of_an_adapter(self) -> float:
-        """Of each of its numbers: the sampler's, and those that native engines compute with, in learning, of prompts and in decoding."""
+        """Bytes per number of an adapter for its copies: the sampler's, and those of native engines for learning, prompts and decoding;
+        0 if all weights are trained."""
         if self.full:
             return 0.0
         computed = (self.native_learner + self.native_sampler) * self.size
@@ -173,7 +174,7 @@ class Footprint:
         return self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
 
     def cache(self, decoding: Decoding) -> int:
-        """Of keys and values; on a GPU also of the logits, which have a place of their own."""
+        """Bytes of keys and values; on a GPU the native sampler's logits, which have a buffer of their own, are included."""
         if self.native_sampler and self.on_cpu:
             return native_cache(self.sizes, self.size, decoding)
         tokens = decoding.slots * decoding.key_length + decoding.prompts * decoding.prompt
@@ -181,7 +182,7 @@ class Footprint:
         return slot_cache(self.sizes, self.size, tokens) + logits
 
     def activations(self, tokens: int, *, recompute: bool) -> int:
-        """Of a micro-batch."""
+        """Bytes of a micro-batch's activations and logits."""
         sizes, size = self.sizes, self.size
         if self.native_learner:
             logits = native_logits(sizes, size, on_cpu=self.on_cpu)
@@ -189,7 +190,7 @@ class Footprint:
         return tokens * module_activations(sizes, size, recompute=recompute) + module_logits(sizes)
 
     def update(self, parameters: int) -> int:
-        """Of AdamW, a number beside each of the trained ones; or of a native model beside the one that it replaces."""
+        """Bytes of AdamW's temporary numbers, one for each trained one; or of a native model beside the one that it replaces, if larger."""
         renewed = 0
         if self.full and self.native_sampler:
             renewed = native_anew(self.sizes, self.size, self.packed)
@@ -199,7 +200,7 @@ class Footprint:
 def footprint_of(
     counts: Counts, *, dtype: str, device: str, full: bool, by_modules: bool, samples: bool
 ) -> Footprint:
-    """What the engines hold that `groupwise.engine.models.native.weights.native_model` would choose for these weights.
+    """The footprint of the engines that `groupwise.engine.models.native.weights.native_model` would choose for these weights.
 
     With `by_modules`, or if an adapter has dropout, transformers' modules learn.
     """
@@ -223,13 +224,13 @@ def footprint_of(
 
 
 def native_copies(sizes: Sizes, size: int, packed: int) -> int:
-    """What a native model has beside the model's own weights: queries and keys with their rows in another order, and all products in
-    the order of decoding, `packed` bytes for each number; 0 where they are not ordered."""
+    """Bytes that a native model has beside the model's own weights: queries and keys with their rows in another order, and all products in
+    the order of decoding, `packed` bytes for each number; 0 if they are not ordered."""
     return sizes.turned * size + sizes.products * packed
 
 
 def native_anew(sizes: Sizes, size: int, packed: int) -> int:
-    """What is made where all weights are published, while the sampler still has what it had before."""
+    """Bytes that are built when all weights are published, while the sampler still has the previous ones."""
     return sizes.fused * size + sizes.products * packed
 
 
@@ -242,7 +243,7 @@ def grown(room: int, needed: int) -> int:
 
 
 def rooms(tokens: int) -> tuple[int, int]:
-    """Those before and after it grew for the last time, where its rows come to so many tokens one by one."""
+    """Room before and after the cache last grew, if its rows reach so many tokens one by one."""
     before = after = 0
     while after < tokens:
         before, after = after, grown(after, after + 1)
@@ -250,7 +251,7 @@ def rooms(tokens: int) -> tuple[int, int]:
 
 
 def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
-    """On a processor: keys in float32, values in rows of whole vectors. Those of own tokens are there twice while the cache grows."""
+    """Bytes on a processor: keys in float32, values in rows of whole vectors. Those of own tokens exist twice while the cache grows."""
     per_token = sizes.kv_heads * (sizes.head_size * FLOAT + multiple(sizes.head_size, LANES) * size)
     written = decoding.completion - 1  # nothing follows the last one
     own = multiple(decoding.slots, ROWS) * sum(rooms(written))
@@ -259,12 +260,12 @@ def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
 
 
 def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:
-    """Elsewhere: keys and values of so many tokens in the model's number format."""
+    """Bytes of other caches: keys and values of so many tokens in the model's number format."""
     return cached_numbers(sizes) * size * tokens
 
 
 def cached_numbers(sizes: Sizes) -> int:
-    """Keys and values of a token in all layers."""
+    """Number of keys and values of a token in all layers."""
     return 2 * sizes.layers * sizes.keys
 
 
@@ -272,8 +273,8 @@ def cached_numbers(sizes: Sizes) -> int:
 
 
 def native_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
-    """Of a token, kept for the backward pass: two residual streams in float32 and the results of three products and of attention in each
-    layer, beside what the backward pass of one layer computes with. With `recompute` one residual stream of each layer, and all of a
+    """Bytes per token kept for the backward pass: two residual streams in float32 and the results of three products and of attention in
+    each layer, beside what the backward pass of one layer computes with. With `recompute` one residual stream of each layer, and all of a
     single one."""
     residual = sizes.hidden * FLOAT
     kept = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
@@ -284,7 +285,7 @@ def native_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
 
 
 def module_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
-    """The same of transformers' modules with torch's graph: about twelve hidden states and four feed-forward states in a layer."""
+    """The same for transformers' modules with torch's graph: about twelve hidden states and four feed-forward states in a layer."""
     of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
     if recompute:
         return sizes.layers * sizes.hidden * size + of_a_layer
@@ -292,10 +293,10 @@ def module_activations(sizes: Sizes, size: int, *, recompute: bool) -> int:
 
 
 def native_logits(sizes: Sizes, size: int, *, on_cpu: bool) -> int:
-    """Of as many tokens as the head computes at once; a processor has the float32 numbers beside them for a few of these only."""
+    """Bytes for the tokens that the head computes at once; a processor has the float32 numbers beside them for only a few of these."""
     return CHUNK * sizes.vocabulary * (size if on_cpu else size + 2 * FLOAT)
 
 
 def module_logits(sizes: Sizes) -> int:
-    """The same of torch's graph: logits, at their temperature, probabilities, and a gradient."""
+    """The same for torch's graph: logits, at their temperature, probabilities, and a gradient."""
     return 4 * CHUNK * sizes.vocabulary * FLOAT

@@ -9,7 +9,7 @@ from groupwise.core.errors import ModelError
 
 
 def may_be_hub_id(reference: str) -> bool:
-    """Whether `OWNER/NAME` or `OWNER/NAME@REVISION` could stand there, rather than a path."""
+    """True if the reference could be `OWNER/NAME` or `OWNER/NAME@REVISION`, rather than a path."""
     name = reference.partition("@")[0]
     return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 

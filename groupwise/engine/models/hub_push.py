@@ -1,10 +1,10 @@
-"""Uploading a folder to a branch of the hub, so that it can be done again until it has been done.
+"""Uploads a folder to a branch of the hub; an upload that failed can simply be repeated.
 
-One upload is one commit: a branch has all of a folder, or nothing of it yet. So `push` asks first what the branch holds. Equal content
-is done, an empty branch goes on, and other files are refused without leave to overwrite. What a run itself has uploaded it may replace,
-as long as nobody has changed the branch since: `hub.json` in its folder has the commit of each branch. `check_access` asks the same
-before a run begins. huggingface_hub is imported when it is needed, and finds the token itself (HF_TOKEN, or its login); HF_ENDPOINT
-names another hub.
+One upload is one commit: a branch has all of a folder, or nothing of it yet. So `push` first reads what the branch holds. If the content
+is equal, there is nothing to do; an empty branch is filled; other files are refused without leave to overwrite. A run may replace what it
+has uploaded itself, as long as the branch has not been changed since: `hub.json` in its folder has the commit of each branch.
+`check_access` checks the same before a run begins. huggingface_hub is imported when it is needed, and finds the token itself (HF_TOKEN,
+or its login); HF_ENDPOINT names another hub.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from groupwise.core.hub_errors import TOKEN_ELSEWHERE
 from groupwise.runs.folder import FINAL
 
 MADE_BY_THE_HUB = frozenset({".gitattributes"})
-"""What an empty branch holds."""
+"""Files that the hub itself adds; a branch with only these counts as empty."""
 COMMITS = "hub.json"
-"""File of a run: the commit that it made last of each branch, by `OWNER/NAME@REVISION`."""
+"""File of a run with its last commit of each branch, by `OWNER/NAME@REVISION`."""
 _NO_REF = re.compile(
     r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|^[-/]|[/.]$|^@?$", re.ASCII
 )
-"""What stands in no name of a branch, by git's own rules."""
+"""Matches what git's own rules forbid in the name of a branch."""
 _ONE_AT_A_TIME = threading.Lock()
 _TOKEN = "The token comes from HF_TOKEN or `hf auth login`."
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a folder goes."""
+    """The destination of a folder."""
 
     repo_id: str
     revision: str = "main"
     private: bool = True
-    """Of a repository that is made; one that is there and public is refused."""
+    """Visibility of a new repository; an existing public one is refused."""
     overwrite: bool = False
 
     def __str__(self) -> str:
         return f"{self.repo_id}@{self.revision}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """The target as JSON can hold it."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What an upload has made."""
+    """The result of an upload."""
 
     url: str
-    """Of the branch, for people."""
+    """Address of the branch, for people."""
     commit: str
-    """What the branch was at then: by it the same files are found again, whatever comes later."""
+    """Commit of the branch at that time: it still finds the same files, whatever comes later."""
 
 
 def check_access(target: Target, run: Path | None = None) -> str | None:
-    """Before a run: UsageError where one may not write there, or may not overwrite what is there. Nothing is made.
+    """Check before a run: UsageError if the target may not be written, or its content not overwritten. Nothing is created.
 
-    `run`: the folder of one that goes on. Returns what to warn of where the hub does not answer: an upload may succeed later all the
+    `run`: the folder of a run that is resumed. Returns a warning if the hub does not answer: an upload may succeed later all the
     same.
     """
     from httpx2 import HTTPError
@@ -106,10 +106,10 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
 
 
 def push(folder: Path, target: Target, message: str, run: Path | None = None) -> Pushed:
-    """Make a branch hold exactly what the folder holds, as one commit; returns where it is.
+    """Make a branch hold exactly the folder's files, as one commit; returns its address and commit.
 
-    `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError where the branch holds
-    something else and may not be overwritten, EndpointError where the hub fails.
+    `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError if the branch holds
+    something else and may not be overwritten, EndpointError if the hub fails.
     """
     _check_revision(target.revision)
     with _failures(target):
@@ -139,11 +139,11 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
 
 
 class _Refused(Exception):
-    """Not a failure of the hub."""
+    """An error of ours, not a failure of the hub."""
 
 
 def _check_revision(revision: str) -> None:
-    """UsageError for what the hub, which keeps branches as git does, would refuse as the name of one."""
+    """Raise UsageError for a branch name that the hub would refuse, by git's rules."""
     if _NO_REF.search(revision):
         raise UsageError(
             f"{revision!r} cannot name a branch: git allows no spaces, none of ~ ^ : ? * [ \\ and @{{, no two dots or slashes after each "
@@ -153,7 +153,7 @@ def _check_revision(revision: str) -> None:
 
 
 def _check_content(api: Any, target: Target, run: Path | None) -> None:
-    """Of a repository that is there."""
+    """Raises _Refused if an existing repository is public against the target, or holds files that may not be replaced."""
     _refuse_public(api, target)
     there = _files(api, target)
     if there and not (run is not None and (run / FINAL).is_dir() and _equal(run / FINAL, there)):
@@ -169,7 +169,7 @@ def _refuse_public(api: Any, target: Target) -> None:
 
 
 def _replaceable(api: Any, target: Target, there: dict[str, Any], run: Path | None) -> str | None:
-    """_Refused where the branch holds what is somebody else's; the commit that is to be replaced where it must be that one."""
+    """The commit that the upload must replace; None if any may be. Raises _Refused if the branch holds files that are not this run's."""
     if not there or target.overwrite:
         return None
     own = None if run is None else _own_commit(run, target)
@@ -192,7 +192,7 @@ def _own_commits(run: Path) -> dict[str, str]:
 
 
 def _note_commit(run: Path, target: Target, commit: str) -> None:
-    """Checkpoints and the final weights may be uploaded by two threads of a run."""
+    """Holds a lock, because two threads of a run may upload checkpoints and final weights."""
     with _ONE_AT_A_TIME:
         atomic_files.write_json(run / COMMITS, {**_own_commits(run), str(target): commit})
 
@@ -210,7 +210,7 @@ def _api() -> Any:
 
 
 def _may_write(api: Any, repo_id: str) -> bool:
-    """Whether the repository is there, which one may write to; raises where it could not be made either."""
+    """True if the repository exists and may be written to, False if it can be created; raises if neither is so."""
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
@@ -233,7 +233,7 @@ def _may_write(api: Any, repo_id: str) -> bool:
 
 
 def _files(api: Any, target: Target) -> dict[str, Any] | None:
-    """What the branch holds beside what the hub made, by path; None where there is no such branch."""
+    """Entries on the branch by path, without those that the hub made; None if there is no such branch."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
@@ -257,7 +257,7 @@ def _holds_others(target: Target, there: dict[str, Any]) -> str:
 
 
 def _make_branch(api: Any, target: Target, run: Path | None) -> None:
-    """From the first commit of the repository, which mostly holds nothing. What it holds otherwise, the upload may replace."""
+    """Create the branch from the repository's first commit, which is usually empty. If it holds files, the upload may replace them."""
     first = api.list_repo_commits(target.repo_id)[-1].commit_id
     if run is not None:
         _note_commit(run, target, first)
@@ -270,7 +270,7 @@ def _equal(folder: Path, there: dict[str, Any]) -> bool:
 
 
 def _same(file: Path, entry: Any) -> bool:
-    """Whether a file is the one on the hub, which knows large ones by SHA-256 and small ones as git does."""
+    """True if a file equals the one on the hub, which identifies large ones by SHA-256 and small ones by git's hash."""
     size = file.stat().st_size
     if size != entry.size:
         return False
@@ -283,7 +283,7 @@ def _same(file: Path, entry: Any) -> bool:
 
 @contextmanager
 def _failures(target: Target) -> Generator[None]:
-    """What the hub, or the way there, does wrong, as one error."""
+    """Turns all failures of the hub or of the connection to it into one error."""
     try:
         yield
     except _Refused as refused:

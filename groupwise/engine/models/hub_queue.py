@@ -1,10 +1,10 @@
-"""What a run has still to upload: folders in `hub/` of the run's own, each with its target, so that a crash loses none.
+"""Queues what a run has still to upload: folders in `hub/` of the run's own, each with its target, so that a crash loses none.
 
-    hub/someone%2Fmodel@main/step-000000120/files/        weights, tokenizer and model card, as they are to stand on the hub
-    hub/someone%2Fmodel@main/step-000000120/target.json   where they go; written last, so that an entry is whole or none
+hub/someone%2Fmodel@main/step-000000120/files/        weights, tokenizer and model card, as they are to stand on the hub
+hub/someone%2Fmodel@main/step-000000120/target.json   where they go; written last, so that an entry is whole or none
 
-Each who uploads has a queue, a folder of its own, named after where it uploads to. An entry goes when it has been uploaded, the
-mark of its wholeness first. Entries are uploaded in the order of their steps.
+Each uploader has a queue, a folder of its own, named after where it uploads to. An entry is removed when it has been uploaded,
+`target.json`, the mark of its wholeness, first. Entries are uploaded in the order of their steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Waiting:
     target: Target
 
     def push(self, *, overwrite: bool | None = None) -> Pushed:
-        """Upload it, and let it go; `overwrite` decides instead of what it says. Raises as `hub_push.push`, and then it stays."""
+        """Upload the entry and remove it; `overwrite` replaces the target's own setting. Raises as `hub_push.push`, and then it stays."""
         target = self.target if overwrite is None else replace(self.target, overwrite=overwrite)
         run = self.folder.parents[2]
         pushed = push(self.folder / FILES, target, f"{run.name}@{self.step}", run)
@@ -44,24 +44,24 @@ class Waiting:
         return pushed
 
     def drop(self) -> None:
-        """Let it go."""
+        """Remove the entry."""
         atomic_files.remove_file(self.folder / TARGET)
         shutil.rmtree(self.folder)
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody has let it go."""
+        """True until the entry has been removed."""
         return (self.folder / TARGET).is_file()
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """The entries of one who uploads."""
+    """The entries of one uploader."""
 
     folder: Path
 
     def add(self, step: int, target: Target, weights: Path, card: str, tokenizer: Any) -> None:
-        """Have the weights after so many steps uploaded, in place of an earlier entry of that step."""
+        """Queue the weights after so many steps for upload, in place of an earlier entry of that step."""
         folder = self.folder / f"step-{step:09d}"
         (folder / TARGET).unlink(missing_ok=True)
         keep_artefact(folder / FILES, weights, card, tokenizer)
@@ -72,7 +72,7 @@ class Queue:
         return _entries(self.folder.glob(f"step-*/{TARGET}"))
 
     def drop_after(self, step: int) -> None:
-        """Give up the entries of later steps, which are done again, and what a dead process left half made."""
+        """Remove the entries of later steps, which are done again, and entries that a dead process left unfinished."""
         there = {entry.folder for entry in self.waiting() if entry.step <= step}
         for folder in self.folder.glob("step-*"):
             if folder not in there:
@@ -80,7 +80,7 @@ class Queue:
 
 
 def queue(run: Path, name: str) -> Queue:
-    """That of a run with this name; it need not have any entry."""
+    """The run's queue with this name; it may be empty."""
     return Queue(run / QUEUES / quote(name, safe="@"))
 
 

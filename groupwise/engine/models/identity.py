@@ -1,4 +1,4 @@
-"""Which weights a model name stood for: a resume on other ones would go on with something else without a word."""
+"""Records which weights a model name stood for, because a resume on other weights would silently continue with another model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ WHOLE = 64 << 20
 """Bytes up to which a file is read in whole."""
 BLOCK = 1 << 20
 BLOCKS = 32
-"""Of a larger file so many blocks are read, evenly spread from its beginning to its end: any training changes all of them."""
+"""Number of blocks read of a larger file, evenly spread from its beginning to its end: any training changes all of them."""
 
 WANDERING = ("_name_or_path", "transformers_version")
 """Keys of a model's config that change without the model."""
 
 
 def identity(config: ModelConfig) -> str:
-    """16 hex digits for the base, and for `model.adapter` where it is set.
+    """16 hex digits for the base, and for `model.adapter` if it is set.
 
-    For what is on the hub it is the commit, for local files a hash of config and weights, which takes about a second.
+    For a model on the hub it is the commit, for local files a hash of config and weights, which takes about a second.
     Raises `ModelError` if the files cannot be had.
     """
     resolved = resolve(config)

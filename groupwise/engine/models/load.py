@@ -1,4 +1,4 @@
-"""From a config to a model in memory, on the right device and in the right number format."""
+"""Loads the model that a config names into memory, on the right device and in the right number format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
 
 
 def read_model_config(config: ModelConfig) -> PreTrainedConfig:
-    """What the model says of itself; no weights are read."""
+    """The config that comes with the model; no weights are read."""
     resolved = located(config)
     with quiet(), explained(config, resolved, "model"):
         return AutoConfig.from_pretrained(
@@ -51,7 +51,7 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
 
 
 def described_text(config: ModelConfig) -> dict[str, Any]:
-    """What transformers knows of the model's text, expressible as JSON: its config with the defaults of its kind."""
+    """The config of the model's text part as JSON, with transformers' defaults for its kind."""
     described = read_model_config(config)
     text = json.loads(described.get_text_config().to_json_string(use_diff=False))
     # Whether the head is the embedding is said by the whole model, not by its part.
@@ -76,7 +76,7 @@ def model_folder(config: ModelConfig) -> Path:
 
 
 def _refuse_gaps(report: Mapping[str, Any]) -> None:
-    """transformers fills with random numbers what the files lack or hold in another shape."""
+    """Raises ValueError for missing or mismatched tensors, which transformers fills with random numbers."""
     gaps = [*sorted(report["missing_keys"])]
     gaps += [
         f"{key} (stored as {tuple(stored)}, the config says {tuple(wanted)})"
@@ -95,7 +95,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def described_stop_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """The same of a model that is not loaded."""
+    """The same for a model that is not loaded."""
     resolved = located(config)
     try:
         generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())

@@ -12,18 +12,18 @@ from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native.facts import CHUNK
 
 NEVER = -1e30
-"""A logit of probability 0. Unlike -inf it may stand in a sum of probabilities times logits, as the entropy is, and in its gradient."""
+"""Replaces the logit of a token with probability 0. Unlike -inf it may occur in the entropy's sum and in its gradient."""
 
 
 class TokenNumbers(NamedTuple):
-    """Of each target, in their order."""
+    """Numbers of each target, in the order of the targets."""
 
     logprobs_N: Tensor
     """Nats; carries the gradient."""
     entropies_N: Tensor
     """Nats, of the distribution that the target stands in."""
     right_N: Tensor | None
-    """Whether the target is the likeliest token, the first of several that are equally so; None where nobody asked."""
+    """True if the target is the likeliest token, the first of several that are equally so; None if not asked for."""
 
 
 def token_logprobs(
@@ -38,7 +38,7 @@ def token_logprobs(
 ) -> TokenNumbers:
     """The numbers of the targets at the temperatures; whether they are the likeliest with `accuracy`, because it costs a search.
 
-    `withheld_X2` has pairs of a place in N and a token whose probability there is 0. Entropies have a gradient where one is asked for,
+    `withheld_X2` has pairs of a place in N and a token whose probability there is 0. Entropies have a gradient only on request,
     because it costs another pass over the logits. Chunks of logits are recomputed in the backward pass instead of being kept.
     """
     parts: list[TokenNumbers] = []
@@ -64,7 +64,7 @@ def token_logprobs(
 
 
 def withheld_between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:
-    """The pairs of a chunk, their places counted from its beginning; None where it has none."""
+    """The pairs of a chunk, their places counted from its beginning; None if it has none."""
     if withheld_X2 is None:
         return None
     places_X = withheld_X2[:, 0]

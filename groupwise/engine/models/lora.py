@@ -1,8 +1,8 @@
 """Low-rank adapters over one frozen base, in the file format of peft.
 
 Several adapters live side by side on the same base: the one that is trained, the one that the sampler serves (a copy that came
-through a published file), and the one that a run started from (the reference for KL); and those of other models over that base, each of
-a rank and with layers of its own. They come and go one by one and never touch each other. `AdaptedModel.using` says which one acts.
+through a published file), and the one that a run started from (the reference for KL); and those of other models over that base, each with
+its own rank and layers. They are added and removed one by one and never affect each other. `AdaptedModel.using` selects the active one.
 
 The arithmetic is our own: the low-rank product is added *before* the base output is rounded. With a base in bfloat16, adding
 it afterwards, as peft's layer does, loses most of a change made at the learning rates of RL. The factors are kept in float32.
@@ -43,7 +43,7 @@ UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "
 
 
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
-"""Ways to begin an adapter that leave its base as it was."""
+"""Initialisations of an adapter that leave its base unchanged."""
 
 
 class AdapterSwitch:
@@ -112,10 +112,10 @@ class AdaptedModel:
         self.config = config
         """The shape of adapters that are added without one."""
         self.configs: dict[str, LoraConfig] = {}
-        """That of each adapter there is, by its name."""
+        """Config of each existing adapter, by its name."""
         self.switch = AdapterSwitch()
         self._told: set[tuple[str, ...]] = set()
-        """Layers of adapters of which the log knows that they are computed by modules."""
+        """Sets of layers for which the log already says that they are computed by modules."""
         self.layers: dict[str, ExactLoraLinear] = {}
         """Those that some adapter changes, in the order of the base."""
 
@@ -124,7 +124,7 @@ class AdaptedModel:
     ) -> None:
         """Add an adapter that changes nothing yet: A random from `seed`, B zero (Hu et al. 2021, §4.1).
 
-        Raises `ModelError` for targets that cannot be; then all is as before.
+        Raises `ModelError` for impossible targets; then all is as before.
         """
         assert name not in self.configs, f"there is an adapter {name} already"
         with self._others_as_they_are():
@@ -142,7 +142,7 @@ class AdaptedModel:
                     parameter.zero_()
 
     def remove(self, name: str) -> None:
-        """Forget an adapter. A layer that no other one changes is the base's own again."""
+        """Remove an adapter. A layer that no other one changes is the base's own again."""
         self.configs.pop(name, None)
         with self._others_as_they_are():
             for path, layer in self._adapted_modules():
@@ -158,7 +158,7 @@ class AdaptedModel:
         return {path: layer for path, layer in self.layers.items() if name in layer.lora_A}
 
     def native(self, name: str) -> NativeModel | None:
-        """The base as plain matrices; None, with the reason in the log, where it cannot be, or not with this adapter."""
+        """The base as plain matrices; None, with the reason in the log, if that is not possible, or not with this adapter."""
         model = native_model(self.base)
         if model is None:
             return None
@@ -182,7 +182,7 @@ class AdaptedModel:
         return dict(sorted(found.items()))
 
     def low_rank(self, name: str) -> dict[str, Factors]:
-        """What the adapter adds to each layer, by the layer's name in the base; the factors themselves, not copies."""
+        """The factors of the adapter by the layer's name in the base; they are not copies."""
         return {
             path: Factors(*layer.factors(name), layer.scaling[name])
             for path, layer in self.layers_of(name).items()
@@ -228,7 +228,7 @@ class AdaptedModel:
             layer.switch = self.switch
 
     def _check_targets(self, name: str, config: LoraConfig) -> None:
-        """Raise ValueError for targets that peft passed over in silence, or that are no plain linear layers."""
+        """Raise ValueError for targets that peft silently ignored, or that are not plain linear layers."""
         changed = [(path, each) for path, each in self._adapted_modules() if _has(each, name)]
         others = [path for path, each in changed if not isinstance(each, ExactLoraLinear)]
         targets = config.target_modules
@@ -240,7 +240,7 @@ class AdaptedModel:
             raise ValueError(f"an adapter needs linear layers ({wrong})")
 
     def _take_stock(self) -> None:
-        """Look which layers have adapters now. What peft notes at the base would be the last one's alone."""
+        """Update the layers with adapters. The config that peft keeps at the base is dropped: it is the last adapter's alone."""
         vars(self.base).pop("peft_config", None)
         found = self._adapted_modules()
         self.layers = {path: each for path, each in found if isinstance(each, ExactLoraLinear)}
@@ -254,7 +254,7 @@ class AdaptedModel:
 
     @contextlib.contextmanager
     def _others_as_they_are(self) -> Generator[None]:
-        """Which adapters are trained is up to their owners: peft would have it be one. The base is frozen."""
+        """Keeps the adapters that are trained as their owners chose: peft would allow only one. The base stays frozen."""
         owned = [each for name in self.configs for each in self.parameters(name).values()]
         trained = [parameter for parameter in owned if parameter.requires_grad]
         try:
@@ -292,7 +292,7 @@ def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
 
 
 def scaling_of(config: LoraConfig) -> float:
-    """What an adapter's output is multiplied by."""
+    """The factor that an adapter's output is multiplied by."""
     return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
@@ -385,7 +385,7 @@ def _has(layer: BaseTunerLayer, name: str) -> bool:
 
 
 def no_target(base: PreTrainedModel, problem: str) -> str:
-    """What is wrong with `lora.target_modules`, and which layers there are."""
+    """Message that explains the problem with `lora.target_modules` and names the layers there are."""
     kinds = sorted(
         {
             path.removesuffix(".base_layer").rsplit(".", 1)[-1]

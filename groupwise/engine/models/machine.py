@@ -1,6 +1,6 @@
-"""What this machine can do, and how a process is set up for it.
+"""Finds out what this machine can do, and sets up a process for it.
 
-Before a run only files are read for that, where they tell it, because torch takes a second to import: which device, which instructions.
+Before a run this only reads files where possible (which device, which instructions), because torch takes a second to import.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from groupwise.engine.models.config import Dtype, ModelConfig
 CPUINFO = Path("/proc/cpuinfo")
 DEVICES = Path("/dev")
 DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "nvmap", "dxg", "kfd")
-"""What Linux has there for the GPUs that torch can use: NVIDIA's, those of its small boards and of WSL, AMD's."""
+"""Device files on Linux of the GPUs that torch can use: NVIDIA's, those of its small boards and of WSL, AMD's."""
 INSTRUCTIONS = {"AVX512": {"avx512vl", "avx512bw", "avx512dq", "fma"}, "AVX2": {"avx2", "fma"}}
-"""What torch computes with, by what the processor must have: the first that it has."""
+"""Instruction sets of torch with the processor flags that each needs; torch uses the first that the processor has."""
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 """Parameters of glibc's mallopt(3)."""
 
 
 def choose_device() -> str:
-    """`cuda` where torch can use one, else `cpu`."""
+    """`cuda` if torch can use a GPU, else `cpu`."""
     if not _may_have_gpu():
         return "cpu"
     import torch
@@ -38,7 +38,7 @@ def choose_device() -> str:
 
 
 def _may_have_gpu() -> bool:
-    """False where torch would find none: it was built without, or Linux has no driver."""
+    """False if torch would find none: it was built without, or Linux has no driver."""
     build = _build()
     if build.cuda is None and build.hip is None:
         return False
@@ -47,7 +47,7 @@ def _may_have_gpu() -> bool:
 
 @cache
 def _build() -> ModuleType:
-    """What torch says of how it was built, in a file that can be read without importing torch."""
+    """Torch's build facts, from a file that can be read without importing torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         raise ModuleNotFoundError("torch is missing: pip install groupwise[train]", name="torch")
@@ -68,7 +68,7 @@ def gpu_count() -> int:
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
-    """`model.dtype`, or for `auto` what suits: float32 to train all weights, else bfloat16 where the processor has it."""
+    """`model.dtype`, or for `auto` float32 if all weights are trained, else bfloat16 if the processor has it."""
     if full and config.dtype == "bfloat16":
         raise ModelError(
             "model.dtype: bfloat16 cannot train all weights (lora: null): small updates vanish in its rounding. "
@@ -82,7 +82,7 @@ def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether the processor multiplies bfloat16 itself. Others emulate it, slower than float32."""
+    """True if the device multiplies bfloat16 itself. Other processors emulate it, slower than float32."""
     if device == "cpu" and (flags := _flags()):
         return not flags.isdisjoint({"avx512_bf16", "amx_bf16"})
     import torch
@@ -105,7 +105,7 @@ def describe_processor(device: str) -> str:
 
 
 def _instructions() -> str:
-    """In torch's words."""
+    """The processor's instruction set, in torch's words."""
     if "ATEN_CPU_CAPABILITY" not in os.environ:
         flags = _flags()
         for name, needed in INSTRUCTIONS.items():
@@ -117,12 +117,12 @@ def _instructions() -> str:
 
 
 def _flags() -> set[str]:
-    """What an x86 processor has, as Linux tells it; empty elsewhere."""
+    """Flags of an x86 processor, as Linux reports them; empty elsewhere."""
     return set(_cpu_line("flags").split())
 
 
 def _cpu_line(key: str) -> str:
-    """Of the first processor; empty where there is none."""
+    """The value of this key for the first processor; empty if there is none."""
     with contextlib.suppress(OSError):
         for line in CPUINFO.read_text().splitlines():
             name, _, value = line.partition(":")
@@ -132,19 +132,19 @@ def _cpu_line(key: str) -> str:
 
 
 def torch_version() -> str:
-    """Of torch, with the variant that is installed."""
+    """Version of torch, with the installed variant."""
     return str(_build().__version__)
 
 
 def set_threads(threads: int) -> None:
-    """Of torch, for one operation."""
+    """Set how many threads torch uses for one operation."""
     import torch
 
     torch.set_num_threads(threads)
 
 
 def prepare_process(threads: int) -> None:
-    """Set torch's threads, let a GPU add products up in float32, and let the allocator keep what is freed.
+    """Set torch's threads, let a GPU sum products in float32, and let the allocator keep freed memory.
 
     On virtual machines the first touch of fresh memory can cost more than the arithmetic done in it.
     """
@@ -161,6 +161,6 @@ def prepare_process(threads: int) -> None:
 
 
 def give_back_memory() -> None:
-    """Return to the system what was freed, before processes that would share it are forked."""
+    """Return freed memory to the system, before processes that would share it are forked."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,7 +1,7 @@
-"""Memory that could not be had: told from other errors, and what needs less of it.
+"""Recognises errors about memory that ran out, and says how to need less of it.
 
-A GPU's memory and numpy's have errors of their own, a processor's is a RuntimeError of torch that only its words tell; what the system
-refuses is an OSError. None of this needs torch, so that whoever reports a failure can ask here without importing it.
+A GPU's memory and numpy's have errors of their own; a processor's is a RuntimeError of torch that only its text identifies; a refusal
+by the system is an OSError. None of this needs torch, so that code which reports a failure can use it without importing torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from groupwise.core.errors import OutOfMemoryError
 
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the words of torch: of a GPU, of a processor, of a library on a GPU."""
+"""Torch's messages: on a GPU, on a processor, from a library on a GPU."""
 NEEDS_LESS = (
     "lower training.max_tokens_per_microbatch, sampler.max_num_seqs or run.processes, set training.gradient_checkpointing, "
     "set model.dtype to bfloat16, or take a smaller model"
@@ -27,7 +27,7 @@ _ASKED = re.compile(
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether this is an error for want of memory that nobody has explained yet."""
+    """True for an out-of-memory error that has not been explained yet."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -36,7 +36,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemoryError:
-    """The error in words for people; `doing` is what needed the memory, as in `while learning`."""
+    """The error in words for people; `doing` names the work that needed the memory, as in `while learning`."""
     during = f" while {doing}" if doing else ""
     return OutOfMemoryError(
         f"There was no memory left{during} ({_whose(error)}{_asked(error)}). {REMEDY}"
@@ -45,7 +45,7 @@ def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemory
 
 @contextmanager
 def memory_explained(doing: str) -> Generator[None]:
-    """Turn errors for want of memory into an `OutOfMemoryError`."""
+    """Turn out-of-memory errors into an `OutOfMemoryError`."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
@@ -55,7 +55,7 @@ def memory_explained(doing: str) -> Generator[None]:
 
 
 def _whose(error: BaseException) -> str:
-    """In the words by which programs that read logs know it: that of a GPU, or the machine's own."""
+    """The phrase by which programs that read logs know it: that of a GPU, or the machine's own."""
     text = str(error)
     if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
         return "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
@@ -63,7 +63,7 @@ def _whose(error: BaseException) -> str:
 
 
 def _asked(error: BaseException) -> str:
-    """How much was wanted at once, if the error says it."""
+    """Size of the failed allocation, if the error says it."""
     found = _ASKED.search(str(error))
     if found is None:
         return ""

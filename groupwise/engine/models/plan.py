@@ -1,8 +1,8 @@
-"""What a model will need, told from its config alone: room for prompts, parameters, memory. No weights are loaded.
+"""Estimates what a model will need, from its config alone: room for prompts, parameters, memory. No weights are loaded.
 
-Memory is that of the engines that will compute the model: our own where it has a native form, else those over transformers' modules
-(`groupwise.engine.models.footprint`). Of a run with several processes it is that of all of them: what the first one made before it was
-forked they share as long as nobody writes to it.
+Memory is that of the engines that will compute the model: our own if it has a native form, else those over transformers' modules
+(`groupwise.engine.models.footprint`). If a run has several processes, it is that of all of them together: they share what the first one
+built before the fork as long as none of them writes to it.
 
 Most models are counted by arithmetic (`groupwise.engine.models.decoder_shapes`). Only for the others torch, transformers' models and peft
 are imported, which takes seconds.
@@ -30,44 +30,44 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 PROCESS_MIB = 600.0
-"""What a process holds once torch and transformers are imported and have computed something."""
+"""MiB of a process that has imported torch and transformers and has computed something."""
 RANK_MIB = 150.0
-"""What it holds of that since it has computed: each rank for itself, where the rest is shared."""
+"""MiB of that which each rank has for itself once it has computed; the rest is shared."""
 MAIN_MIB = 150.0
-"""What the main process holds beside ranks: there it imports no torch."""
+"""MiB of the main process beside ranks: there it imports no torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a run will hold on its device, in MiB; an estimate."""
+    """Estimated memory of a run on its device, in MiB."""
 
     process: float
-    """The interpreter and its libraries, where the device is the processor."""
+    """The interpreter and its libraries, if the device is the processor."""
     weights: float
-    """Of the model that is sampled from, and what the native engines keep of them in other orders."""
+    """Weights of the sampled model, and the native engines' copies of them in other orders."""
     trained: float
     """Trained weights, their gradient, both moments of AdamW, and of an adapter the copies of sampler and native engines."""
     reference: float
     """The frozen copy that full fine-tuning with beta > 0 needs."""
     keys_and_values: float
-    """Of all slots and their prompts."""
+    """Keys and values of all slots and their prompts."""
     activations: float
-    """Of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing the inputs of
-    all layers, and what one of them computes again."""
+    """Activations of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing the inputs
+    of all layers, and what one of them computes again."""
     update: float
-    """What AdamW computes with; or, where all weights are trained, what the sampler has twice while it takes new ones. There are no
-    activations then, so that only the larger one counts."""
+    """Temporary numbers of AdamW; or, if all weights are trained, the second copy that the sampler has while it takes new ones. There are
+    no activations then, so that only the larger one counts."""
 
     @property
     def total(self) -> float:
-        """At the most expensive moment."""
+        """MiB at the most expensive moment."""
         idle = min(self.activations, self.update)
         return sum(asdict(self).values()) - idle
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Sizes of a model and what of it is trained."""
+    """Sizes of a model, and how much of it is trained."""
 
     parameters: int
     trained_parameters: int
@@ -76,7 +76,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """What a process decodes at once, at most."""
+    """The most that a process decodes at once."""
 
     slots: int
     key_length: int
@@ -84,13 +84,13 @@ class Decoding:
     completion: int
     """Tokens of the longest completion."""
     prompts: int
-    """How many the slots have; members of a group share theirs."""
+    """Number of prompts of the slots; members of a group share one."""
     prompt: int
     """Tokens of the longest one."""
 
 
 def prompt_room(config: ModelConfig, completion: int) -> int:
-    """Most tokens that a prompt may have beside a completion of so many."""
+    """Most tokens that a prompt may have beside a completion of the given length."""
     shapes = read_decoder(config)
     longest = (
         getattr(_described(config), "max_position_embeddings", None)
@@ -102,7 +102,7 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
 
 
 def vocabulary(config: ModelConfig) -> int:
-    """How many token ids the model has an embedding for: 0 up to one less."""
+    """Number of token ids with an embedding; ids run from 0 to one less."""
     return _sizes(config).vocabulary
 
 
@@ -121,9 +121,9 @@ def plan_model(
 ) -> ModelPlan:
     """Count parameters, and estimate the memory of a run.
 
-    `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. Frozen weights the
-    processes share; of weights that are trained each has its own, beside those that they were forked from. `parts`: into how many the
-    weights are divided of which a process has one; they are then computed by modules.
+    `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. The processes share
+    frozen weights; each has its own trained weights, beside those that they were forked from. `parts`: number of parts that the weights are
+    divided into, of which a process has one; they are then computed by modules.
     """
     counts = count(config, lora)
     trained, total = counts.trained, counts.parameters
@@ -154,34 +154,34 @@ def plan_model(
 
 
 def largest_microbatch(budget: int, longest: int, everything: int) -> int:
-    """Tokens of the largest micro-batch: what the budget allows, or the longest row, but no more than there are."""
+    """Tokens of the largest micro-batch: the budget, or the longest row if that is longer, but at most `everything`."""
     return min(max(budget, longest), everything)
 
 
 def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
-    """What the sampler holds of so many tokens on a GPU: their keys and values in all layers."""
+    """Bytes that the sampler holds of so many tokens on a GPU: their keys and values in all layers."""
     return slot_cache(_sizes(config), bytes_of(dtype), tokens)
 
 
 def _processes_mib(processes: int) -> float:
-    """Of one process that does it all; or of the loop's, the zygote's, and what each rank does not share with it."""
+    """MiB of one process that does it all; or of the loop's, the zygote's, and what each rank does not share with the zygote."""
     if processes == 1:
         return PROCESS_MIB
     return MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
 
 
 def all_parameters(config: ModelConfig) -> int:
-    """How many numbers the model has."""
+    """Number of the model's parameters."""
     return count(config, None).parameters
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
-    """How many numbers are trained: those of the adapter (the given one or a new one), or all."""
+    """Number of trained parameters: those of the adapter (the given one or a new one), or all."""
     return count(config, lora).trained
 
 
 def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
-    """By arithmetic where the model's config.json allows it, else on a model without storage."""
+    """Count by arithmetic if the model's config.json allows it, else on a model without storage."""
     shapes = read_decoder(config)
     counted = None if shapes is None else shapes.counts(config, lora)
     return _hollow_counts(config, lora) if counted is None else counted
@@ -226,7 +226,7 @@ def _sizes(config: ModelConfig) -> Sizes:
 
 
 def _described(config: ModelConfig) -> PreTrainedConfig:
-    """What the model says of its text part."""
+    """The config of the model's text part."""
     from groupwise.engine.models.load import read_model_config
 
     return read_model_config(config).get_text_config()

@@ -1,4 +1,4 @@
-"""Measurements that need torch: what the device has and has used, and what its generator draws."""
+"""Measurements that need torch: the device's facts and memory use, and its generator's numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from groupwise.runs import publications
 
 SIZES = Path("/proc/self/smaps_rollup")
-"""What a process holds, by kinds. Linux has it since 4.14, not every sandbox does."""
+"""A process's memory by kinds. Linux has this file since 4.14, but not every sandbox does."""
 
 
 def free_memory(device: str) -> int | None:
-    """Bytes that can still be had on the device, also within a container's limit; None where the system does not tell."""
+    """Bytes that can still be had on the device, also within a container's limit; None if the system does not tell."""
     if device != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -30,7 +30,7 @@ def gpu_memory(device: str) -> int:
 
 
 def peak_memory(device: str) -> int:
-    """Most bytes that were held so far: of the device by torch, on a CPU of the whole process."""
+    """Peak memory in bytes: of the device by torch, on a CPU of the whole process."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -38,7 +38,7 @@ def peak_memory(device: str) -> int:
 
 
 def shared_memory() -> int | None:
-    """Bytes of this process that others have in the same place, such as what was there before a fork; None where the system does
+    """Bytes of this process that others have in the same place, such as what was there before a fork; None if the system does
     not tell."""
     try:
         lines = SIZES.read_text().splitlines()

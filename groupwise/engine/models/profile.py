@@ -1,7 +1,7 @@
-"""What torch does during a piece of work: every operator with its time, as a trace to look at and as a table.
+"""Records what torch does during a piece of work: every operator with its time, as a trace to look at and as a table.
 
-The trace holds the work of this process and of its GPU. The calls of a learner can be marked in it, so that one sees which
-operators belong to which.
+The trace holds the work of this process and of its GPU. The calls of a learner can be marked in it, which shows the operators that belong
+to each.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ OPERATORS = 40
 """Lines of the table."""
 NAME_WIDTH = 60
 QUIET = "6"
-"""The level of torch's tracer above which it tells standard error nothing; read when it traces for the first time."""
+"""Log level for torch's tracer, which silences it on standard error; read when it traces for the first time."""
 
 
 class Trace:
-    """What was traced; complete when `traced` is left."""
+    """A recording of torch's work; complete when `traced` is left."""
 
     def __init__(self, profiler: profile) -> None:
         self._profiler = profiler
 
     def write(self, file: Path) -> None:
         """Write it in Chrome's trace format, which Perfetto and chrome://tracing show; OSError if the disk refuses."""
-        with file.open("w"):  # whose refusal says why
+        with file.open("w"):  # its error says why the disk refuses
             pass
         self._profiler.export_chrome_trace(str(file))
 
     def table(self) -> str:
-        """The operators that took longest themselves, what they call left out."""
+        """The operators that took longest themselves, without the ones that they call."""
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         return self._profiler.key_averages().table(
             sort_by=order, row_limit=OPERATORS, max_name_column_width=NAME_WIDTH

@@ -1,7 +1,7 @@
 """Finding a model's files, and its tokenizer, without loading the model.
 
 A name is a hub id, a local folder, a `.gguf` file, or an alias. `resolve` says where its files are without loading them.
-Nothing falls back in silence: what was looked for and where stands in the message.
+There is no silent fallback: the message of an error names what was looked for, and where.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from groupwise.engine.models.memory import memory_explained
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """Where a model's files are: a local folder, or a hub id with its revision."""
+    """The location of a model's files: a local folder, or a hub id with its revision."""
 
     location: str
     revision: str | None
@@ -63,7 +63,7 @@ def resolve(config: ModelConfig) -> ResolvedModel:
 
 
 def located(config: ModelConfig) -> ResolvedModel:
-    """As `resolve`, for whoever reads more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
+    """Like `resolve`, for callers that read more than the tokenizer: raises `ModelError` also for a revision that has no effect."""
     resolved = resolve(config)
     if resolved.local and config.revision is not None:
         raise ModelError(
@@ -74,7 +74,7 @@ def located(config: ModelConfig) -> ResolvedModel:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and what that receives."""
+    """The model's tokenizer, with the chat template of `model.chat_template` if that is set, and the arguments for it."""
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "tokenizer"):
         tokenizer = _tokenizer_class(resolved).from_pretrained(
@@ -90,7 +90,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def _tokenizer_class(resolved: ResolvedModel) -> Any:
-    """What loads it. `AutoTokenizer` imports torch only to find the plain class, where the files say that it is this one."""
+    """The class that loads it. If the files name the plain class, it is returned without `AutoTokenizer`, which imports torch."""
     facts = Path(resolved.location, "tokenizer_config.json")
     told = json.loads(facts.read_text()) if resolved.local and facts.is_file() else {}
     if told.get("tokenizer_class") == "TokenizersBackend":
@@ -103,7 +103,7 @@ def _tokenizer_class(resolved: ResolvedModel) -> Any:
 
 
 def import_class() -> None:
-    """Import what tokenizers from another process are made of, which needs no torch: half a second that would be waited for later."""
+    """Import the classes of tokenizers sent from another process, without torch; it saves half a second later."""
     from transformers import PreTrainedTokenizerFast
 
     assert PreTrainedTokenizerFast
@@ -122,7 +122,7 @@ def _not_a_model(path: Path) -> str:
 
 @contextlib.contextmanager
 def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
-    """Turn what a loader raises into a message that says what was looked for and where, or that memory ran out."""
+    """Turn a loader's error into a message that says what was looked for and where, or that memory ran out."""
     try:
         with memory_explained(f"loading the {what} {config.name!r}"):
             yield

@@ -1,7 +1,7 @@
-"""From prompts to token ids and from token ids to the text that rewards see.
+"""Turns prompts into token ids, and token ids into the text that rewards see.
 
 Text prompts are tokenised as they stand: special tokens in them are parsed, no template is applied, and a beginning-of-sequence
-token is added only where the model wants one and the text does not begin with it. Chat prompts go through the chat template
+token is added only if the model wants one and the text does not begin with it. Chat prompts go through the chat template
 and end where the model goes on (see `chat_template`); special tokens in their messages are text (see `control_tokens`).
 """
 
@@ -24,7 +24,7 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """Token ids of a prompt. Raises `TaskError` if it is empty or there is no template for a chat prompt.
 
-    `tools` and `template_kwargs` are what a chat's template receives beside the messages; text has no template.
+    A chat's template also receives `tools` and `template_kwargs`; text has no template.
     """
     if isinstance(prompt, str):
         if tools or template_kwargs:
@@ -70,7 +70,7 @@ def _chat_ids(tokenizer: Any, chat: Chat) -> tuple[int, ...]:
 
 
 def _with_beginning(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """With the token that begins a sequence, for a model that wants one."""
+    """Prepend the token that begins a sequence if the model wants one and it is not there yet."""
     first: int | None = tokenizer.bos_token_id
     if first is None or ids[:1] == (first,) or tokenizer("")["input_ids"][:1] != [first]:
         return ids

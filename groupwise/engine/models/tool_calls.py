@@ -1,9 +1,9 @@
-"""How a chat template takes the tool calls of a conversation, which makers of models write in different ways.
+"""Finds out how a chat template takes the tool calls of a conversation, because templates differ.
 
-Most templates take arguments as objects; some fail on these, or write them as Python does, and take JSON text. Some ask whether the
-content beside a call is none, but transformers takes keys that hold None out of messages: these are asked whether it is not there. Which
-way is right shows in what the template makes of the conversation. A template that leaves calls out gets them as text, in the form in
-which calls of a model are read: a `<tool_call>` with JSON.
+Most templates take arguments as objects; some fail on these, or write them as Python does, and take JSON text. Some ask if the
+content beside a call is none, but transformers takes keys that hold None out of messages: these are changed to ask if it is missing.
+Renders of the conversation show which way is right. A template that leaves calls out gets them as text, in the form in
+which a model's calls are read: a `<tool_call>` with JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from groupwise.api.http.strict_json import NotStrict, parse_inner
 from groupwise.core.types import Message
 
 PROBE = "probed_call"
-"""Stands for the name of a function where a render is to show that its call is written."""
+"""Placeholder for a function's name, to see if a render contains its call."""
 
 _BLOCKS = re.compile(r"\{[%{](?:(?!\{[%{]).)*?[%}]\}", re.DOTALL)
 """Statements and expressions in a chat template: all that is not copied as it stands."""
@@ -30,7 +30,7 @@ _IS_NONE = re.compile(r"(\bis\s+(?:not\s+)?|[=!]=\s*)[nN]one\b")
 def written_calls(
     tokenizer: Any, messages: Sequence[Message], template: str, arguments: Mapping[str, Any]
 ) -> tuple[list[Message], str]:
-    """The messages and the template of the first way in which it writes all calls. Raises what the template raises, or ValueError."""
+    """The messages and the template for the first way that renders all calls. Raises what the template raises, or ValueError."""
     functions = [
         call.get("function", call)
         for message in messages
@@ -57,7 +57,7 @@ def written_calls(
             )
             if made.count(PROBE) < len(functions):
                 raise ValueError("it does not write all tool calls")
-        except Exception as error:  # noqa: BLE001 - a template raises what it likes; told where no way is left
+        except Exception as error:  # noqa: BLE001 - a template raises anything; reported if no way is left
             problems.append(error)
             continue
         write = _json if as_json else str

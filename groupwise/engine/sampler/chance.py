@@ -1,4 +1,4 @@
-"""The number that decides which token a member draws: from its seed and the token's position, whoever computes."""
+"""Computes the number that decides which token a member draws, from its seed and the token's position alone."""
 
 from __future__ import annotations
 

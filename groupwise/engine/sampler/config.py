@@ -61,7 +61,7 @@ SERVER_KEYS = (
 )
 """Keys of the engine vllm, which say where and how it is asked, not what for."""
 OWN_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
-"""Of these, what a server is told that the run starts for itself."""
+"""Those of them that are passed on to a server which the run starts for itself."""
 
 
 class SamplerConfig(Strict):

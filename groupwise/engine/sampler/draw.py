@@ -1,6 +1,6 @@
-"""Drawing one token for each row: a counter-based uniform number, inverted through the cumulative distribution.
+"""Draws one token for each row: a counter-based uniform number, inverted through the cumulative distribution.
 
-The uniform number depends on the member's seed and the token's position alone, never on what else is in the batch. The search is
+The uniform number depends on the member's seed and the token's position alone, never on the rest of the batch. The search is
 in two levels (blocks of the vocabulary, then within a block), so that the exponentials are computed once.
 """
 
@@ -19,8 +19,8 @@ def draw_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Tokens [S] and their log-probabilities [S] (nats, float32) at the temperature; logits may be in any format.
 
-    A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64. Temperatures
-    and uniform numbers are best given on the processor: a GPU need not be waited for to see what they are.
+    A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64. Pass temperatures
+    and uniform numbers on the processor: otherwise a GPU must be waited for to read them.
     """
     greedy_S = temperatures_S == 0
     some_greedy = bool(greedy_S.any())

@@ -1,6 +1,6 @@
-"""What a sampler needs of a model: prompts computed once, and rows that are moved one token forward together.
+"""Defines what a sampler needs of a model: prompts computed once, and rows that are moved one token forward together.
 
-A row is one completion on its way. Engines keep its keys and values; what it draws is the sampler's business. A row's logits depend
+A row is a completion in progress. Engines keep its keys and values; the sampler decides what it draws. A row's logits depend
 on its own tokens alone, bit for bit, never on the rows beside it.
 """
 
@@ -18,24 +18,24 @@ class Prompt:
     """A prompt that was computed; engines keep more of it in classes of their own."""
 
     length: int
-    """Tokens."""
+    """Length in tokens."""
     logits_V: Tensor
-    """Of the first token after it, in float32 or the model's own format."""
+    """Logits of the first token after it, in float32 or the model's own format."""
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One completion on its way."""
+    """A completion in progress."""
 
     prompt: Prompt
     written: int = 0
     """Tokens after the prompt that the engine has seen."""
     place: int | None = None
-    """Where the engine keeps it; None before its first token."""
+    """Index under which the engine keeps it; None before its first token."""
 
     @property
     def position(self) -> int:
-        """Of the next token that the engine will see."""
+        """Position of the next token that the engine will see."""
         return self.prompt.length + self.written
 
 
@@ -43,18 +43,18 @@ class Engine(Protocol):
     """Computes logits for rows."""
 
     rows: list[Row]
-    """Those on their way, in the order in which `decode` takes tokens and gives logits."""
+    """Rows in progress, in the order in which `decode` takes tokens and gives logits."""
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """Compute a prompt, by itself."""
         ...
 
     def begin(self, prompt: Prompt) -> Row:
-        """Another row, which changes the order of `rows` at will."""
+        """Begin another row; the order of `rows` may change."""
         ...
 
     def finish(self, rows: Sequence[Row]) -> None:
-        """Forget these rows; the order of the others may change."""
+        """Remove these rows; the order of the others may change."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
@@ -62,9 +62,9 @@ class Engine(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Take the weights as they are now; there are no rows."""
+        """Take over changed weights; call it only while there are no rows."""
         ...
 
     def reset(self) -> None:
-        """Forget all rows, and whatever their caches hold, which may be NaN."""
+        """Forget all rows, and the content of their caches, which may be NaN."""
         ...

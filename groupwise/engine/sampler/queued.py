@@ -1,7 +1,7 @@
-"""What samplers in this process have in common: groups that wait, one driver that serves them, and what a drawn token does.
+"""The common part of all samplers in this process: groups that wait, one driver that serves them, and the handling of a drawn token.
 
-Callers await `generate`, one call for each group, as many at once as they like. A single driver task serves them all; how it computes
-their rows is the subclass's. What a member draws depends on its seed and the logits of its own row only.
+Callers await `generate`, one call for each group, as many at once as they like. A single driver task serves them all; the subclass
+decides how their rows are computed. What a member draws depends on its seed and the logits of its own row only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from groupwise.engine.sampler.weights import ServedWeights
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """How much decoding goes on at once; part of a run's recorded layout."""
+    """Size of the batch that is decoded at once; part of a run's recorded layout."""
 
     slots: int
     """Members decoded together, at most. At least 8: smaller matrix products take another path with other last bits."""
@@ -43,7 +43,7 @@ class DecodeLayout:
 
 @dataclass(slots=True)
 class Member:
-    """One completion on its way."""
+    """A completion in progress."""
 
     ticket: Ticket
     seed: int
@@ -81,7 +81,7 @@ class QueuedSampler(ABC):
 
     @abstractmethod
     async def _serve(self) -> None:
-        """Draw until nobody waits, and yield to the event loop meanwhile."""
+        """Draw until no group is waited for, and yield to the event loop meanwhile."""
 
     @abstractmethod
     def _on_their_way(self) -> Sequence[Member]:
@@ -89,15 +89,15 @@ class QueuedSampler(ABC):
 
     @abstractmethod
     def _forget(self, ticket: Ticket) -> None:
-        """Nobody waits for this group any more."""
+        """Called once no caller waits for this group any more."""
 
     @abstractmethod
     def _reset(self) -> None:
-        """Forget all that is on its way."""
+        """Drop all rows in progress."""
 
     @abstractmethod
     def _refresh(self) -> None:
-        """Take the weights as they are now; nothing is on its way."""
+        """Take over changed weights; there are no rows in progress."""
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. Raises `RunError` if the request does not fit the layout."""
@@ -136,11 +136,11 @@ class QueuedSampler(ABC):
         self._version = policy.version
 
     def fingerprint(self) -> str:
-        """Of the tensors in memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in memory, as they were when they were loaded."""
         return self._fingerprint
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
-        """The tokens that each member of a request has while it is under way; none where there is no such request."""
+        """The tokens that each member of a running request has so far; none if there is no such request."""
         found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
         return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
 
@@ -158,7 +158,7 @@ class QueuedSampler(ABC):
     async def _drive(self) -> None:
         try:
             await self._serve()
-        except Exception as error:  # noqa: BLE001 — belongs to those who wait for their groups
+        except Exception as error:  # noqa: BLE001 — belongs to the callers that wait for their groups
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:
@@ -186,7 +186,7 @@ class QueuedSampler(ABC):
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _deliver(self, ticket: Ticket) -> None:
-        """Tell whoever waits for a group that it is finished, or that one of its members cannot go on."""
+        """Tell the caller that waits for a group if it is finished, or if one of its members cannot go on."""
         if ticket.done.done():
             return
         if not all(
@@ -198,7 +198,7 @@ class QueuedSampler(ABC):
 
 
 def _explained(error: Exception) -> GroupwiseError:
-    """What those are told who wait for their groups."""
+    """The error that callers waiting for their groups receive."""
     if isinstance(error, GroupwiseError):
         return error
     if lacks_memory(error):
@@ -213,7 +213,7 @@ COLDEST = 1e-30
 def drawn(
     members: Sequence[Member], logits_NV: Tensor, empty: int = 0
 ) -> tuple[list[int], list[float]]:
-    """A token and its log-probability for each row of logits, of which the last `empty` are nobody's."""
+    """A token and its log-probability for each row of logits; the last `empty` rows belong to no member."""
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]

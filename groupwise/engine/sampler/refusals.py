@@ -1,4 +1,4 @@
-"""What every sampler refuses, in the same words; free of torch."""
+"""Errors that every sampler raises in the same words; free of torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from groupwise.core.types import GroupRequest, Policy
 
 
 def refuse_misfit(request: GroupRequest, key_length: int) -> None:
-    """Raise `RunError` for an empty prompt or completion, or both together longer than the sampler is laid out for."""
+    """Raise `RunError` for an empty prompt or completion, or if both together are longer than the sampler has room for."""
     if not request.prompt_ids or request.params.max_tokens < 1:
         raise RunError(
             f"A prompt of {len(request.prompt_ids)} tokens and a completion of at most "
@@ -22,7 +22,7 @@ def refuse_misfit(request: GroupRequest, key_length: int) -> None:
 
 
 def refuse_other_weights(policy: Policy, found: str) -> None:
-    """Raise `PolicyMismatchError` where what was loaded has another fingerprint than what was published."""
+    """Raise `PolicyMismatchError` if the loaded weights have another fingerprint than the published ones."""
     if found != policy.fingerprint:
         raise PolicyMismatchError(
             f"{policy.run}@{policy.version} was published with the fingerprint {policy.fingerprint}, but the files in "
@@ -31,7 +31,7 @@ def refuse_other_weights(policy: Policy, found: str) -> None:
 
 
 def not_finite(version: int) -> NonFiniteError:
-    """Of logits."""
+    """The error for logits that are not finite."""
     return NonFiniteError(
         f"The model's logits are not finite (policy version {version}), so nothing can be drawn from them. "
         "Lower training.learning_rate, or try model.dtype=float32."

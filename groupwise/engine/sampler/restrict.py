@@ -1,8 +1,8 @@
-"""Leaving tokens out before one is drawn: stop tokens at the beginning of a completion, and improbable tokens in evaluations.
+"""Leaves tokens out before one is drawn: stop tokens at the beginning of a completion, and improbable tokens in evaluations.
 
 Stop tokens that come too early are part of what the learner trains (`groupwise.core.types.MaskedTokens`), so its log-probabilities leave
-them out as well. What top_k, top_p and min_p leave out depends on the policy itself and would move with it; nothing is learnt from
-completions drawn so. What a row may draw depends on the row alone.
+them out as well. The tokens that top_k, top_p and min_p leave out depend on the policy itself and would change with it, so completions
+drawn with these are never trained on. The tokens that a row may draw depend on the row alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Truncation = tuple[int | None, float | None, float | None]
 """top_k, top_p and min_p, in the order in which they are applied."""
 
 FIRST_SORTED = 256
-"""Most probable tokens that are looked at first for top_p; they nearly always suffice."""
+"""Number of most probable tokens that are tried first for top_p; they nearly always suffice."""
 
 
 def without_early_stops(
@@ -43,11 +43,11 @@ def without_early_stops(
 def truncated(
     logits_SV: Tensor, temperatures_S: Tensor, params: Sequence[SamplingParams | None]
 ) -> Tensor:
-    """The logits, -inf for the tokens that top_k, top_p and min_p leave out, each of what the one before it left, at the temperature
-    (0: at 1); the most probable token stays.
+    """The logits at the temperature (0: at 1), with -inf for the tokens that top_k, top_p and min_p leave out, each applied to what the one
+    before it left; the most probable token stays.
 
-    They mean what they mean in transformers' `generate`, but that tokens of the same logit stay or go together. All rows are
-    computed, in one shape, and those that ask for it take the result: a row's last bits do not depend on the others.
+    They mean the same as in transformers' `generate`, but that tokens of the same logit stay or go together. All rows are
+    computed, in one shape, and only those that ask for it take the result: a row's last bits do not depend on the others.
     """
     asked = [_truncation(each) if each is not None and each.truncates else None for each in params]
     divisors_S = temperatures_S.masked_fill(temperatures_S == 0, 1.0)
@@ -66,7 +66,7 @@ def _truncation(params: SamplingParams) -> Truncation:
 
 
 def _floors(kind: Truncation, concerned_S: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
-    """For each rule the least logit [S, 1] that it keeps."""
+    """Yields a function for each rule, which gives the least logit [S, 1] that the rule keeps."""
     top_k, top_p, min_p = kind
     if top_k is not None:
         yield lambda scaled_SV: _best(scaled_SV, top_k)[:, -1:]

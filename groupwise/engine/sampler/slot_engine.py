@@ -1,4 +1,4 @@
-"""Decoding by a transformers model, whichever it is: a fixed number of slots, each with keys and values of its own.
+"""Decoding by any transformers model: a fixed number of slots, each with keys and values of its own.
 
 Decoding always runs in the same shape (slots × key length), with empty slots computed and ignored, because another shape could
 change the last bits.

@@ -1,4 +1,4 @@
-"""Texts that end a completion: they may be spread over tokens, and over such as have no text of their own."""
+"""Texts that end a completion: they may be spread over several tokens, including tokens without text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ TOKENS_BEYOND_STOP = 8
 """Tokens without text (half characters, special tokens) that a stop string may be spread over, beside its own."""
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer gives for a character of which only some bytes are there yet."""
+"""The tokenizer's text for a character of which only some bytes are there yet."""
 
 
 def ends_with_stop(
     token_ids: Sequence[int], params: SamplingParams, text_of: Callable[[Sequence[int]], str]
 ) -> bool:
-    """Whether a stop text ends with the last token; of one that came before `min_tokens` only another occurrence counts."""
+    """True if a stop text ends with the last token; after one that came before `min_tokens` only another occurrence counts."""
     if not params.stop or len(token_ids) < params.min_tokens:
         return False
     reach = max(len(text.encode()) for text in params.stop) + TOKENS_BEYOND_STOP

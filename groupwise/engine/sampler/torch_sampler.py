@@ -3,8 +3,8 @@
 The driver computes a group's prompt once, begins a row for each member while there is room, and then moves all rows one token forward at
 a time. A row that finishes makes room at once. It yields to the event loop after every token, so scoring and cancelling go on meanwhile.
 
-An engine computes the rows (`groupwise.engine.sampler.engine`): natively where the model is of a known family, in one way on processors and
-in another on GPUs, else by transformers. What a member draws depends on its seed and its own group only.
+An engine computes the rows (`groupwise.engine.sampler.engine`): natively if the model is of a known family, in one way on processors and
+in another on GPUs, else by transformers. A member's draw depends on its seed and its own group only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TorchSampler(QueuedSampler):
             del self._members[row]
 
     def _begin_rows(self) -> None:
-        """Give members that wait a row each, as far as there is room."""
+        """Give each waiting member a row, as long as there is room."""
         while self._waiting and (room := self.layout.slots - len(self._members)):
             # They stay in the queue while they begin, so that an error finds them and fails their caller.
             beginning = [*islice(self._waiting, room)]

@@ -18,7 +18,7 @@ from groupwise.engine.models.native.weights import NativeModel, native_model
 
 
 class ServedWeights(Protocol):
-    """What a sampler needs of its weights."""
+    """The weights as a sampler sees them."""
 
     model: PreTrainedModel
 
@@ -27,7 +27,7 @@ class ServedWeights(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """The published part, as it is in memory."""
+        """The published tensors, as they are in memory."""
         ...
 
     def acting(self) -> contextlib.AbstractContextManager[object]:
@@ -35,11 +35,11 @@ class ServedWeights(Protocol):
         ...
 
     def native(self) -> NativeModel | None:
-        """The model as plain matrices, packed for decoding, with its weights as they are now; None where it cannot be."""
+        """The model as plain matrices, packed for decoding, with its weights as they are now; None if it cannot be."""
         ...
 
     def factors(self) -> dict[str, Factors]:
-        """What an adapter adds to the layers of `native`, by their names."""
+        """The adapter's additions to the layers of `native`, by their names."""
         ...
 
 
@@ -49,7 +49,7 @@ class ServedAdapter:
     def __init__(
         self, adapted: AdaptedModel, name: str = "served", config: LoraConfig | None = None
     ) -> None:
-        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
+        """`name`: its name among the adapters over that base; `config`: its shape, None for the one that the base was given."""
         self.adapted = adapted
         self.name = name
         self.model = adapted.base

@@ -35,7 +35,7 @@ from groupwise.engine.backends.remote.session import Session
 from groupwise.runs import publications
 
 ADAPTER_CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
-"""The file of an adapter that says which model it belongs to, and its key for that."""
+"""File of an adapter that names the model it belongs to, and the key for that."""
 _SUMS = TypeAdapter(dict[str, float])
 _RESULT = TypeAdapter(UpdateResult)
 _POLICY = TypeAdapter(Policy)
@@ -57,8 +57,8 @@ class RemoteLearner:
         *,
         tells_trained_logprobs: bool = True,
     ) -> None:
-        """`published` is told of publications; see `RemoteSampler`. `keep_publications`: the newest ones whose files stay. `base`: what
-        adapters call the model that they belong to, which has another place on the server. `tells_trained_logprobs`: see
+        """`published` receives publications; see `RemoteSampler`. `keep_publications`: number of the newest ones whose files stay. `base`:
+        the adapters' name for the model that they belong to, which has another path on the server. `tells_trained_logprobs`: see
         `groupwise.api.schemas.parts.PartsOpenedAnswer`."""
         self._session = session
         self._publish_folder = publish_folder
@@ -75,7 +75,7 @@ class RemoteLearner:
         return _SUMS.validate_python(await self._session.call(do, ordered=True))
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
-        """See `groupwise.core.types.Learner.trained_logprobs`; None where the server's version does not tell them."""
+        """See `groupwise.core.types.Learner.trained_logprobs`; None if the server's version does not tell them."""
         if not self._tells_trained_logprobs:
             return None
         found = await self._session.call(TrainedLogprobs(), ordered=True)

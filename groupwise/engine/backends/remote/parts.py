@@ -2,15 +2,15 @@
 
 `groupwise.training.build` makes the same parts here.
 
-    session.py    parts of a server under an id: calls by number, files to and fro, a sign of life, in a thread of their own
-    learner.py    a `groupwise.core.types.Learner` there
-    sampler.py    a `groupwise.core.types.Sampler` there
+session.py    parts of a server under an id: calls by number, files in both directions, a sign of life, in a thread of their own
+learner.py    a `groupwise.core.types.Learner` there
+sampler.py    a `groupwise.core.types.Sampler` there
 
-Run, record and checkpoints are here. The server keeps nothing that the loop could not do without: when its engine ends, the run is gone
-on with from the last checkpoint, which holds the learner's state to the bit.
+Run, record and checkpoints are here. The server keeps nothing that the loop needs: when its engine ends, the run is resumed from the
+last checkpoint, which holds the learner's state to the bit.
 
-The server decides how the work is laid out, for its own machine, and the run records that. Weights that a run starts from are sent, where
-they are files of this machine; a base is loaded by the server from what it has under the same name, and must be the same to the bit.
+The server decides how the work is laid out, for its own machine, and the run records that. Weights that a run starts from are sent if
+they are files of this machine; a base is loaded by the server from its own files under the same name, and must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from groupwise.engine.backends.remote.session import (
 )
 
 SENT = "sent"
-"""Begins the names of the folders of the parts that hold what a run starts from."""
+"""Prefix of the parts' folders that hold the files a run starts from."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePartsSpec:
-    """What is to be made."""
+    """Describes the parts to make."""
 
     kind: PartsKind
     config: Mapping[str, Any]
@@ -62,29 +62,29 @@ class RemotePartsSpec:
     run: str
     publish_folder: Path
     longest_prompt: int | None
-    """Tokens; None where nothing is sampled."""
+    """Tokens; None if nothing is sampled."""
     base: str
     """Fingerprint of the base; see `groupwise.engine.models.identity`."""
     called: str | None = None
-    """What adapters call the base; None: as the server does."""
+    """The base's name in adapters; None: as the server names it."""
     keep_publications: int = 2
     model: Path | None = None
     """A folder with the base; None: the server has it under the name that the config gives."""
     adapter: Path | None = None
     """A folder with the adapter to start from."""
     weights: Path | None = None
-    """A folder with what is served, an adapter or a whole model, where nothing is trained."""
+    """A folder with the served weights, an adapter or a whole model, if nothing is trained."""
 
     @property
     def sent(self) -> dict[str, Path]:
-        """What the server is sent, by what it is."""
+        """Folders that are sent to the server, by their role."""
         given = {"model": self.model, "adapter": self.adapter, "weights": self.weights}
         return {name: folder for name, folder in given.items() if folder is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteParts:
-    """Parts that are ready; whoever has them closes the session."""
+    """Parts that are ready; the caller closes the session."""
 
     session: Session
     sampler: RemoteSampler
@@ -122,7 +122,7 @@ def planned_layout(
 async def start(
     url: str, wanted: RemotePartsSpec, transport: httpx2.AsyncBaseTransport | None = None
 ) -> RemoteParts:
-    """Have the server make parts. Raises UsageError where it refuses, ClientError where it is lost on the way; nothing is left then."""
+    """Have the server make parts. Raises UsageError if it refuses, ClientError if it is lost on the way; nothing is left then."""
     session = Session(url, transport=transport)
     try:
         await session.open(owner_of(wanted))
@@ -160,7 +160,7 @@ async def _sent(session: Session, wanted: RemotePartsSpec) -> None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """All of a model, its tokenizer among them, in whatever files that is."""
+    """All files of a model, with its tokenizer."""
     return sorted(
         path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
     )
@@ -178,13 +178,13 @@ async def _opened(session: Session, wanted: RemotePartsSpec) -> Any:
 
 
 def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the server is told of a config: nothing of data, rewards, task and tracking."""
+    """Sections of the config that the server receives: nothing of data, rewards, task and tracking."""
     run = {key: config["run"][key] for key in OF_RUN}
     return {**{key: config[key] for key in SECTIONS[kind] if key in config}, "run": run}
 
 
 def owner_of(wanted: RemotePartsSpec) -> str:
-    """The same for a run that is gone on with: whoever has its folder is its only loop, so that an earlier one is no more."""
+    """A name that is the same when a run is resumed: its folder has only one loop at a time, so an earlier one no longer exists."""
     if wanted.kind == "serving":
         return f"evaluation ({secrets.token_hex(6)})"
     place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(wanted.config['run']['dir']).resolve()}:{wanted.run}"

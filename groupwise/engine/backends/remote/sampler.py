@@ -15,24 +15,24 @@ from groupwise.engine.backends.remote.session import Session
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])
 
 Stamp = tuple[tuple[str, int, int], ...]
-"""Of the files of a folder: name, size, time of the last change."""
+"""Files of a folder: name, size, time of the last change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A publication that was fetched."""
+    """A fetched publication."""
 
     there: str
     """Its folder on the server."""
     stamp: Stamp
-    """Of its files here: others would not be what the server has."""
+    """Stamp of its files here: if they change, they are no longer those that the server has."""
 
 
 class RemoteSampler:
     """A `groupwise.core.types.Sampler` by the parts of a session."""
 
     def __init__(self, session: Session, fingerprint: str, published: dict[str, Published]) -> None:
-        """`fingerprint`: of what it serves. `published`: the learner's latest publications, by their paths here."""
+        """`fingerprint`: of the weights that it serves. `published`: the learner's latest publications, by their paths here."""
         self._session = session
         self._fingerprint = fingerprint
         self._published = published
@@ -46,7 +46,7 @@ class RemoteSampler:
         await self._session.awaited(self._loaded(policy))
 
     def fingerprint(self) -> str:
-        """Of the tensors in the server's memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in the server's memory, as they were when they were loaded."""
         return self._fingerprint
 
     async def _loaded(self, policy: Policy) -> None:
@@ -66,19 +66,19 @@ class RemoteSampler:
     async def _load(self, policy: Policy, there: str) -> None:
         try:
             self._fingerprint = await self._session.called(Load(policy=replace(policy, path=there)))
-        except PolicyMismatchError:  # what is served now is nobody's policy, but has a fingerprint
+        except PolicyMismatchError:  # the weights served now are no policy, but have a fingerprint
             self._fingerprint = await self._session.called(Fingerprint())
             raise
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Whether its files are still the same, as far as can be told without reading them."""
+    """Facts that change with the folder's files, as far as can be told without reading them."""
     facts = ((path.name, path.stat()) for path in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in facts)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weights, and what describes them; not the record of a run that may lie beside them."""
+    """Weights and the files that describe them; not the record of a run that may lie beside them."""
     return sorted(
         path
         for path in folder.iterdir()

@@ -1,8 +1,8 @@
-"""Parts of a server under an id: what is called there, and the files that go to and fro.
+"""Parts of a server under an id: calls to them, and files in both directions.
 
 A thread with an event loop of its own does all of it, so that the loop that drives the parts can be asynchronous in one place and
 blocking in another, and may compute for minutes (rewards, say) without the server taking it for dead: a task of the thread sends a sign
-of life every few seconds. What is lost on its way is sent again, under the same number.
+of life every few seconds. Lost requests are sent again, under the same number.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 FIRST_PATIENCE = 15.0
-"""Seconds for which a server is looked for at the beginning: a wrong address should not take longer to be told."""
+"""Seconds for which a server is looked for at the beginning: a wrong address should be reported soon."""
 LAST_PATIENCE = 5.0
-"""Seconds for which the end is told; the server notices it anyway."""
+"""Seconds for which it tries to tell the server the end, which the server notices anyway."""
 BYTES = {"Content-Type": "application/octet-stream"}
 
 
@@ -73,7 +73,7 @@ class RequestThread:
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """The key comes from GROUPWISE_API_KEY. `transport` answers in the network's place. Raises UsageError for what is no URL."""
+        """The key comes from GROUPWISE_API_KEY. `transport` replaces the network. Raises UsageError for an invalid URL."""
         self.connection = Connection.of(url, None, RETRY_TIMEOUT, TIMEOUT, timing)
         self._transport = transport
         self._http: httpx2.AsyncClient | None = None
@@ -88,7 +88,7 @@ class RequestThread:
         self.close()
 
     def close(self) -> None:
-        """Let go of connections and thread. May be repeated."""
+        """Release connections and thread. May be repeated."""
         if self._loop.is_closed():
             return
         self.now(self._end())
@@ -106,23 +106,23 @@ class RequestThread:
             await self._http.aclose()
 
     def begun(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have something done by the thread."""
+        """Start a coroutine in the thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def now(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have something done by the thread, and wait for it."""
+        """Run a coroutine in the thread, and block until it is done."""
         return self.begun(work).result()
 
     async def awaited(self, work: Coroutine[Any, Any, T]) -> T:
-        """The same, for a coroutine; cancelling it cancels the work."""
+        """The same for async callers; cancelling the wait cancels the work."""
         return await asyncio.wrap_future(self.begun(work))
 
     async def ask(
         self, call: Call[T], patience: float | None = None, silence: float | None = None
     ) -> T:
-        """The answer to a request; within the thread. Raises ClientError.
+        """The answer to a request; call it within the thread. Raises ClientError.
 
-        Seconds in place of the connection's: `patience` for all attempts, `silence` without a byte for each.
+        Seconds that replace the connection's: `patience` for all attempts, `silence` without a byte for each.
         """
         if self._http is None:
             self._http = httpx2.AsyncClient(
@@ -156,7 +156,7 @@ class RequestThread:
 
 
 def as_usage(error: ClientError) -> UsageError:
-    """What is wrong at the beginning, before anything was started: with the key `run.server`, or with that of the server."""
+    """An error before anything was started as one of usage: with the key `run.server`, or with the server's own key."""
     hint = ""
     if isinstance(error, NotAuthorised):
         hint = f" The key of the server is read from {VARIABLE}."
@@ -166,39 +166,39 @@ def as_usage(error: ClientError) -> UsageError:
 
 
 def answer_as(kind: type[ModelT]) -> Callable[[httpx2.Response], ModelT]:
-    """How an answer of this kind is read."""
+    """A function that reads an answer of this kind."""
     return lambda response: kind.model_validate_json(response.content)
 
 
 class Session(RequestThread):
-    """Parts that are open on a server; `open` first. One at a time has the model of a server."""
+    """Parts that are open on a server; call `open` first. Only one session at a time has the server's model."""
 
     def __init__(self, url: str, *, timing: Timing | None = None, **more: Any) -> None:
-        """As `RequestThread`."""
+        """Takes the arguments of `RequestThread`."""
         super().__init__(url, timing=timing, **more)
         self.id = secrets.token_hex(16)
         self._numbers = itertools.count(1)
         self._folders = itertools.count(1)
         self._last = 0
-        """Number of the last call whose order counts."""
+        """Number of the last ordered call."""
         self._open = False
         self._piece = PIECE
         self._beats: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """Let go of the parts, too, if the server can be told."""
+        """Release the parts, too, if the server can be reached."""
         if self._open:
             self._open = False
-            with suppress(ClientError):  # then it notices that nobody is there
+            with suppress(ClientError):  # then it notices that this side is gone
                 end = Call("DELETE", self._path(), lambda _: None)
                 self.now(self.ask(end, LAST_PATIENCE, LAST_PATIENCE))
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
-        """Have the server's engine; those of an earlier session of the same owner are ended. UsageError where it is not to be had."""
+        """Take the server's engine; the parts of an earlier session of the same owner are ended. UsageError if that is not possible."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
         call = Call("PUT", self._path(), answer_as(PartsAnswer), body, waits=60.0)
-        self._open = True  # perhaps, even if nobody waits for the answer
+        self._open = True  # perhaps, even if the wait for the answer is cancelled
         try:
             answer = await self.awaited(self.ask(call, FIRST_PATIENCE))
         except (Refused, NoAnswer) as error:
@@ -209,9 +209,9 @@ class Session(RequestThread):
         return answer
 
     async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
-        """Have something done by the parts. `ordered`: after all earlier calls that are.
+        """Have the parts do something. `ordered`: after all earlier ordered calls.
 
-        Cancelling it gives the call up. Raises what it raised there, and ClientError.
+        Cancelling it gives the call up. Raises the server's error, and ClientError.
         """
         return await self.awaited(self.called(do, ordered=ordered))
 
@@ -220,13 +220,13 @@ class Session(RequestThread):
         return self.now(self.called(do, ordered=ordered))
 
     def new_folder(self, kind: str) -> str:
-        """A name of a folder of the parts that was not used yet."""
+        """A new name for a folder of the parts."""
         return f"{kind}-{next(self._folders)}"
 
     # --- within the thread ------------------------------------------------------------------------
 
     async def called(self, do: AnyVerb, *, ordered: bool = False) -> Any:
-        """As `call`, for what goes on in the thread already."""
+        """Like `call`, for code that already runs in the thread."""
         number, after = next(self._numbers), None
         if ordered:
             after, self._last = self._last, number
@@ -258,7 +258,7 @@ class Session(RequestThread):
             await self._send(file, f"{folder}/{file.name}")
 
     async def download(self, folder: str, into: Path) -> None:
-        """Fetch the files of a folder of the parts into a folder that is there."""
+        """Fetch the files of a folder of the parts into an existing folder."""
         found = await self.ask(Call("GET", self._path("folders", folder), answer_as(FolderAnswer)))
         for facts in found.files:
             if not re.fullmatch(PATH_PATTERN, facts.path):
@@ -314,7 +314,7 @@ class Session(RequestThread):
     async def _beat(self, every: float) -> None:
         while True:
             await asyncio.sleep(every)
-            with suppress(ClientError):  # whoever calls next hears of it
+            with suppress(ClientError):  # the next call reports it
                 await self.ask(Call("GET", self._path(), answer_as(PartsAnswer)), every, every)
 
     def _path(self, *more: str) -> str:
@@ -322,7 +322,7 @@ class Session(RequestThread):
 
 
 def _error(code: str, message: str) -> GroupwiseError:
-    """What was raised on the server, as it is raised here."""
+    """The server's error as an exception of the same class; RunError if its code is unknown."""
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
     known = {kind.code: kind for kind in kinds if issubclass(kind, GroupwiseError)}
     return known.get(code, RunError)(message)

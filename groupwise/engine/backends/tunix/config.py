@@ -1,4 +1,4 @@
-"""What of a run's config does not go with `model.backend: tunix`."""
+"""Finds the parts of a run's config that do not go with `model.backend: tunix`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRANSFORMERS = "Leave model.backend out to train with torch"
 
 
 def rl_conflicts(config: Any) -> Iterator[Conflict]:
-    """Of a `groupwise.training.config.RunConfig` with that backend."""
+    """Conflicts of a `groupwise.training.config.RunConfig` with that backend."""
     yield from _alike(config)
     if getattr(config.algorithm, "kl_target", None) is not None:
         yield Conflict(
@@ -23,7 +23,7 @@ def rl_conflicts(config: Any) -> Iterator[Conflict]:
 
 
 def sft_conflicts(config: Any) -> Iterator[Conflict]:
-    """Of a `groupwise.training.sft_config.SftConfig` with that backend."""
+    """Conflicts of a `groupwise.training.sft_config.SftConfig` with that backend."""
     yield Conflict(
         f"The backend tunix trains in groupwise rl and in notebooks, not supervised. {TRANSFORMERS}, and start from its adapter "
         "with model.adapter.",

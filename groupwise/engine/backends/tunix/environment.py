@@ -1,10 +1,10 @@
-"""Tunix's environment: where it is, whether it is whole, and making it.
+"""Tunix's environment: finds it, checks that it is complete, and makes it.
 
-It is a virtual environment beside the one that holds this package, because the two want other versions of the same libraries. What it holds
-is pinned in requirements.txt.
+It is a virtual environment beside the one that holds this package, because the two need different versions of the same libraries. Its
+packages are pinned in requirements.txt.
 
-Each is made in a folder of its own, and `made.json` names the one that is used: it is replaced when all is there, so that a making which
-fails or is cut off leaves the one before. What `made.json` does not name is removed then. One process at a time makes one.
+Each is made in a folder of its own, and `made.json` names the one in use: it is replaced once the new one is complete, so an installation
+that fails or is cut off leaves the one before. Folders that `made.json` does not name are then removed. One process at a time makes one.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ logger = logging.getLogger(__name__)
 Accelerator = Literal["cpu", "cuda", "tpu"]
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
 VARIABLE = "GROUPWISE_TUNIX_PYTHON"
-"""Names the Python of an environment that one has made oneself."""
+"""Environment variable that names the Python of an environment made by the user."""
 EXTRAS: dict[Accelerator, tuple[str, ...]] = {
     "cpu": (),
     "cuda": ("jax[cuda13]",),
     "tpu": ("jax[tpu]",),
 }
-"""What JAX needs besides, for each kind of device."""
+"""Packages that JAX needs besides, for each kind of device."""
 PLATFORMS = "JAX_PLATFORMS"
-"""Says what JAX may compute on."""
+"""Environment variable with the platforms that JAX may compute on."""
 USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
-"""Seconds in which JAX usually opens its devices, and that are waited for at most."""
+"""Seconds in which JAX usually opens its devices, and after which waiting ends."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
-"""Libraries below JAX say on stderr what concerns nobody."""
+"""Silences messages on stderr from libraries below JAX, which are of no use to users."""
 THREADS_OF_A_DEVICE = 4
-"""Of devices that JAX makes of one CPU: where they have fewer, one that waits for the others takes the thread that these would need."""
+"""Threads per device, if JAX makes several of one CPU: with fewer, one that waits for the others takes the thread that these need."""
 COMPILED_BYTES = 4 << 30
-"""Of compiled programs, the least used go first."""
+"""Size limit of the cache of compiled programs; the least used go first."""
 REPEATABLE = "--xla_gpu_deterministic_ops=true"
-"""On a GPU sums come in any order otherwise, so that a run that is gone on with would come to other bits."""
+"""Otherwise a GPU adds sums in any order, and a resumed run would come to other bits."""
 
 
 def home() -> Path:
-    """Where the environment is."""
+    """The folder that holds the environment."""
     return cache_folder("tunix")
 
 
 def python() -> Path:
-    """The Python of the environment. Raises UsageError where there is none, or one of other versions."""
+    """The Python of the environment. Raises UsageError if there is none, or one of other versions."""
     if own := os.environ.get(VARIABLE):
         if not Path(own).is_file():
             raise UsageError(f"{VARIABLE} is {own}, but there is no such file.")
@@ -89,7 +89,7 @@ def python() -> Path:
 
 
 def accelerator() -> Accelerator:
-    """What JAX computes on where nobody says: that of the environment that was made here, else that of this machine."""
+    """JAX's default device: that of the environment made here, else that of this machine."""
     made = _made()
     if made is not None and made["accelerator"] in EXTRAS:
         return made["accelerator"]
@@ -97,9 +97,9 @@ def accelerator() -> Accelerator:
 
 
 def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
-    """Make the environment, unless it is there and not wanted `anew`; gives its Python. None wants `accelerator()`.
+    """Make the environment, unless an up-to-date one is there and `anew` is False; returns its Python. None wants `accelerator()`.
 
-    Raises UsageError with pip's last words where it cannot be made; then the one before stands as it was.
+    Raises UsageError with pip's last words if it cannot be made; then the one before stands as it was.
     """
     with _alone():
         kind = wanted or accelerator()
@@ -170,10 +170,10 @@ def _detected() -> Accelerator:
 
 
 def look() -> Found:
-    """Versions and devices there, by asking a worker: some seconds, once for each environment and what JAX is told of it.
+    """Versions and devices there, reported by a worker: takes some seconds, once for each environment and setting of JAX.
 
-    Warns where the machine has more to compute on than what JAX sees, and nobody wanted it so. Raises UsageError where JAX cannot open
-    its devices, or does not come to an end with it.
+    Warns if the machine has more to compute on than what JAX sees, unless the user wanted it so. Raises UsageError if JAX cannot open
+    its devices, or does not finish doing so.
     """
     return _looked(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
 
@@ -223,7 +223,7 @@ def _warn_of_cpu(platform: str) -> None:
 
 
 def mesh_of(wanted: tuple[int, int] | None) -> tuple[int, int]:
-    """Devices for (fsdp, tp): those of the config, else all that there are."""
+    """Devices for (fsdp, tp): those of the config, else all available ones on one axis."""
     return wanted or (look().devices, 1)
 
 
@@ -246,7 +246,7 @@ def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
 
 
 def _platforms() -> dict[str, str]:
-    """What JAX is to compute on: where it is told, it fails aloud if it cannot open that; else it would take the CPU in silence."""
+    """Names JAX's devices, so that it fails with an error if it cannot open them; otherwise it would silently take the CPU."""
     made = None if os.environ.get(VARIABLE) else _made()
     if made is None or made["accelerator"] == "cpu" or PLATFORMS in os.environ:
         return {}
@@ -254,7 +254,7 @@ def _platforms() -> dict[str, str]:
 
 
 def _compiled() -> dict[str, str]:
-    """Where JAX keeps what it has compiled, for the next worker: those of another processor would not run on this one."""
+    """JAX's cache of compiled programs, with a folder for each kind of processor: programs for another would not run on this one."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return {}
     with suppress(OSError):
@@ -271,7 +271,7 @@ def _compiled() -> dict[str, str]:
 
 
 def _made() -> dict[str, Any] | None:
-    """What is told of the environment that is used; None where there is none, or nothing that can be read."""
+    """Facts about the environment in use; None if there is none, or nothing that can be read."""
     try:
         told = json.loads((home() / MADE).read_bytes())
         keys = {"requirements", "accelerator", "folder"}
@@ -286,7 +286,7 @@ def _interpreter(made: Mapping[str, Any]) -> Path:
 
 
 def _pip(folder: Path) -> list[str]:
-    """What installs into it: this environment's pip, else uv. Its own would need ensurepip, which some systems leave out."""
+    """The installer's command: this environment's pip, else uv. A pip of its own would need ensurepip, which some systems leave out."""
     target = str(folder / "bin" / "python")
     own = [sys.executable, "-m", "pip"]
     if subprocess.run([*own, "--version"], capture_output=True, check=False).returncode == 0:
@@ -297,6 +297,6 @@ def _pip(folder: Path) -> list[str]:
 
 
 def _digest() -> str:
-    """Of what is required; not of what is said about it."""
+    """Digest of the requirements without their comments."""
     told = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
     return hashlib.sha256("\n".join(filter(None, told)).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""Whether Tunix computes a model as transformers does, and can read its files: asked before a worker is started.
+"""Checks that Tunix computes a model as transformers does, and can read its files, before a worker is started.
 
-Tunix takes what it knows of a model and passes over the rest in silence: a key that changes the sums, a tensor that it has no place for,
+Tunix takes what it knows of a model and silently ignores the rest: a key that changes the sums, a tensor that it has no place for,
 a number format that it reads as another. So everything that it does not compute is refused here, by the model's description (as
-transformers completes it) and by the headers of its files. Nothing is read of the weights but the embeddings that stand there twice.
+transformers completes it) and by the headers of its files. No weights are read except embeddings that stand there twice.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from groupwise.engine.backends.tunix.messages import Open
 from groupwise.engine.models.files import indexed
 
 Described = Mapping[str, Any]
-"""What transformers knows of a model's text: `config.json` with the defaults of its kind."""
+"""The config of a model's text part: `config.json` with transformers' defaults for its kind."""
 Shape = tuple[int, ...]
 
 TORCH = "Leave model.backend out to train it with torch."
 GEMMA3_PATTERN = 6
-"""One layer in so many sees everything, as Tunix has it."""
+"""One layer in this many sees everything in Tunix."""
 
 SILU = {"hidden_act": "silu"}
 COMPUTED: Mapping[str, Mapping[str, Any]] = {
@@ -42,32 +42,32 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "qwen2": SILU,
     "qwen3": {**SILU, "attention_bias": False},
 }
-"""By `model_type` the keys that change what transformers computes, each with the one value that Tunix computes."""
+"""Keys that change what transformers computes, by `model_type`, each with the one value that Tunix computes."""
 
 _ATTENTION = tuple(f"self_attn.{each}_proj" for each in "qkvo")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 FORMATS = ("BF16", "F16", "F32", "F64")
-"""Of numbers, as safetensors calls those that Tunix reads."""
+"""Number formats that Tunix reads, by safetensors' names."""
 OF_PICTURES = ("vision_tower.", "multi_modal_projector.")
-"""How the names of tensors begin that have no part in the text of a model."""
+"""Prefixes of tensors that do not belong to the text part of a model."""
 NO_WEIGHT = re.compile(r".*rotary_emb\.inv_freq")
-"""What older files hold besides, and transformers passes over, too."""
+"""Tensors in older files that transformers ignores, too."""
 TEXT = "language_model."
-"""How those of the text begin in a Gemma 3 with pictures."""
+"""Prefix of the text part's tensors in a Gemma 3 with pictures."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def check(order: Open) -> None:
-    """Raise `ModelError` for a model that Tunix would compute otherwise, or files it would misread; UsageError for a mesh that does not
+    """Raise `ModelError` for a model that Tunix would compute differently, or files it would misread; UsageError for a mesh that does not
     divide it."""
     check_unread(order.text, order.mesh, order.layers)
     check_files(Path(order.model), order.text)
 
 
 def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
-    """`check`, as far as no weights are needed. `layers`: those of transformers that get an adapter."""
+    """The checks that need no weights. `layers`: those of transformers that get an adapter."""
     check_description(described)
     check_mesh(described, mesh)
     check_layers(described, layers)
@@ -77,7 +77,7 @@ def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[s
 
 
 def check_description(described: Described) -> None:
-    """Raise `ModelError` for what Tunix does not compute, or not as transformers does."""
+    """Raise `ModelError` for a model that Tunix does not compute, or not as transformers does."""
     kind = str(described.get("model_type"))
     if kind not in COMPUTED:
         raise ModelError(
@@ -137,7 +137,7 @@ def _otherwise(kind: str, key: str, given: Any, tunix: str) -> ModelError:
 
 
 def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
-    """Raise UsageError where the devices do not divide what Tunix divides over them."""
+    """Raise UsageError if the mesh's devices do not divide the model's axes evenly."""
     kind = described["model_type"]
     sizes = dict(_sizes(described))
     fsdp, tp = mesh
@@ -171,7 +171,7 @@ def _shared(described: Described) -> int:
 
 
 def check_layers(described: Described, layers: Sequence[str]) -> None:
-    """Raise `ModelError` for layers that get no adapter here, or that are one weight in Tunix with some that get none."""
+    """Raise `ModelError` for layers that get no adapter here, or that share one weight in Tunix with layers that get none."""
     known = [*_ATTENTION, *_MLP]
     parts = [each.rpartition("layers.")[2].partition(".") for each in layers]
     for (number, _, part), layer in zip(parts, layers, strict=True):
@@ -200,7 +200,7 @@ def _of_one_weight(described: Described) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, as the header tells."""
+    """A tensor in a file, as its header describes it."""
 
     file: Path
     number: str
@@ -214,8 +214,8 @@ class Stored:
 
 
 def check_files(folder: Path, described: Described) -> None:
-    """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and none
-    that it would leave out."""
+    """Raise `ModelError` unless the files hold every weight of the description, in its shape and in a format that Tunix reads, and no
+    weights that it would leave out."""
     kind, wanted = described["model_type"], expected(described)
     found = _read(folder, TEXT if kind == "gemma3_text" else "")
     if missing := sorted(set(wanted) - set(found)):
@@ -237,7 +237,7 @@ def check_files(folder: Path, described: Described) -> None:
 
 
 def expected(described: Described) -> dict[str, Shape]:
-    """The names that transformers gives the weights of a model in files, and their shapes."""
+    """Transformers' names of a model's weights in files, with their shapes."""
     hidden, inner = described["hidden_size"], described["intermediate_size"]
     head = _head(described)
     queries, keys = head * described["num_attention_heads"], head * _shared(described)
@@ -310,7 +310,7 @@ def _read(folder: Path, prefix: str) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> set[Path]:
-    """Those that transformers reads."""
+    """The safetensors files that transformers reads."""
     if (folder / MODEL).is_file():
         return {folder / MODEL}
     if (folder / INDEX).is_file():

@@ -1,10 +1,10 @@
-"""What goes between a run and the worker in Tunix's environment: a line of JSON each way for each call.
+"""Messages between a run and the worker in Tunix's environment: a line of JSON each way for each call.
 
-    run → worker    {"number": 3, "do": {"verb": "publish", "version": 1}}     or {"cancel": 3}
-    worker → run    {"number": 3, "result": …}     or {"number": 3, "error": {"kind": "ModelError", "message": …}}
+run → worker    {"number": 3, "do": {"verb": "publish", "version": 1}}     or {"cancel": 3}
+worker → run    {"number": 3, "result": …}     or {"number": 3, "error": {"kind": "ModelError", "message": …}}
 
-Every float keeps its bits; those that are not finite are texts, as on the wire of a training server, whose verbs these are where the work
-is the same.
+Every float keeps its bits; those that are not finite are texts, as in the requests of a training server, whose verbs are used here for
+the same work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPENED_BY_ANOTHER = (
     "A TPU belongs to one process at a time: end other runs that have it, and restart kernels that have used jax. "
     "With JAX_PLATFORMS=cpu in the environment it computes on the CPU."
 )
-"""What to do where devices cannot be opened."""
+"""Advice for devices that cannot be opened."""
 
 
 class Message(BaseModel):

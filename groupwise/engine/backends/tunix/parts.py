@@ -1,13 +1,13 @@
 """Sampler and learner in Tunix's environment, as `groupwise.training.build` makes them (`model.backend: tunix`).
 
-    fits.py          which models Tunix computes as transformers does
-    environment.py   where that environment is, and making it
-    process.py       the worker that runs there
-    messages.py      what goes to and fro
-    worker/          the worker itself: JAX, Tunix's models, qwix, Orbax; nothing else imports it
+fits.py          models that Tunix computes as transformers does
+environment.py   finds and makes that environment
+process.py       the worker that runs there
+messages.py      messages in both directions
+worker/          the worker itself: JAX, Tunix's models, qwix, Orbax; nothing else imports it
 
-The loop, its rewards, its record and its checkpoints are those of every run. The worker is given rows and prompts, and writes publications
-and states into the folders that it is told.
+The loop, its rewards, its record and its checkpoints are those of every run. The worker receives rows and prompts, and writes
+publications and states into the folders that the messages name.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TunixSampler:
         self._tokenizer = tokenizer
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
-        """See `groupwise.core.types.Sampler.generate`. What comes after a stop text is drawn, and left out here."""
+        """See `groupwise.core.types.Sampler.generate`. Tokens after a stop text are drawn by the worker, and left out here."""
         found = _COMPLETIONS.validate_python(await self._worker.call(Generate(request=request)))
         if not request.params.stop:
             return found
@@ -89,7 +89,7 @@ class TunixSampler:
         self._fingerprint = str(await self._worker.call(Load(policy=policy)))
 
     def fingerprint(self) -> str:
-        """Of the tensors in the worker's memory, as they were when they were loaded."""
+        """Fingerprint of the tensors in the worker's memory, as they were when they were loaded."""
         return self._fingerprint
 
 
@@ -97,7 +97,7 @@ class TunixLearner:
     """A `groupwise.core.types.Learner` in the worker."""
 
     def __init__(self, worker: WorkerProcess, publish_folder: Path, keep_publications: int) -> None:
-        """`keep_publications`: so many of the last publications keep their files."""
+        """`keep_publications`: number of the last publications that keep their files."""
         self._worker = worker
         self._publish_folder = publish_folder
         self._keep = keep_publications
@@ -149,7 +149,7 @@ class TunixLearner:
 async def start(
     order: Open, tokenizer: Any, threads: int | None, keep_publications: int
 ) -> tuple[WorkerProcess, TunixSampler, TunixLearner]:
-    """Start a worker with a model. Raises UsageError for what cannot be loaded; nothing is left then."""
+    """Start a worker with a model. Raises UsageError for a model that cannot be loaded; then no worker is left."""
     await asyncio.to_thread(fits.check, order)
     worker = start_worker(threads, order.mesh)
     try:

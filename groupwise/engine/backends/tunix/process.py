@@ -1,8 +1,8 @@
 """The worker: started in Tunix's environment, called, and ended.
 
-A thread starts it and reads its answers; futures connect it with the callers, who may await or wait. Whatever ends the worker, every call
-then fails with how it ended and its last words; a run goes on from its last checkpoint. The thread lives as long as the worker, because the
-kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
+A thread starts it and reads its answers; futures connect it with the callers, who may await or wait. If the worker ends for any reason,
+every call then fails with its exit and its last words; a run resumes from its last checkpoint. The thread lives as long as the worker,
+because the kernel ends a process with the thread that started it (`groupwise.core.processes.family.tie_to_parent`).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from groupwise.engine.backends.tunix.messages import Answer, Order, Trouble, Ver
 
 MAIN = Path(__file__).parent / "worker" / "main.py"
 OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV")
-"""Variables that would have Tunix's Python take packages of this one."""
+"""Variables that would make Tunix's Python use packages of this one."""
 WITHHELD = re.compile(
     r"(^|_)(token|secret|password|passwd|credentials|key|key_id)$|^kaggle_", re.IGNORECASE
 )
-"""Variables that may be credentials: it reads files of this machine alone, and needs none."""
+"""Variables that may be credentials: the worker only reads files of this machine, and needs none."""
 LAST_BREATH = 1.0
 """Seconds that it gets to end by itself, so that its exit code is its own."""
 
 
 def own_environment() -> dict[str, str]:
-    """This process's variables, as a process of Tunix's environment may have them."""
+    """This process's variables without those that a process of Tunix's environment must not have."""
     return {key: value for key, value in os.environ.items() if key not in OF_ANOTHER}
 
 
 class WorkerProcess:
-    """One worker. Whoever has it calls `close`."""
+    """One worker process. Its owner must call `close`."""
 
     def __init__(self, python: Path, environment: Mapping[str, str]) -> None:
         """Start it. `environment`: in addition to this process's own."""
@@ -65,7 +65,7 @@ class WorkerProcess:
         self._output = Output(self._process, "tunix")
 
     def tell(self, do: Verb) -> None:
-        """Send an order whose outcome nobody waits for. One that has ended has nothing left to do."""
+        """Send an order without waiting for its outcome. A worker that has ended has nothing left to do."""
         with suppress(RunError):
             self.begin(do)
 
@@ -74,19 +74,19 @@ class WorkerProcess:
         return self._process.pid
 
     async def call(self, do: Verb) -> Any:
-        """What an order gives. Cancelling the call withdraws it, if it has not begun."""
+        """The result of an order. Cancelling the call withdraws it, if it has not begun."""
         return await asyncio.wrap_future(self.begin(do))
 
     def call_now(self, do: Verb) -> Any:
-        """The same for code that waits."""
+        """The same for code that blocks."""
         return self.begin(do).result()
 
     def last_words(self) -> str:
-        """What it printed last, for a message."""
+        """The worker's last output, for a message."""
         return self._output.last_words()
 
     def close(self) -> None:
-        """End it, with all that it started."""
+        """End it with all processes that it started."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         with suppress(subprocess.TimeoutExpired):
@@ -114,7 +114,7 @@ class WorkerProcess:
             )
 
     def begin(self, do: Verb) -> Future[Any]:
-        """Send an order; what it gives is the future's."""
+        """Send an order; the future receives its result."""
         self._output.begin_call()
         future: Future[Any] = Future()
         number = next(self._numbers)
@@ -133,7 +133,7 @@ class WorkerProcess:
 
     def _send(self, order: Order) -> None:
         line = order.model_dump_json() + "\n"
-        with suppress(OSError):  # it has ended, which the reader tells
+        with suppress(OSError):  # it has ended, which the reader reports
             self._connection.sendall(line.encode())
 
     def _attend(
@@ -143,7 +143,7 @@ class WorkerProcess:
     ) -> None:
         try:
             process = start()
-        except Exception as error:  # noqa: BLE001 — belongs to whoever waits for the start
+        except Exception as error:  # noqa: BLE001 — belongs to the caller that waits for the start
             self._lines.close()
             self._connection.close()
             started.set_exception(error)

@@ -1,4 +1,4 @@
-"""What of a run's config does not go with `model.backend: unsloth`."""
+"""Finds the parts of a run's config that do not go with `model.backend: unsloth`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BACKEND = "model.backend"
 
 
 def conflicts(config: Any) -> Iterator[Conflict]:
-    """Of a `groupwise.training.config.RunConfig`, or a `groupwise.training.sft_config.SftConfig`, with that backend."""
+    """Conflicts of a `groupwise.training.config.RunConfig`, or a `groupwise.training.sft_config.SftConfig`, with that backend."""
     if config.lora is None:
         yield Conflict(
             "lora is null, but the backend unsloth trains adapters. Leave lora out, or leave model.backend out to train all weights.",

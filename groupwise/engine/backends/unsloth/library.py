@@ -1,9 +1,10 @@
-"""All that is asked of Unsloth: to load a model, to put an adapter over it, and to change between learning and sampling.
+"""All uses of Unsloth: to load a model, to put an adapter over it, and to change between learning and sampling.
 
-Unsloth replaces parts of transformers as it is imported, so that it must be imported first: `ready` does that, and says what to do where
-it is not installed. Nothing else of this package imports it, and without `model.backend: unsloth` nothing of it is touched.
+Unsloth replaces parts of transformers as it is imported, so it must be imported first: `ready` does that, and raises with advice if
+it is not installed. Nothing else of this package imports it, and without `model.backend: unsloth` it is never imported.
 
-What it prints goes to stderr, because stdout may be a command's JSON. It reports its use to its makers unless told otherwise; it is told.
+Its output goes to stderr, because stdout may be a command's JSON. It reports its use to its makers unless told otherwise; we switch
+that off.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'groupwise[train,unsloth]'"
 FIRST = "default"
-"""How peft calls an adapter that nobody names."""
+"""The name that peft gives an adapter by default."""
 
 
 def installed() -> str:
-    """Its version. UsageError where there is none, with what to do."""
+    """The installed version. Raises UsageError with advice if there is none."""
     try:
         found = version("unsloth")
     except PackageNotFoundError:
@@ -48,7 +49,7 @@ def installed() -> str:
 
 
 def ready() -> None:
-    """Import it, before transformers where that is still possible. UsageError where it cannot be used."""
+    """Import it, before transformers if that is still possible. UsageError if it cannot be used."""
     installed()
     if "unsloth" not in sys.modules and "transformers" in sys.modules:
         logger.warning(
@@ -62,7 +63,7 @@ def ready() -> None:
 
 
 def import_first(model: ModelConfig) -> None:
-    """`ready`, for commands as they begin; nothing where another backend loads the model."""
+    """`ready`, for commands as they begin; nothing if another backend loads the model."""
     if model.backend == "unsloth":
         ready()
 
@@ -70,7 +71,7 @@ def import_first(model: ModelConfig) -> None:
 def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTrainedModel:
     """The model in `location` (a folder or a hub id), for texts of at most `longest` tokens, no parameter trainable.
 
-    Raises ModelError where the weights are not in the format that was asked for.
+    Raises ModelError if the weights are not in the format that was asked for.
     """
     import torch
 
@@ -84,7 +85,7 @@ def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTra
             load_in_8bit=config.load_in_8bit,
             full_finetuning=False,
             trust_remote_code=config.trust_remote_code,
-            use_exact_model_name=True,  # else another repository, with weights that somebody has rounded
+            use_exact_model_name=True,  # else another repository, with rounded weights
         )
     for key in ("load_in_4bit", "load_in_8bit"):
         if getattr(config, key) != bool(
@@ -99,7 +100,7 @@ def load(config: ModelConfig, location: str, dtype: str, longest: int) -> PreTra
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
-    """The model with an adapter called `FIRST`, computed by Unsloth's own kernels where it has them."""
+    """The model with an adapter called `FIRST`, computed by Unsloth's own kernels if it has them."""
     targets = config.target_modules
     with _contained():
         return _fast().get_peft_model(
@@ -143,12 +144,12 @@ def _fast() -> Any:
 
 @contextmanager
 def _contained() -> Iterator[None]:
-    """What it prints goes to stderr, and what it imports does not have every logger of the process write there."""
+    """Sends its output to stderr, and keeps its imports from making every logger of the process write there."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]
     try:
         with redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of peft, for whoever maintains it
+            warnings.simplefilter("ignore", FutureWarning)  # of peft, for its maintainers
             yield
     finally:
         root.setLevel(level)

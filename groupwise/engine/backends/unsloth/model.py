@@ -1,7 +1,7 @@
 """Adapters over a model that Unsloth has loaded, and its hidden states.
 
-The layers are peft's, which Unsloth computes with kernels of its own. An adapter's product is added to what its base has rounded, so that
-in bfloat16 small changes act less than in our own layers (`groupwise.engine.models.lora`); a run says how much of them does.
+The layers are peft's, which Unsloth computes with kernels of its own. An adapter's product is added to the base's rounded output, so that
+in bfloat16 small changes act less than in our own layers (`groupwise.engine.models.lora`); a run reports how much of them does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from groupwise.engine.models.lora import AdaptedModel, no_target
 
 
 class Layer:
-    """One of peft's, as `groupwise.engine.models.lora.ExactLoraLinear`."""
+    """A linear layer of peft, with the interface of `groupwise.engine.models.lora.ExactLoraLinear`."""
 
     def __init__(self, module: LoraLayer) -> None:
         self.module = module
@@ -40,13 +40,13 @@ class Layer:
         return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
 
     def act(self, name: str | None) -> None:
-        """Compute with this adapter from now on; None: as the base does. Gradients are as their owners want them, not as peft would."""
+        """Compute with this adapter from now on; None: with the base alone. `requires_grad` stays as its owner has set it."""
         self.module._active_adapter = [] if name is None else [name]
         self.module._disable_adapters = name is None
 
 
 class UnslothModel(AdaptedModel):
-    """A frozen base with named adapters, which act one at a time: whoever computes has the model for himself."""
+    """A frozen base with named adapters, which act one at a time: the caller that computes has the model to itself."""
 
     def __init__(
         self, base: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool
@@ -73,7 +73,7 @@ class UnslothModel(AdaptedModel):
                 self._act(before)
 
     def native(self, name: str) -> None:
-        """Unsloth computes it."""
+        """None, because Unsloth computes it."""
 
     def _act(self, name: str | None) -> None:
         self.switch.active = name

@@ -1,4 +1,4 @@
-"""What a run is made of where Unsloth loads the model: the model, its adapters, and what learns and samples them."""
+"""Makes the parts of a run if Unsloth loads the model: the model, its adapters, and what learns and samples them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedModel:
     """The model, for texts of at most `longest` tokens, or of as many as it takes; with no generation settings of its own.
 
-    Raises ModelError for a model that cannot be loaded, UsageError where Unsloth cannot be used.
+    Raises ModelError for a model that cannot be loaded, UsageError if Unsloth cannot be used.
     """
     from transformers import GenerationConfig
 

@@ -1,11 +1,11 @@
 """Completions drawn while Unsloth generates: its kernels compute the logits, and we draw from them.
 
-`generate` of transformers, as Unsloth has replaced it, moves rows one token forward together; a logits processor draws for each row what
-its seed says, with the log-probability that it was drawn with, and leaves `generate` that one token to choose. So temperature, truncation
-and stops mean what they do in the default sampler. Rows that wait begin together, at most as many as there are slots, and the next ones
-when all of them have ended; what is computed for a row depends, in its last bits, on the rows beside it.
+`generate` of transformers, as Unsloth has replaced it, moves rows one token forward together; a logits processor draws for each row by its
+seed, with the log-probability that it was drawn with, and leaves `generate` that one token to choose. So temperature, truncation
+and stops mean the same as in the default sampler. Rows that wait begin together, at most as many as there are slots, and the next ones
+when all of them have ended; the last bits of a row's results depend on the rows beside it.
 
-Computing goes on in a thread, so that rewards are scored and calls are cancelled meanwhile.
+A thread does the computing, so that rewards are scored and calls are cancelled meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UnslothSampler(QueuedSampler):
         super().__init__(weights, tokenizer, layout)
         self._batch: list[Member] = []
         self._left: set[int] = set()
-        """Ids of tickets that nobody waits for any more, of those in the batch."""
+        """Ids of tickets in the batch that no caller waits for any more."""
         self._ending = False
         most = getattr(weights.model.config, "max_position_embeddings", None)
         self._room = min(layout.key_length, most or layout.key_length)
@@ -56,7 +56,7 @@ class UnslothSampler(QueuedSampler):
                 self._deliver(ticket)
 
     def _begin_batch(self) -> None:
-        """Members that wait, in their order, as long as `generate` has room for the longest prompt with the longest completion."""
+        """Waiting members in their order, as long as `generate` has room for the longest prompt with the longest completion."""
         longest = most = 0
         while self._waiting and len(self._batch) < self.layout.slots:
             request = self._waiting[0].ticket.request
@@ -86,7 +86,7 @@ class UnslothSampler(QueuedSampler):
             )
 
     def draw(self, logits_BV: Tensor) -> Tensor:
-        """Draw for each row of the batch that goes on. The tokens [B]; 0 for the others."""
+        """Draw for each unfinished row of the batch. The tokens [B]; 0 for the others."""
         tokens_B = torch.zeros(len(self._batch), dtype=torch.long, device=logits_BV.device)
         going = [place for place, member in enumerate(self._batch) if not self._is_over(member)]
         if going:
@@ -98,7 +98,7 @@ class UnslothSampler(QueuedSampler):
         return tokens_B
 
     def over(self) -> list[bool]:
-        """Of each row of the batch, whether it has ended."""
+        """True for each row of the batch that has ended."""
         return [self._is_over(member) for member in self._batch]
 
     def _is_over(self, member: Member) -> bool:
@@ -122,7 +122,7 @@ class UnslothSampler(QueuedSampler):
 
 
 class _Drawing(LogitsProcessor):
-    """Leaves of the logits [B, V] the token that was drawn."""
+    """Leaves only the drawn token in the logits [B, V]."""
 
     def __init__(self, sampler: UnslothSampler) -> None:
         self._sampler = sampler
@@ -133,7 +133,7 @@ class _Drawing(LogitsProcessor):
 
 
 class _Ended(StoppingCriteria):
-    """Which rows have ended."""
+    """Reports the rows that have ended."""
 
     def __init__(self, sampler: UnslothSampler) -> None:
         self._sampler = sampler

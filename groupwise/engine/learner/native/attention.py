@@ -1,4 +1,4 @@
-"""Attention of a micro-batch's texts, forward and backward, and which class computes it where."""
+"""Attention of a micro-batch's texts, forward and backward, and the choice of its class by device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Attention(Protocol):
 
     @property
     def query_scale(self) -> float:
-        """What queries are multiplied with before they are given: the inverse root of their size, or 1 where scores are divided here."""
+        """Factor for queries before they are passed in: the inverse root of their size, or 1 if scores are divided here."""
         ...
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Write what the texts' queries [N, heads, D], times `query_scale`, find into their rows of `out` [N, heads · D]."""
+        """Write attention's output for the texts' queries [N, heads, D], times `query_scale`, into their rows of `out` [N, heads · D]."""
         ...
 
     def backward(
@@ -38,7 +38,7 @@ class Attention(Protocol):
 def attention_of(
     shape: Shape, texts: Sequence[Texts], dtype: torch.dtype, device: torch.device
 ) -> Sequence[Attention]:
-    """What computes all texts, in the order in which it is to be asked."""
+    """Attention for all texts, in the order in which it must be called."""
     if device.type == "cpu":
         return piece_attention(shape, texts, device)
     if packed_attention.suits(shape, dtype, device):

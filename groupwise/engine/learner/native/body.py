@@ -1,7 +1,7 @@
-"""All layers forward and backward, by hand: no graph, and of each layer only what cannot be made again quickly is kept.
+"""All layers forward and backward, by hand: no graph, and each layer keeps only what cannot be computed again quickly.
 
-Of a layer these are kept: the residual stream before attention and before the MLP, queries, keys and values as they come, what attention
-found, gate and up, and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are made again. With
+A layer keeps: the residual stream before attention and before the MLP, queries, keys and values as they come, attention's output,
+gate and up, and the narrow products of the adapter. Norms, rotary positions, probabilities and SwiGLU are computed again. With
 recomputation, only the residual stream before each layer is kept.
 
 The residual stream and its gradient are float32, products are in the model's number format, as in the sampler.
@@ -33,13 +33,13 @@ from groupwise.engine.models.native.weights import Layer, NativeModel
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is computed: a micro-batch by a model with an adapter."""
+    """A micro-batch that is computed by a model with an adapter."""
 
     model: NativeModel
     batch: FlatBatch
     rotations_N1C: Tensor
     query_rotations_N1C: Tensor
-    """Times what attention wants queries to be multiplied with."""
+    """Rotations times the factor that attention wants for queries."""
     attention: Sequence[Attention]
     products: list[Product]
     recompute: bool
@@ -48,17 +48,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Of a layer, for its backward pass."""
+    """Results of a layer that its backward pass needs."""
 
     residual_NH: Tensor
     qkv_NO: Tensor
     found_NO: Tensor
-    """What attention found."""
+    """The output of attention."""
     middle_NH: Tensor
     """The residual stream before the MLP."""
     gate_up_N2F: Tensor
     lows: tuple[Tensor | None, ...]
-    """Of the four products, x Aᵀ."""
+    """x Aᵀ of each of the four products."""
 
 
 def residual_stream(
@@ -76,7 +76,7 @@ def residual_stream(
 
 
 def _factors(products: Sequence[Product], factors: Mapping[str, Factors]) -> Iterator[Tensor]:
-    """Those of all products, in the order in which `_Body.backward` gives their gradients."""
+    """Factors of all products, in the order in which `_Body.backward` gives their gradients."""
     for product in products:
         for each in product.adapted:
             yield factors[each.part.path].down_RI
@@ -175,7 +175,7 @@ def _through_norm_(
     epsilon: float,
     d_NH: Tensor | None,
 ) -> list[Tensor]:
-    """Add to `d_NH` what comes back through a product and the norm before it; return the gradients of the product's factors."""
+    """Add to `d_NH` the gradient through a product and the norm before it; return the gradients of the product's factors."""
     u_NR = product.low_gradient(dy_NO)
     dx_NH = None if d_NH is None else product.input_gradient(dy_NO, u_NR)
     x_NH = norm_with_gradient(residual_NH, norm_H, epsilon, dy_NO.dtype, dx_NH, d_NH)

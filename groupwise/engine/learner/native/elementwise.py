@@ -1,6 +1,6 @@
-"""What stands between the matrix products of a layer, with its gradient: norm, SwiGLU, rotary positions.
+"""Computes the steps between the matrix products of a layer, with their gradients: norm, SwiGLU, rotary positions.
 
-Nothing that can be made again from what a layer keeps is kept.
+Nothing is kept that can be computed again from what a layer keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from groupwise.engine.models.native import compiled
 from groupwise.engine.models.native.fused import kernels_for
 
 ROWS_IN_CACHE = 64
-"""Rows of gate and up that a processor handles at a time: 0.8 MB in float32 where each has 1,536 numbers."""
+"""Rows of gate and up that a processor handles at a time: 0.8 MB in float32 for rows of 1,536 numbers."""
 
 
 def norm_with_gradient(
@@ -26,7 +26,7 @@ def norm_with_gradient(
     dy_NH: Tensor | None,
     into_NH: Tensor | None,
 ) -> Tensor:
-    """The norm of the residual stream once more, in `dtype`; its gradient is added to `into_NH`, if there is one."""
+    """The norm of the residual stream again, in `dtype`; its gradient is added to `into_NH`, if there is one."""
     if compiled.suits(x_NH):
         return compiled.norm_with_gradient(x_NH, weight_H, epsilon, dtype, dy_NH, into_NH)
     kernels = kernels_for(x_NH)
@@ -39,7 +39,7 @@ def norm_with_gradient(
 
 
 def norm_scale(x_NH: Tensor, epsilon: float) -> Tensor:
-    """[N, 1]: what a root-mean-square norm multiplies each row with, `1 / sqrt(mean(x²) + epsilon)`."""
+    """Factor of a root-mean-square norm for each row, [N, 1]: `1 / sqrt(mean(x²) + epsilon)`."""
     length_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True)
     return length_N1.square_().div_(x_NH.shape[-1]).add_(epsilon).rsqrt_()
 

@@ -1,9 +1,9 @@
-"""Attention by torch's fused kernels, for a GPU, where they keep scores on the chip.
+"""Attention by torch's fused kernels, for a GPU, which keep scores on the chip.
 
 Queries are the last of the keys, so that their mask is the causal one of the lower right corner, which the kernels know without a
 matrix of it. Queries and keys are rounded to the number format of the values, as these kernels want them, and scores are divided by the
 root of the heads' size afterwards, as in the sampler: divided before, queries would be rounded otherwise, unless that root is a power
-of two. The gradient is torch's, for which the forward pass is made again.
+of two. The gradient is torch's, for which the forward pass is computed again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FusedAttention(PaddedAttention):
         return d_keys_MJCD, d_values_MJCD
 
     def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Queries [M, heads, L, D], keys and values [M, J, C, D], in one number format; none shares memory with what was given."""
+        """Queries [M, heads, L, D], keys and values [M, J, C, D], in one number format; none shares memory with the inputs."""
         queries_MHLD = self.beside(queries).transpose(1, 2)
         return (
             queries_MHLD.to(values.dtype, copy=True),
@@ -70,12 +70,12 @@ class FusedAttention(PaddedAttention):
 def fused_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[FusedAttention]:
-    """For each set of texts."""
+    """One attention for each set of texts."""
     return [FusedAttention(shape, each, real_places(each, device)) for each in texts]
 
 
 def _found(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:
-    """What queries find, [M, heads, L, D]."""
+    """The output of attention, [M, heads, L, D]."""
     return F.scaled_dot_product_attention(
         queries_MHLD,
         keys_MJCD,

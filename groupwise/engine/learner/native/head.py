@@ -110,7 +110,7 @@ class _Numbers:
     def _rows(
         self, places: slice, targets: Targets, logits_RV: Tensor, entropy_RV: Tensor | None
     ) -> None:
-        """The numbers of a few places; with gradients, the logits are overwritten by what the weight is to be multiplied with."""
+        """The numbers of a few places; with gradients, the logits are overwritten by the factors for the weight."""
         count = len(logits_RV)
         scaled_RV, probabilities_RV = self._scaled_RV[:count], self._probabilities_RV[:count]
         scaled_RV.copy_(logits_RV).div_(targets.temperatures_N[:, None])

@@ -1,4 +1,4 @@
-"""Rows on one axis without padding: what many have in common is computed once.
+"""Lays rows out on one axis without padding, so that a prompt of several rows is computed once.
 
 A prompt with several completions stands there once, and its completions behind it; each of them sees the prompt and itself. A prompt
 with one completion is one text with it. Nothing follows the last token of a completion, so it is left out. A micro-batch is whole
@@ -14,22 +14,22 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.layout import by_prompt, widest
 
 SPREAD = 2
-"""Texts are computed beside each other, padded to the longest, where it is at most so many times as long as the shortest."""
+"""Texts are computed beside each other, padded to the longest, if that is at most so many times as long as the shortest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts behind each other, longest first, of which each sees itself and all of them the same prompt, or none."""
+    """Texts behind each other, longest first. Each sees itself, and all see the same prompt, or none."""
 
     start: int
-    """Where the first of them begins."""
+    """Place where the first of them begins."""
     lengths: tuple[int, ...]
     prompt: tuple[int, int] | None = None
-    """Where the prompt that they see begins, and its length."""
+    """Start and length of the prompt that they see."""
 
     @property
     def end(self) -> int:
-        """Behind the last of them."""
+        """Place behind the last of them."""
         return self.start + sum(self.lengths)
 
     @property
@@ -44,15 +44,15 @@ class FlatBatch:
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
-    """Where each row stands in the sequence that was cut up."""
+    """Index of each row in the sequence that was cut up."""
     token_ids: tuple[int, ...]
-    """Of all texts, N."""
+    """Ids of the tokens of all texts, N."""
     positions: tuple[int, ...]
-    """Of each token in its own text, prompt included; N."""
+    """Position of each token in its own text, prompt included; N."""
     texts: tuple[Texts, ...]
     """Together they are all tokens, those that see no prompt first."""
     before: tuple[int, ...]
-    """For each completion token, one row after another, the place of the token before it."""
+    """The place of the token before each completion token, one row after another."""
 
     @property
     def width(self) -> int:
@@ -96,7 +96,7 @@ def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> It
 
 
 def _tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
-    """What rows of one prompt cost together."""
+    """Tokens to compute for the rows of one prompt together."""
     own = sum(len(rows[index].completion_ids) - 1 for index in members)
     return len(rows[members[0]].prompt_ids) + own
 
@@ -140,7 +140,7 @@ class _Axis:
     def add(
         self, texts: Sequence[Sequence[int]], prompt: tuple[int, int] | None = None
     ) -> list[int]:
-        """Put texts that see this prompt behind each other, longest first; return where each begins."""
+        """Put texts that see this prompt behind each other, longest first; return the start of each."""
         begins: list[int] = []
         first = 0 if prompt is None else prompt[1]
         for ids in texts:

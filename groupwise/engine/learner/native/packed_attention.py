@@ -1,9 +1,9 @@
 """Attention of texts of any lengths at once, by torch's flash attention for packed sequences, for a GPU.
 
-Each text's keys are those of its prompt, gathered once more for it, and its own. There is one call for a micro-batch, not one for each
-group: to start a kernel takes longer than what a GPU does for most groups. Rounding is that of
-`groupwise.engine.learner.native.fused_attention`, and the gradient is torch's, for which the forward pass is made again; that of a prompt's
-keys is summed in float32, in the same order each time.
+Each text's keys are those of its prompt, gathered again for it, and its own. There is one call for a micro-batch, not one for each
+group: starting a kernel takes longer than a GPU needs for most groups. Rounding is that of
+`groupwise.engine.learner.native.fused_attention`, and the gradient is torch's, for which the forward pass is computed again; that of a
+prompt's keys is summed in float32, in the same order each time.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ except ImportError:  # torch before 2.10
 FORMATS = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 GROUPED = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
-"""Whether it wants to be told that there are fewer heads of keys than of queries; torch 2.11 takes them as they are."""
+"""True if the kernel needs a flag for fewer heads of keys than of queries; torch 2.11 takes them as they are."""
 CAUSAL = (-1, 0)
 """A window that ends with the query itself, the last query at the last key."""
 
 
 def suits(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel computes a model of this shape and number format on this device."""
+    """True if the kernel computes a model of this shape and number format on this device."""
     return (
         varlen_attn is not None
         and device.type == "cuda"
@@ -71,7 +71,7 @@ class PackedAttention:
         )
         repeated = len(keys) > sum(lengths)
         self._keys_K = torch.tensor(keys, device=device) if repeated else None
-        """The token of each key; None where it is all tokens in order."""
+        """The token of each key; None if it is all tokens in order."""
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
@@ -93,7 +93,7 @@ class PackedAttention:
         d_qkv[:, heads:] = d_both if self._keys_K is None else self._summed(d_both, len(d_qkv))
 
     def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Queries and the keys and values that each text sees, in one number format; none shares memory with what was given."""
+        """Queries and the keys and values that each text sees, in one number format; none shares memory with the inputs."""
         both = keys.to(values.dtype), values
         if self._keys_K is None:
             keys, values = (each.clone(memory_format=torch.contiguous_format) for each in both)
@@ -110,7 +110,7 @@ class PackedAttention:
         )
 
     def _summed(self, d_KJD: Tensor, tokens: int) -> Tensor:
-        """Of each token, the sum over all texts that saw it, [tokens, J, D]."""
+        """The sum, for each token, over all texts that saw it, [tokens, J, D]."""
         # A plain index adds in the order in which threads come; the gradient of an embedding in that of the indices.
         d_KX = d_KJD.to(torch.promote_types(d_KJD.dtype, torch.float32)).flatten(1)
         d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)

@@ -1,7 +1,7 @@
 """Texts of similar length beside each other, padded to the longest, each with its prompt's keys before its own.
 
-The keys of a prompt that many share are repeated here, which costs little: they are `head size` numbers wide, where scores have a number
-for each query. The gradient of the prompt's keys is the sum over all that saw them. What a padded query finds is dropped, and no real one
+The keys of a shared prompt are repeated here, which costs little: they are `head size` numbers wide, while scores have a number
+for each query. The gradient of the prompt's keys is the sum over all that saw them. A padded query's output is dropped, and no real one
 sees a padded key, because padding comes last.
 
 Two classes compute attention of them, on a processor and on a GPU.
@@ -26,7 +26,7 @@ class PaddedAttention(ABC):
     shape: Shape
     texts: Texts
     real_X: Tensor | None
-    """Of the M · L places of the padded texts, those with a token; None where all have one."""
+    """Those of the M · L places of the padded texts that hold a token; None if all do."""
 
     @property
     @abstractmethod
@@ -46,9 +46,9 @@ class PaddedAttention(ABC):
         values: Tensor,
         d_queries_MLHD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Write those of the queries; return those of the keys and the values [M, J, C, D], of which those of padding do not matter.
+        """Write the gradients of the queries; return those of the keys and the values [M, J, C, D], with any values for padding.
 
-        `d_out` is that of what `forward` wrote, the next three are its arguments.
+        `d_out` is the gradient of the output of `forward`, the next three are its arguments.
         """
 
     def backward(
@@ -97,14 +97,14 @@ class PaddedAttention(ABC):
         return all_MJCD
 
     def room(self, x: Tensor) -> Tensor:
-        """[M, L, …]: the texts' rows of x themselves where none is padded, else memory for them."""
+        """[M, L, …]: the texts' rows of x themselves if none is padded, else memory for them."""
         rows = self._rows(x)
         if self.real_X is not None:
             rows = x.new_empty(self.count * self.length, *x.shape[1:])
         return rows.view(self.count, self.length, *x.shape[1:])
 
     def put(self, room: Tensor, x: Tensor) -> None:
-        """Bring what was written to `room` to the texts' rows of x."""
+        """Copy the rows written to `room` to the texts' rows of x."""
         if self.real_X is not None:
             self._rows(x).copy_(room.flatten(0, 1).index_select(0, self.real_X))
 

@@ -21,7 +21,7 @@ from groupwise.engine.models.native.linear import quick_float32
 from groupwise.engine.models.native.weights import Shape
 
 SCORES = 1 << 20
-"""Scores of a piece, at most, where a text can be cut so: 4 MB, which stay in the cache of a processor."""
+"""Scores of a piece, at most, if a text can be cut so: 4 MB, which stay in the cache of a processor."""
 QUERIES = 128
 """Queries of a piece, of a text that is cut."""
 ALIGNED = 16
@@ -49,7 +49,7 @@ class PieceAttention(PaddedAttention):
     """An `Attention`, a piece at a time."""
 
     later_QX: Tensor
-    """-inf where a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
+    """-inf if a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
 
     @property
     def query_scale(self) -> float:
@@ -96,7 +96,7 @@ class PieceAttention(PaddedAttention):
     def _gradients(
         self, heads: Heads, d_out_MJRLD: Tensor, piece: Piece
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the queries, keys and values of a piece, in the number format of the values."""
+        """Gradients of the queries, keys and values of a piece, in the number format of the values."""
         dtype = heads.values_MJCD.dtype
         d_out_BQD = self._asked(d_out_MJRLD, piece)
         q_BQD, k_BCD, v_BCD = (
@@ -138,7 +138,7 @@ class PieceAttention(PaddedAttention):
         )
 
     def _by_head(self, x_NJD: Tensor) -> Tensor:
-        """What belongs to queries, [M, J, R, L, D]."""
+        """A tensor of queries as [M, J, R, L, D]."""
         x_NJRD = x_NJD.view(len(x_NJD), *self._per_token)
         return self.beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
 
@@ -172,7 +172,7 @@ class PieceAttention(PaddedAttention):
 def piece_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[PieceAttention]:
-    """For each set of texts."""
+    """One attention for each set of texts."""
     most = max(_queries(shape, each) for each in texts)
     later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
     return [PieceAttention(shape, each, real_places(each, device), later_QX) for each in texts]

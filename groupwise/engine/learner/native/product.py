@@ -63,11 +63,11 @@ class Product:
         return y_NO, low_NR
 
     def low_gradient(self, dy_NO: Tensor) -> Tensor | None:
-        """Of t: `u = dy B`."""
+        """Gradient of t: `u = dy B`."""
         return None if self.low is None else dy_NO @ self.low.up_OR
 
     def input_gradient(self, dy_NO: Tensor, u_NR: Tensor | None) -> Tensor:
-        """Of x: `dx = dy W + u A`. On a GPU the first term is rounded before the second is added, which no step depends on."""
+        """Gradient of x: `dx = dy W + u A`. On a GPU the first term is rounded before the second is added, which no step depends on."""
         if self.low is None or u_NR is None:
             return dy_NO @ self.linear.weight_OI
         return (u_NR @ self.low.down_RI).addmm_(dy_NO, self.linear.weight_OI)
@@ -75,7 +75,7 @@ class Product:
     def factor_gradients(
         self, x_NI: Tensor, dy_NO: Tensor, low_NR: Tensor | None, u_NR: Tensor | None
     ) -> list[Tensor]:
-        """Of A and B of each part in turn, `dA = uᵀ x` and `dB = scaling · dyᵀ t`, in float32."""
+        """Gradients of A and B of each part in turn, `dA = uᵀ x` and `dB = scaling · dyᵀ t`, in float32."""
         if low_NR is None or u_NR is None:
             return []
         d_down_RI = (u_NR.t() @ x_NI).float()

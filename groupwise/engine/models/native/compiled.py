@@ -1,4 +1,4 @@
-"""Tensors of a processor handed to the kernels of `groupwise.engine.models.native.kernels`, and where these can be used."""
+"""Passes a processor's tensors to the kernels of `groupwise.engine.models.native.kernels`, and tells if these can be used."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from groupwise.engine.models.native.facts import without_numba
 FORMATS = (torch.bfloat16, torch.float32)
 
 FEW = 64
-"""So many rows are computed faster by one thread than torch can wake others."""
+"""Up to this many rows one thread is faster than waking others."""
 
 
 def refusal(dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot compute a model of this format on a processor; None where they can."""
+    """Why the kernels cannot compute a model of this format on a processor; None if they can."""
     if dtype not in FORMATS:
         return f"{dtype} is computed on a GPU only".replace("torch.", "")
     return without_numba()
 
 
 def suits(tensor: Tensor) -> bool:
-    """Whether a kernel, which has one thread, is the best for these rows of numbers."""
+    """True if a kernel, which runs on one thread, is the best choice for these rows of numbers."""
     few = len(tensor) <= FEW or torch.get_num_threads() == 1
     return tensor.device.type == "cpu" and tensor.dtype in FORMATS and few
 
@@ -63,7 +63,7 @@ def norm_with_gradient(
     dy_NH: Tensor | None,
     into_NH: Tensor | None,
 ) -> Tensor:
-    """The norm once more; its gradient is added to `into_NH`, if there is one."""
+    """The norm again; its gradient is added to `into_NH`, if there is one."""
     from groupwise.engine.models.native import kernels
 
     y_NH = torch.empty(x_NH.shape, dtype=dtype)
@@ -80,7 +80,7 @@ def norm_with_gradient(
 
 
 def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """`silu(gate) · up` once more, and the gradient [N, 2F] with respect to both halves."""
+    """`silu(gate) · up` again, and the gradient [N, 2F] with respect to both halves."""
     from groupwise.engine.models.native import kernels
 
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)

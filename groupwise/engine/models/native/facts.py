@@ -1,4 +1,4 @@
-"""What can be said of native models without torch: which families have one, and in what blocks its numbers are computed."""
+"""Facts about native models that need no torch: which families have one, and in what blocks its numbers are computed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CHUNK = 256
 LANES = 16
 """Numbers of a vector of the processor."""
 STRETCH = 16
-"""Keys that stand beside each other, in the order [D, STRETCH]; those that are not there weigh 0."""
+"""Keys that stand beside each other, in the order [D, STRETCH]; missing ones weigh 0."""
 ROWS = 8
-"""Few rows are computed in multiples of so many: tiles are made for that, and libraries may compute fewer with other last bits."""
+"""Few rows are computed in multiples of this: tiles are made for it, and libraries may compute fewer with other last bits."""
 
 
 def multiple(count: int, of: int) -> int:
-    """The least multiple of `of` that is no less."""
+    """The least multiple of `of` that is at least as large."""
     return -(-count // of) * of
 
 
@@ -28,7 +28,7 @@ def head_size(config: Any) -> int:
 
 @cache
 def without_numba() -> str | None:
-    """Why there is no numba; None where it can be imported."""
+    """Why there is no numba; None if it can be imported."""
     try:
         import numba  # noqa: F401 — asked for, not used
     except Exception as error:  # noqa: BLE001 — beside another NumPy than it was made for, any may come

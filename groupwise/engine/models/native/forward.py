@@ -12,7 +12,8 @@ from torch import Tensor
 from groupwise.engine.models.native.weights import NativeModel
 
 Adapter = Sequence[Any]
-"""What is added to each of `NativeModel.products`, in their order without the head: of `low_rank`, or of `packed_low_rank` for few rows."""
+"""Parts that are added to each of `NativeModel.products`, in their order without the head: from `low_rank`, or from `packed_low_rank`
+for few rows."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of one layer: its number and its first product, queries, keys and values [N, O], to [N, heads · D]."""

@@ -1,7 +1,7 @@
-"""Whether a GPU's kernels of `groupwise.engine.models.native.triton_kernels` can be used here.
+"""Finds out whether a GPU's kernels of `groupwise.engine.models.native.triton_kernels` can be used here.
 
-Triton comes with torch's CUDA build, and compiles with the machine's C compiler. Where either is missing, or gives something else than
-torch does, torch's own operations compute the same by more and slower steps.
+Triton comes with torch's CUDA build, and compiles with the machine's C compiler. If either is missing, or gives another result than
+torch, torch's own operations compute the same by more and slower steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 CLOSE = 1e-4
-"""How far a kernel's result on some rows of numbers up to 4 may be from torch's."""
+"""Largest difference of a kernel's result from torch's, on some rows of numbers up to 4."""
 
 
 def kernels_for(tensor: Tensor) -> ModuleType | None:
-    """The kernels that compute a tensor like this one; None where torch does."""
+    """The kernels that compute a tensor like this one; None if torch does."""
     if tensor.device.type != "cuda" or tensor.dtype not in FORMATS:
         return None
     return _tried(tensor.device)
@@ -30,7 +30,7 @@ def kernels_for(tensor: Tensor) -> ModuleType | None:
 
 @cache
 def _tried(device: torch.device) -> ModuleType | None:
-    """The kernels, if one that was compiled and asked on this device gave what torch does."""
+    """The kernels, if one that was compiled and tried on this device gave the same as torch."""
     try:
         from groupwise.engine.models.native import triton_kernels
 

@@ -1,4 +1,4 @@
-"""How the kernels beside it are compiled."""
+"""Compiles the kernels in this folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Function], Function]:
     """Compile a function when it is first called with arguments of some kind.
 
-    `order` are LLVM's names for what it may do to the order of sums and to special numbers. What is `kept` is there for later runs, too
-    (`groupwise.engine.models.native.kernel_cache`); this is for functions that others call, which contain the rest.
+    `order` are LLVM's names for what it may do to the order of sums and to special numbers. If `kept`, the result is cached for later runs
+    (`groupwise.engine.models.native.kernel_cache`); use it for functions called from outside, which contain the others.
     """
     options: dict[str, Any] = {"fastmath": set(order), "error_model": "numpy", "nogil": True}
 

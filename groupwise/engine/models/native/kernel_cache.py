@@ -1,10 +1,10 @@
-"""Compiled kernels kept on the disk for later runs: beside their source, or in the user's cache where that cannot be written.
+"""Keeps compiled kernels on the disk for later runs: beside their source, or in the user's cache if that cannot be written.
 
-numba has a cache, whose places and contents are used here, but not its files. Those know only the one source file in which a kernel
-stands, though code of others goes into it; they begin with a list that two first runs at once can spoil for each other; and a disk that
-refuses one ends the run. Here each kernel has a file of its own for every kind of arguments and processor, whose name tells of which
-sources it was made: all of this folder. Code of other sources is deleted when something is kept. A file begins with a digest of the
-rest, so one that a crash has damaged is like none. Where nothing can be kept, kernels are compiled by every run.
+numba has a cache, whose folders and contents are used here, but not its files. Those depend only on the one source file that holds a
+kernel, though code of other files goes into it; they begin with a list that two simultaneous first runs can spoil for each other; and a
+disk that refuses one ends the run. Here each kernel has a file of its own for every kind of arguments and processor, named after the
+sources it was made of: all of this folder. Code of other sources is deleted when something is saved. A file begins with a digest of the
+rest, so one damaged by a crash is ignored. If nothing can be saved, kernels are compiled by every run.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from groupwise.core.atomic_files import building_path
 logger = logging.getLogger(__name__)
 
 PACKAGE = "groupwise.engine.models.native"
-"""All code that kernels are made of stands in its folder."""
+"""Package with all code that kernels are made of."""
 DIGEST_BYTES = 32
 
 
 def cache_of(function: Callable[..., Any]) -> Any:
-    """What numba asks for a compiled function before it compiles it, and gives it to afterwards."""
+    """The cache that numba looks in before it compiles a function, and saves to afterwards; an empty one if no folder can be written."""
     try:
         return KernelCache(function)
     except RuntimeError:  # numba found no folder to write to
@@ -43,21 +43,21 @@ def cache_of(function: Callable[..., Any]) -> Any:
 
 
 class KernelCache(FunctionCache):
-    """numba's cache of one function, with files of our own, which a disk may refuse."""
+    """numba's cache of one function, with files of our own; writing may fail."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
         self._cache_file = KernelFiles(Path(self._cache_path), self._impl.filename_base)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled function for arguments of these types; None where it is not kept."""
+        """The compiled function for arguments of these types; None if it is not kept."""
         found = super().load_overload(sig, target_context)
         if found is None:
             _tell_of_compiling(self._cache_path)
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep it, if the disk takes it."""
+        """Save it, if the disk accepts it."""
         try:
             super().save_overload(sig, data)
         except OSError as error:
@@ -71,7 +71,7 @@ class KernelFiles:
         self._folder, self._name, self._sources = folder, name, sources()
 
     def load(self, key: Any) -> Any:
-        """What was saved under this key; None where nothing was, or it is damaged."""
+        """The function saved under this key; None if there is none, or it is damaged."""
         try:
             stored = self._path(key).read_bytes()
         except OSError:
@@ -80,7 +80,7 @@ class KernelFiles:
         return pickle.loads(content) if digest == sha256(content).digest() else None
 
     def save(self, key: Any, value: Any) -> None:
-        """Keep a value; OSError if the disk refuses."""
+        """Save a value; OSError if the disk refuses."""
         self._remove_others()
         content = dumps(value)
         path = self._path(key)
@@ -97,7 +97,7 @@ class KernelFiles:
         return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"
 
     def _remove_others(self) -> None:
-        """Delete what was made of other sources, by whatever wrote it."""
+        """Delete files made of other sources, also those of numba's own cache."""
         for path in self._folder.glob("*.nb[ci]*"):
             if self._sources not in path.name:
                 path.unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def sources() -> str:
 
 
 def digest_of(folder: Traversable) -> str:
-    """Of all Python files in a folder."""
+    """Digest of all Python files in a folder."""
     found = sha256()
     for file in sorted(folder.iterdir(), key=lambda each: each.name):
         if file.name.endswith(".py"):
@@ -121,13 +121,13 @@ def digest_of(folder: Traversable) -> str:
 
 @cache
 def _tell_of_compiling(folder: str) -> None:
-    """Once in a process."""
+    """Log it once in a process."""
     logger.info("Compiling kernels for this processor; kept in %s", folder)
 
 
 @cache
 def _tell_not_kept(reason: str) -> None:
-    """Once in a process for each reason."""
+    """Log it once in a process for each reason."""
     logger.warning(
         "kernels compiled for this processor cannot be kept (%s), so that every run compiles them, for some seconds: "
         "set NUMBA_CACHE_DIR to a folder with room that can be written to",

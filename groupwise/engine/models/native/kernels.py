@@ -1,8 +1,8 @@
-"""What stands between the matrix products of a decoder, compiled for the processor by numba: norm, SwiGLU, attention to the keys of
-a row.
+"""Computes the steps between the matrix products of a decoder, compiled for the processor by numba: norm, SwiGLU, attention to the keys
+of a row.
 
-One call does what takes torch five to forty operations, whose fixed costs are most of a token's time beside the products. Every row is
-computed by itself, so its bits depend on no other row. Sums are float32; what is stored is rounded once.
+One call replaces five to forty of torch's operations, whose fixed costs are most of a token's time beside the products. Every row is
+computed by itself, so its bits depend on no other row. Sums are float32; stored numbers are rounded once.
 
 bfloat16 is handed over as uint16, the upper half of a float32.
 """
@@ -38,7 +38,7 @@ ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
 
 
 def _number(stored: Any) -> Any:
-    """What is stored, as float32."""
+    """Converts a stored number to float32."""
     raise NotImplementedError  # numba takes one of the two below
 
 
@@ -79,7 +79,7 @@ def _typed_pointer(_: Any, address: Any, like: Any) -> Any:
 
 
 _pointer: Any = intrinsic(_typed_pointer)
-"""Called with an address and an array: a pointer to numbers like those of the array."""
+"""Called with an address and an array: a pointer to numbers of the array's type."""
 
 
 def _typed_prefetch(_: Any, address: Any) -> Any:
@@ -92,7 +92,7 @@ def _typed_prefetch(_: Any, address: Any) -> Any:
 
 
 _prefetch: Any = intrinsic(_typed_prefetch)
-"""Called with an address: begin to fetch what stands there."""
+"""Called with an address: begin to fetch the memory there."""
 
 
 @kernel(ROUNDING_KEPT)
@@ -132,13 +132,13 @@ def _exp(x: Any) -> Any:
 
 @kernel()
 def _inverse_root(x: Any) -> Any:
-    """By itself: where sums may be reordered, compilers take an estimate for some processors, whose last bit is wrong."""
+    """A function of its own: if sums may be reordered, compilers take an estimate for some processors, whose last bit is wrong."""
     return np.float32(1.0) / np.sqrt(x)
 
 
 @kernel(ANY_ORDER)
 def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
-    """The norm of one row; the factor that it was multiplied with."""
+    """Write the norm of one row; returns the factor that it was multiplied with."""
     size = x_H.shape[0]
     squares = np.float32(0.0)
     for h in range(size):
@@ -160,7 +160,7 @@ def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
 def norm_gradient(
     x_NH: Array, weight_H: Array, epsilon: Any, dy_NH: Array, into_NH: Array, y_NH: Array
 ) -> None:
-    """The norm once more into `y_NH`, and its gradient with respect to x added to `into_NH`, if `dy_NH` has rows.
+    """Write the norm again into `y_NH`, and add its gradient with respect to x to `into_NH`, if `dy_NH` has rows.
 
     With g = dy w and s the factor of the row: `dx = s g − s³ x mean(g x)`.
     """
@@ -191,7 +191,7 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
 
 @kernel(ROUNDING_KEPT, kept=True)
 def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Array) -> None:
-    """The same once more into `y_NF`, and its gradient with respect to both halves.
+    """Write the same again into `y_NF`, and its gradient with respect to both halves.
 
     With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
     """
@@ -269,8 +269,8 @@ def _score_code(queries: int) -> Any:
 def _values_code(queries: int) -> Any:
     """Adds 16 numbers of every value, each value times its weights.
 
-    Called with the weights and their stride, the values and their stride, how many they are, the sums and their stride, and an array
-    whose format is that of the values.
+    Called with the weights and their stride, the values and their stride, the number of values, the sums and their stride, and an array
+    in the format of the values.
     """
 
     def typed(
@@ -318,7 +318,7 @@ _values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
 
 @kernel(ROUNDING_KEPT)
 def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
-    """The products of queries with the keys of some blocks, into the scores from column `start` on."""
+    """Write the products of queries with the keys of some blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
     room = 4 * scores_RX.shape[1]
     for block in range(blocks):
@@ -338,7 +338,7 @@ def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, st
 
 @kernel(ANY_ORDER | {"nnan"})
 def _highest(scores_T: Array) -> Any:
-    """The highest; of what is no number it may say anything."""
+    """The highest score; the result is undefined if one is NaN."""
     highest = np.float32(-np.inf)
     for t in range(scores_T.shape[0]):
         highest = scores_T[t] if scores_T[t] > highest else highest  # noqa: FURB136
@@ -347,7 +347,7 @@ def _highest(scores_T: Array) -> Any:
 
 @kernel(ANY_ORDER)
 def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
-    """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; their sum."""
+    """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; returns their sum."""
     for t in range(scores_T.shape[0]):
         scores_T[t] = _exp(scores_T[t] - highest)
     scores_T[seen:] = np.float32(0.0)
@@ -396,7 +396,7 @@ def _attend_heads(
     scores_RX: Array,
     sums_RD: Array,
 ) -> None:
-    """What the queries of one key head find among the first keys of their row and of its prompt; `scores_RX` is overwritten."""
+    """Attention of one key head's queries to the first keys of their row and of its prompt; `scores_RX` is overwritten."""
     own = STRETCH * _blocks(seen)
     both = own + STRETCH * _blocks(prompt_seen)
     _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
@@ -430,7 +430,7 @@ def attend(
 ) -> None:
     """Attention of a new token of every row, to the row's own tokens and to its prompt, in one layer.
 
-    `qkv_NO` holds queries, keys and values as the product gave them. `turns_NC2` are cosines and sines. Norms of heads are empty where
+    `qkv_NO` holds queries, keys and values as the product gave them. `turns_NC2` are cosines and sines. Norms of heads are empty if
     the model has none. The caches hold keys in float32, `STRETCH` beside each other, and values; B is at least N · kv_heads, and
     values have room for a multiple of 16 numbers. The new key and value are written behind the `written_N` that a row has.
     `prompts_N4` are, for each row, the addresses of its prompt's keys [kv_heads, K, D, STRETCH] and values [kv_heads, P, D], its

@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """What an adapter adds to one linear layer: `scaling · (x Aᵀ) Bᵀ`."""
+    """An adapter's addition to one linear layer: `scaling · (x Aᵀ) Bᵀ`."""
 
     down_RI: Tensor
     up_OR: Tensor
@@ -49,11 +49,11 @@ class LowRank:
     """Their B factors times their scaling, each in its own rows and columns; 0 elsewhere."""
 
     def added(self, x_NI: Tensor) -> Tensor:
-        """What the adapter adds [N, O]."""
+        """The adapter's addition [N, O]."""
         return (x_NI @ self.down_RI.t()) @ self.up_OR.t()
 
     def copy_(self, other: LowRank) -> None:
-        """Take the numbers of another adapter in place."""
+        """Copy the numbers of another adapter in place."""
         self.down_RI.copy_(other.down_RI)
         self.up_OR.copy_(other.up_OR)
 
@@ -94,7 +94,7 @@ class Linear:
         return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
-        """What an adapter adds, given its factors by the names of layers; None where it leaves this product alone."""
+        """The adapter's addition to this product, given its factors by the names of layers; None if it leaves this product alone."""
         found = list(self._placed(factors))
         if not found:
             return None
@@ -108,7 +108,7 @@ class Linear:
         return LowRank(down_RI, up_OR)
 
     def packed_low_rank(self, factors: Mapping[str, Factors]) -> Any:
-        """The same as `few` takes it; None where it leaves this product alone."""
+        """The same as `few` takes it; None if it leaves this product alone."""
         if self._packed is None:
             return self.low_rank(factors)
         placed = [(part.start, part.end, down, up) for part, down, up in self._placed(factors)]
@@ -126,17 +126,17 @@ class Linear:
 
 
 def rounds_before_adding(x: Tensor) -> bool:
-    """Whether a product of numbers like these is rounded before something is added to it.
+    """True if a product of numbers like these is rounded before something is added to it.
 
-    cuBLAS does: where an adapter adds less than half of the last bit, it adds nothing, and of a step of 1e-6 0.04 % acted (an H100, torch
-    2.11). `at_once` and `in_float32` compute the same sum rounded once, and not at all.
+    cuBLAS rounds: an adapter that adds less than half of the last bit adds nothing, and of a step of 1e-6 only 0.04 % took effect (an H100,
+    torch 2.11). `at_once` and `in_float32` compute the same sum rounded once, and not at all.
     """
     on_nvidia = x.device.type == "cuda" and torch.version.hip is None
     return on_nvidia and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def at_once(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
-    """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; copies the weight, which pays where there are many rows."""
+    """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; copies the weight, which pays off for many rows."""
     return torch.cat((x_NI, low_NR), dim=1) @ torch.cat((weight_OI, up_OR), dim=1).t()
 
 
@@ -150,9 +150,9 @@ def in_float32(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -
 def quick_float32(wanted: bool) -> Generator[None]:
     """Let oneDNN compute float32 products, on AMD's processors twice as fast as MKL does.
 
-    It takes them when it is allowed to round to bfloat16, and is asked where it does not. Elsewhere nothing changes: the sampler's
-    scores are float32, and rounded ones would be the largest difference from them. Torch gives products of up to 4,096 multiplications
-    to MKL all the same, which may add up in another order.
+    Torch uses it only with permission to round to bfloat16; it is given if oneDNN would not round. Otherwise nothing changes: the
+    sampler's scores are float32, and rounded ones would be the largest difference from them. Torch still gives products of up to 4,096
+    multiplications to MKL, which may add up in another order.
     """
     products = cast("Any", torch.backends.mkldnn).matmul
     before = products.fp32_precision
@@ -165,6 +165,6 @@ def quick_float32(wanted: bool) -> Generator[None]:
 
 
 def _would_round() -> bool:
-    """Whether oneDNN rounds float32 to bfloat16 where it may: it does by AMX, and other processors than x86 may have the like."""
+    """True if oneDNN rounds float32 to bfloat16 when allowed to: it does by AMX, and processors other than x86 may have the like."""
     found = torch.cpu.get_capabilities()
     return found.get("architecture") != "x86_64" or bool(found.get("amx_bf16"))

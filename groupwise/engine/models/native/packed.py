@@ -19,12 +19,12 @@ from groupwise.engine.models.native.threads import in_parts
 Array = NDArray[Any]
 
 NOT_YET = np.empty((0, 0), np.float32)
-"""What `products.product` is given for x Aᵀ where it is to compute that, too."""
+"""Passed to `products.product` instead of x Aᵀ if it should compute that, too."""
 BLOCKS_OF_A_THREAD = 8
-"""Fewer tiles are not worth another thread."""
+"""Least number of tiles that is worth another thread."""
 
 Placed = Sequence[tuple[int, int, Tensor, Tensor]]
-"""Of parts of a product: first column, the one behind the last, A [R, I], and B times its scaling [columns, R], as W is rounded."""
+"""Parts of a product: first column, the one behind the last, A [R, I], and B times its scaling [columns, R], rounded as W is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PackedLowRank:
     up_RO: Array
     """B times its scaling, in float32."""
     ranks_B2: Array
-    """Of each block of outputs, the first rank that acts on it and the one behind the last."""
+    """The first rank that acts on each block of outputs, and the one behind the last."""
 
 
 class Packed:
@@ -74,7 +74,7 @@ class Packed:
         return PackedLowRank(self._in_tiles(down_RI), array(up_RO), ranks_B2)
 
     def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
-        """[N, O] in float32, nothing of it rounded before; `low` is one of `low_rank`."""
+        """[N, O] in float32, without rounding before; `low` is one of `low_rank`."""
         from groupwise.engine.models.native import products
 
         low = self._no_adapter if low is None else low
@@ -117,8 +117,10 @@ class Packed:
 
 
 def _halved(weight_OI: Tensor) -> Tensor:
-    """In bfloat16 where that changes no number: published weights are often that, whatever they are computed in."""
-    if weight_OI.dtype == torch.bfloat16 or not _are_halves(weight_OI[0]):  # one row tells most
+    """The weight in bfloat16 if that changes no number: published weights are often bfloat16, whatever they are computed in."""
+    if weight_OI.dtype == torch.bfloat16 or not _are_halves(
+        weight_OI[0]
+    ):  # one row rules most weights out
         return weight_OI
     return weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
 

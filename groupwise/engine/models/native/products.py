@@ -36,12 +36,12 @@ Array = NDArray[Any]
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 _HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
 USE_PAIRS = _HAS_INSTRUCTION
-"""Whether `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
+"""True if `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
-"""Rows of a tile: as many as there are registers for, and for what is left."""
+"""Rows of a tile: as many as there are registers for, and fewer for the remaining rows."""
 ONE_SIZE = LARGE == SMALL
 AHEAD = 4096
-"""Bytes of weights that are fetched before they are needed, where they are needed once."""
+"""Bytes of weights that are fetched ahead if they are needed only once."""
 
 
 class _BFloat(ir.types.Type):
@@ -61,17 +61,17 @@ _TWOS = ir.VectorType(_BFloat(), 2 * LANES)
 
 Sums = list[Any]
 Add = Callable[[VectorCode, Any, list[Any], Any, Sums], Sums]
-"""Given the code, addresses of a line of weights and of every row, the number of the line, and the sums: the sums after it."""
+"""Called with the code, addresses of a line of weights and of every row, the number of the line, and the sums; returns the new sums."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How weights stand and are multiplied."""
+    """Order of weights and code that multiplies them."""
 
     line: int
-    """Bytes of what stands together for the outputs of a tile."""
+    """Bytes of one line: the weights that stand together for the outputs of a tile."""
     inputs: int
-    """How many that is for each of them."""
+    """Number of weights that this is for each output."""
     add: Add
 
 
@@ -118,14 +118,14 @@ _PAIRS = _Kind(64, 2, _add_pairs)
 
 
 def _kind(x_NI: Any, weights: Any) -> _Kind:
-    """Of numba's types of a product's arrays."""
+    """The kind of a product, chosen by numba's types of its arrays."""
     if x_NI.dtype == types.uint16:
         return _PAIRS
     return _HALVES if weights.dtype == types.uint16 else _FLOATS
 
 
 def _line(x_NI: Any, weights: Any) -> Any:
-    """Of the kind, `line` and `inputs`."""
+    """`line` and `inputs` of the product's kind."""
     raise NotImplementedError  # numba takes the one below
 
 
@@ -151,8 +151,8 @@ def _add_rank(
 def _tile(rows: int) -> Any:
     """A tile of so many rows.
 
-    Called with x and the weights, for their kinds; then the weights, how many lines there are, what is to be fetched and how far that
-    moves on with each line, x and its stride, B and its stride, x Aᵀ and its stride, how many ranks there are, 16 sums to begin with, the
+    Called with x and the weights, for their kinds; then the weights, the number of lines, the address to fetch ahead and how far that
+    moves on with each line, x and its stride, B and its stride, x Aᵀ and its stride, the number of ranks, 16 sums to begin with, the
     results and their stride: addresses, and strides in bytes.
     """
 
@@ -275,9 +275,9 @@ def product(
 ) -> None:
     """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, of the blocks of 16 outputs from `first` up to `last`.
 
-    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`,
-    which are W, and `down`, which is A, stand in the order of the first lines of this file. All else is float32: of block b, only ranks
-    from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is what `narrow` gave, or has no rows.
+    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`
+    (W) and `down` (A) stand in the order described at the top of this file. All else is float32: of block b, only ranks
+    from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is the result of `narrow`, or has no rows.
     """
     if len(low_NR) == 0:
         low_NR = _narrow(x_NI, down)

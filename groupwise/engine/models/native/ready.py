@@ -1,6 +1,6 @@
-"""Kernels compiled, or loaded from where they are kept, before they are needed: processes that are forked afterwards have them.
+"""Compiles kernels, or loads saved ones, before they are needed, so that processes forked afterwards have them.
 
-Each is called once with next to nothing, in the formats in which the engines of sampler and learner call it.
+Each is called once with tiny arrays, in the formats in which the engines of sampler and learner call it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EPSILON = 1e-6
 
 
 def ready_to_decode(model: NativeModel) -> None:
-    """What one thread calls for a prompt and for a token."""
+    """Compile the kernels that one thread calls for a prompt and for a token."""
     compiled.normed(torch.ones(1, 1), torch.ones(1), EPSILON, model.dtype)
     for products in (model.dtype, torch.float32):
         compiled.gated(torch.ones(1, 2, dtype=products), model.dtype)
@@ -27,7 +27,7 @@ def ready_to_decode(model: NativeModel) -> None:
 
 
 def ready_to_learn(model: NativeModel) -> None:
-    """What a gradient needs; nothing on a GPU."""
+    """Compile the kernels that a gradient needs; does nothing on a GPU."""
     if not model.compiled:
         return
     dtype = model.dtype
@@ -41,7 +41,7 @@ def ready_to_learn(model: NativeModel) -> None:
 
 
 def _multiply(model: NativeModel) -> None:
-    """By numbers of the model itself, which may be kept in another format than its own."""
+    """Multiply by the model's own numbers, which may be stored in another format than the model's."""
     weight_OI = model.head.weight_OI[:LANES]
     Packed(weight_OI, None).product(torch.ones_like(weight_OI[:1]), None)
 

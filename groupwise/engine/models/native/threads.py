@@ -1,4 +1,4 @@
-"""Several threads for kernels, which have one each: as many as torch uses."""
+"""Runs kernels, which have one thread each, on several threads: as many as torch uses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from itertools import pairwise
 import torch
 
 _pools: dict[int, ThreadPoolExecutor] = {}
-"""By the number of threads; a forked process begins with none."""
+"""One pool for each number of threads; a forked process begins with none."""
 
 os.register_at_fork(after_in_child=_pools.clear)
 
 
 def in_parts(work: Callable[[int, int], object], count: int, *, least: int) -> None:
-    """Do `work(first, last)` for parts of 0 … `count` beside each other, each of at least so many."""
+    """Do `work(first, last)` for parts of 0 … `count` in parallel, each at least of the given size."""
     threads = max(1, min(torch.get_num_threads(), count // least))
     if threads not in _pools:
         _pools[threads] = ThreadPoolExecutor(threads, "groupwise-kernels")

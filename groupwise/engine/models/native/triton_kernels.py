@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a decoder, on a GPU: each step one kernel, written in Triton.
+"""Computes the steps between the matrix products of a decoder on a GPU: each step is one kernel, written in Triton.
 
 Torch's own operations would be five to ten kernels for each of these, and starting a kernel takes a GPU longer than a step of a small
 model. All compute in float32 and round once, as torch's do; sums of a row may differ from torch's in their last bits. A row's result does
@@ -94,7 +94,7 @@ def norm_with_gradient(
     dy_NH: Tensor | None,
     into_NH: Tensor | None,
 ) -> Tensor:
-    """The norm once more; its gradient is added to `into_NH`, if there is one."""
+    """The norm again; its gradient is added to `into_NH`, if there is one."""
     rows, hidden = x_NH.shape
     y_NH = torch.empty_like(x_NH, dtype=dtype)
     gradient = None if dy_NH is None or into_NH is None else (dy_NH.contiguous(), into_NH)
@@ -116,7 +116,7 @@ def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """`silu(gate) · up` once more, and the gradient [N, 2F] with respect to both halves."""
+    """`silu(gate) · up` again, and the gradient [N, 2F] with respect to both halves."""
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
     _gated_gradient[_spans(y_NF)](gate_up_N2F, dy_NF, y_NF, d_N2F, dy_NF.shape[1], SPAN=SPAN)
     return y_NF, d_N2F

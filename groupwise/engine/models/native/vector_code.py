@@ -1,4 +1,4 @@
-"""LLVM code that numba cannot be brought to make: sums that stay in registers over a whole loop.
+"""Writes LLVM code that numba cannot generate: sums that stay in registers over a whole loop.
 
 Used by the kernels beside it. Vectors have 16 numbers; processors with shorter ones take two or four for each.
 """
@@ -41,12 +41,12 @@ class VectorCode:
         return self.builder.inttoptr(self.builder.add(address, offset), kind.as_pointer())
 
     def addresses(self, first: Any, stride: Any, count: int) -> list[Any]:
-        """Where each of some rows begins."""
+        """The address at which each of `count` rows begins."""
         builder = self.builder
         return [builder.add(first, builder.mul(stride, self.number(row))) for row in range(count)]
 
     def load(self, address: Any, offset: Any, kind: Any = FLOATS) -> Any:
-        """Numbers that stand beside each other; what is aligned to less than a vector may be."""
+        """Load adjacent numbers, which may be aligned to less than a vector."""
         return self.builder.load(self.at(address, offset, kind), align=2)
 
     def load_halves(self, address: Any, offset: Any) -> Any:
@@ -65,11 +65,11 @@ class VectorCode:
         return builder.bitcast(builder.and_(words, mask), FLOATS)
 
     def store(self, vector: Any, address: Any, offset: Any) -> None:
-        """Numbers to their place."""
+        """Store numbers at their address."""
         self.builder.store(vector, self.at(address, offset, vector.type), align=2)
 
     def spread(self, address: Any, offset: Any, kind: Any = FLOATS) -> Any:
-        """A vector of one number throughout."""
+        """A vector with one number in all places."""
         nothing, first = ir.Constant(kind, ir.Undefined), ir.Constant(INT, 0)
         number = self.load(address, offset, kind.element)
         vector = self.builder.insert_element(nothing, number, first)
@@ -81,7 +81,7 @@ class VectorCode:
         return self.builder.call(fma, [left, right, total])
 
     def prefetch(self, address: Any, offset: Any) -> None:
-        """Begin to fetch what stands there into all caches."""
+        """Begin to fetch the memory there into all caches."""
         kinds = [BYTE.as_pointer(), INT, INT, INT]
         fetch = self.function("llvm.prefetch.p0", ir.VoidType(), kinds)
         reading, all_caches, data = (ir.Constant(INT, number) for number in (0, 3, 1))

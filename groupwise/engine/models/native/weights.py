@@ -38,7 +38,7 @@ PRODUCTS = {
     "gate_up": ("mlp", ("gate_proj", "up_proj")),
     "down": ("mlp", ("down_proj",)),
 }
-"""Of each product of a layer, where transformers keeps its matrices, which stand above each other in it."""
+"""Names under which transformers keeps the matrices of each product of a layer; the product stacks them in this order."""
 
 _made: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
 
@@ -50,7 +50,7 @@ SHARE_OF_PEAK = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Numbers of a decoder."""
+    """Sizes of a decoder."""
 
     hidden: int
     heads: int
@@ -62,7 +62,7 @@ class Shape:
 
     @property
     def queries_per_key(self) -> int:
-        """Heads that look at the same keys."""
+        """Heads that share the same keys."""
         return self.heads // self.kv_heads
 
 
@@ -73,7 +73,7 @@ class Layer:
     attention_norm_H: Tensor
     qkv: Linear
     query_norm_D: Tensor | None
-    """Norm within each head of the queries, where the model has one."""
+    """Norm within each head of the queries, if the model has one."""
     key_norm_D: Tensor | None
     output: Linear
     mlp_norm_H: Tensor
@@ -94,7 +94,7 @@ class NativeModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
-        """Raises ValueError with the reason where `refusal` gives one, and with `check` where results differ from the model's own."""
+        """Raises ValueError with the reason if `refusal` gives one, and with `check` if results differ from the model's own."""
         reason = refusal(model)
         if reason:
             raise ValueError(reason)
@@ -112,7 +112,7 @@ class NativeModel:
         self.dtype = model.dtype
         self.device = model.device
         self.compiled = self.device.type == "cpu"
-        """Whether kernels of our own may compute what stands between products."""
+        """True if kernels of our own may compute the steps between products."""
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         self.layers = [
             self._layer(f"{_body_path(model)}.layers.{index}", layer)
@@ -133,7 +133,7 @@ class NativeModel:
                 self._shift_head(logits_NV)
 
     def pack(self) -> None:
-        """Order all weights for decoding, on a processor, where they are not ordered yet."""
+        """Order all weights for decoding on a processor, unless they are ordered already."""
         if self.packed or not self.compiled:
             return
         for linear in self.products:
@@ -146,7 +146,7 @@ class NativeModel:
         return [*(linear for layer in self.layers for linear in layer.products), self.head]
 
     def rotations(self, positions_N: Tensor) -> Tensor:
-        """[N, 1, D / 2], complex: what queries and keys at these positions are multiplied with, for every head."""
+        """[N, 1, D / 2], complex: factors of queries and keys at these positions, the same for every head."""
         angles_NC = positions_N[:, None].float() * self._frequencies_C
         return torch.polar(torch.full_like(angles_NC, self._magnitude), angles_NC)[:, None]
 
@@ -155,7 +155,7 @@ class NativeModel:
         return F.embedding(ids_N, self.embedding_VH).float()
 
     def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor:
-        """The root-mean-square norm of the residual stream, in the model's number format; `few` where `Linear.few` comes next."""
+        """The root-mean-square norm of the residual stream, in the model's number format; `few` if `Linear.few` comes next."""
         shape = self.shape
         if self._by_kernels(x_NH, few=few):
             return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
@@ -175,7 +175,7 @@ class NativeModel:
         return (F.silu(gate_NF) * up_NF).to(self.dtype)
 
     def logits(self, residual_NH: Tensor) -> Tensor:
-        """Of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
+        """Logits of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
         return self.head.few(self.normed(residual_NH, self.norm_H, few=True))
 
     def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
@@ -211,9 +211,9 @@ class NativeModel:
         )
 
     def _by_kernels(self, x: Tensor, *, few: bool) -> bool:
-        """Whether kernels of our own compute what stands between products.
+        """True if kernels of our own compute the steps between products.
 
-        While decoding they do for any number of rows: torch may give a row other last bits, and would, whenever others join it.
+        In decoding they do for any number of rows: torch may change a row's last bits whenever others join it.
         """
         return (few and self.packed) or (self.compiled and compiled.suits(x))
 
@@ -261,7 +261,7 @@ class NativeModel:
 
     @torch.no_grad()
     def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
-        """Logits of some text; raises ValueError where they are not those of `model`, if there is one to compare with."""
+        """Logits of some text; raises ValueError if they are not those of `model`, if there is one to compare with."""
         from groupwise.engine.models.native.forward import plain_logits
 
         ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
@@ -271,7 +271,7 @@ class NativeModel:
         theirs_NV = model(input_ids=ids_N[None]).logits[0].float()
         close = 1e-3 if self.dtype == torch.float32 else 0.2  # of bfloat16, noise alone makes 0.07
         difference = float((ours_NV - theirs_NV).abs().mean() / theirs_NV.std())
-        # Logits that are no numbers say nothing of the model, and whoever draws from them is told.
+        # NaN logits say nothing about the model, and a sampler that draws from them raises.
         if theirs_NV.isfinite().all() and not difference <= close:
             raise ValueError(
                 f"its logits differ, by {difference:.3g} of their spread, from what its weights give in a plain "
@@ -295,9 +295,9 @@ class NativeModel:
 
 
 def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel | None:
-    """The model as plain matrices; None, with the reason in the log, where it cannot be.
+    """The model as plain matrices; None, with the reason in the log, if it has no such form.
 
-    It is made once for each model, and `anew` where weights have changed.
+    It is built once for each model, and again with `anew` after weights have changed.
     """
     if model not in _made:
         try:
@@ -314,7 +314,7 @@ def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel |
 
 
 def refusal(model: PreTrainedModel) -> str | None:
-    """Why this model cannot be computed natively; None where it can."""
+    """Why this model cannot be computed natively; None if it can."""
     config: Any = model.config
     if model.device.type == "cpu" and (reason := compiled.refusal(model.dtype)):
         return reason
@@ -338,7 +338,7 @@ def refusal(model: PreTrainedModel) -> str | None:
 
 
 def _unreadable(model: PreTrainedModel) -> str | None:
-    """Why one of its layers is no matrix in the model's number format, as layers of quantised models are not; None where all are."""
+    """Why one of its layers is no matrix in the model's number format, as layers of quantised models are not; None if all are."""
     for name, module in _matrices(model):
         if type(module) not in (nn.Linear, nn.Embedding):
             return f"{name} is a {type(module).__name__}, whose weights are no plain matrix"
@@ -349,7 +349,7 @@ def _unreadable(model: PreTrainedModel) -> str | None:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """What holds the weights of all products and of the embeddings, below an adapter, each with a name for people."""
+    """Modules that hold the weights of all products and of the embeddings, without adapters, each with a name for people."""
     body: Any = model.get_decoder()
     for number, layer in enumerate(body.layers):
         for owner, children in PRODUCTS.values():

@@ -1,6 +1,6 @@
 """Keys and values: those of a prompt, kept once for all of its rows, and those of the rows' own tokens.
 
-Keys are float32 and stand in blocks of `STRETCH`, each [D, STRETCH]: what one query needs of a block is one stream of memory. Rows of
+Keys are float32 and stand in blocks of `STRETCH`, each [D, STRETCH], so that a query reads a block as one stream of memory. Rows of
 values have room for a multiple of 16 numbers.
 """
 
@@ -25,9 +25,9 @@ class NativePrompt(Prompt):
     """A prompt with its keys and values in every layer."""
 
     keys_LJKDS: Tensor
-    """Zeros behind the last."""
+    """Keys of all layers, with zeros behind the last."""
     values_LJPD: Tensor
-    """The same way extended; P = K · S."""
+    """Values, extended likewise; P = K · S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Group:
 
 
 def groups(rows: Sequence[Row]) -> Iterator[Group]:
-    """The groups of rows, which stand in their order."""
+    """The groups of rows, in the order of the rows."""
     start = 0
     for prompt, members in groupby(rows, key=lambda row: row.prompt):
         end = start + len(list(members))
@@ -73,7 +73,7 @@ class OwnCache:
         self.values_LBTD = torch.empty(layers, 0, 0, width, device=model.device, dtype=model.dtype)
 
     def reserve(self, rows: int, length: int) -> None:
-        """Have room for so many rows of so many tokens; what is there stays."""
+        """Make room for so many rows of so many tokens; the content stays."""
         if rows <= self.rows and length <= self.length:
             return
         rows = max(self.rows, multiple(rows, ROWS))

@@ -1,4 +1,4 @@
-"""Attention of one token of every row by a kernel, each row for itself."""
+"""Attention of one token of every row by a kernel, each row by itself."""
 
 from __future__ import annotations
 

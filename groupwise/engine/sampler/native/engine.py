@@ -99,7 +99,7 @@ class NativeEngine:
         self._own = OwnCache(self._model)
 
     def _settle(self, longest: int) -> None:
-        """Make the cache follow the order of the rows; new rows have nothing in it yet."""
+        """Make the cache follow the order of the rows; new rows have no content yet."""
         self._own.reserve(len(self.rows), longest)
         places = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
         self._own.arrange(places, longest - 1)

@@ -1,13 +1,13 @@
 """Decoding on a GPU: always the same shape, so that a token of all rows is one CUDA graph.
 
 Every row has a place, with room for the longest prompt and completion; a prompt is computed once, and its keys and values are copied to
-the place of each of its rows. All places are computed at every token, the empty ones for nothing: what takes time is to read the weights,
+the place of each of its rows. All places are computed at every token, even empty ones: reading the weights takes most of the time,
 and products of another shape might give other last bits. Attention looks at as many keys as the longest row has, in steps of `KEYS`;
 each such number of keys has a recording of its own.
 
-A row's bits do not depend on the other rows as long as those do not change the number of keys. Nor do they beyond that where attention
+A row's bits do not depend on the other rows as long as those do not change the number of keys. Nor do they beyond that if attention
 goes through the keys in order and leaves exact zeros for those that are masked, as torch's memory-efficient kernel does, which is
-asked for on a GPU; torch's products for a processor round otherwise for another number of keys.
+selected on a GPU; torch's products for a processor round differently for another number of keys.
 
 Keys are kept, and scores begun, in the model's number format, as the learner's attention does on a GPU.
 """
@@ -33,12 +33,12 @@ from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
 
 KEYS = 256
-"""Attention looks at a multiple of so many keys."""
+"""Attention looks at a multiple of this many keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopiedPrompt(Prompt):
-    """A prompt with its keys and values, which each of its rows gets a copy of."""
+    """A prompt with its keys and values, which are copied for each of its rows."""
 
     keys_LJPD: Tensor
     values_LJPD: Tensor
@@ -65,13 +65,13 @@ class GraphEngine:
         self._keys_LSJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
         self._values_LSJTD = torch.zeros_like(self._keys_LSJTD)
         self._inputs_2S = torch.zeros(2, slots, device=model.device, dtype=torch.long)
-        """Of every place the token and its position."""
+        """The token and its position, for every place."""
         room = slots, len(model.head.weight_OI)
         self._logits_SV = torch.empty(room, device=model.device, dtype=model.dtype)
-        """Of every place; all recordings write to it, because each would need as much for itself."""
+        """Logits of every place; all recordings write to it, because each would need as much for itself."""
         self._adapter: list[LowRank | None] = []
         self._recorded: dict[int, Compute] = {}
-        """By the number of keys."""
+        """Recordings by the number of keys."""
         self.refresh()
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
@@ -137,7 +137,7 @@ class GraphEngine:
         return self._recorded[length]
 
     def _logits(self, length: int) -> Tensor:
-        """Fill `_logits_SV` after the tokens in `_inputs_2S`: in a fixed shape, and in fixed memory but for what it makes itself."""
+        """Fill `_logits_SV` after the tokens in `_inputs_2S`: in a fixed shape, and in fixed memory except for temporary tensors."""
         model = self._model
         ids_S, positions_S = self._inputs_2S
         rotations_S1C = model.rotations(positions_S)
@@ -165,7 +165,7 @@ class GraphEngine:
 
 
 def _one_kernel(device: torch.device) -> AbstractContextManager[object]:
-    """The same kernel for every number of keys, where there are several; see the module."""
+    """Use the same kernel for every number of keys, if there are several; see the module."""
     if device.type == "cpu":
         return nullcontext()
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

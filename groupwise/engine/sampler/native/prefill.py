@@ -13,13 +13,13 @@ from groupwise.engine.models.native.forward import Adapter, residual_after_layer
 from groupwise.engine.models.native.weights import NativeModel
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Given keys, in float32, and values [P, J, D] of one layer, what an engine keeps of them."""
+"""Turns keys, in float32, and values [P, J, D] of one layer into the form that an engine keeps."""
 
 
 def prefilled(
     model: NativeModel, ids: Sequence[int], adapter: Adapter | None, keep: Keep
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [V] after a prompt; and what is kept of its keys and of its values, those of all layers above each other."""
+    """Logits [V] after a prompt; and the kept forms of its keys and of its values, those of all layers above each other."""
     ids_P = torch.tensor(ids, device=model.device)
     rotations_P1C = model.rotations(torch.arange(len(ids), device=model.device))
     kept: list[tuple[Tensor, Tensor]] = []

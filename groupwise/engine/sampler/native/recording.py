@@ -1,7 +1,7 @@
-"""One computation that is done over and over: recorded once as a CUDA graph and replayed, where there is a GPU.
+"""A computation that is repeated: recorded once as a CUDA graph and replayed, if there is a GPU.
 
 A token of a small model is some hundred operations, and starting them one by one takes a GPU longer than doing them. A recording starts
-them all at once. It reads and writes the memory that it was made with: what it depends on is changed in place, and nothing in it may
+them all at once. It reads and writes the memory that it was made with: its inputs are changed in place, and nothing in it may
 wait for a result.
 """
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 Compute = Callable[[], Tensor]
-"""Something that gives the same result if it is done twice."""
+"""A computation that gives the same result if it is done twice."""
 Record = Callable[[Compute], Compute]
-"""Given a computation, the same one, recorded. The result of a replay stands where that of the one before stood."""
+"""Turns a computation into its recorded form. Each replay writes its result over that of the one before."""
 
 
 def plainly(compute: Compute) -> Compute:
-    """No recording: every operation is started each time."""
+    """Records nothing: every operation is started each time."""
     return compute
 
 
@@ -31,7 +31,7 @@ def cuda_graphs() -> Record:
     apart = torch.cuda.Stream()
 
     def record(compute: Compute) -> Compute:
-        # Before it is recorded it is done once, so that what is reserved at the first use is no part of the recording.
+        # It is done once before it is recorded, so that memory reserved at the first use is not part of the recording.
         apart.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(apart):
             compute()
@@ -39,7 +39,7 @@ def cuda_graphs() -> Record:
         graph = torch.cuda.CUDAGraph()
         shared = next(iter(living), None)
         pool = None if shared is None else shared.pool()
-        # What other threads do meanwhile, such as freeing memory, is no part of it and forbidden to nobody.
+        # What other threads do meanwhile, such as freeing memory, is not recorded, and stays allowed.
         with torch.cuda.graph(graph, pool=pool, stream=apart, capture_error_mode="thread_local"):
             result = compute()
         living.add(graph)

@@ -1,10 +1,11 @@
-"""How an adapter comes to a server and goes: a folder that both see, under a name of its own for each version.
+"""Loads adapters into a server and unloads them: a folder that both see, under a name of its own for each version.
 
-    groupwise-<run>-v<version>-<fingerprint>
+groupwise-<run>-v<version>-<fingerprint>
 
-A name that is used once cannot serve anybody else's weights, nor keys and values that were computed with earlier ones. Loading is
-idempotent: what is listed with the same folder is there; what is listed with another one was left by somebody who was killed, and is
-loaded anew. Of the server's list, those are ours that lie in the run's own folder; all but the one that serves are unloaded.
+A name that is used once cannot serve other weights, nor keys and values that were computed with earlier ones. Loading is
+idempotent: an adapter listed with the same folder is loaded already; one listed with another folder was left by a process that was
+killed, and is loaded again. An adapter in the server's list is ours if it lies in the run's own folder; all of ours but the one that
+serves are unloaded.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ class Listed:
     """A model that a server says it has."""
 
     root: str | None
-    """Where it lies, as the server sees it."""
+    """Its folder, as the server sees it."""
     longest: int | None
-    """Most tokens of prompt and completion; None for adapters, and where the server does not say."""
+    """Most tokens of prompt and completion; None for adapters, and if the server does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A folder that this machine and the servers see, where it is not that of the publications itself."""
+    """A folder that this machine and the servers see, if that is not the folder of the publications itself."""
 
     here: Path
     there: str
-    """What the servers call it."""
+    """The servers' name for it."""
 
     def put(self, policy: Policy) -> str:
-        """Copy a publication there, whole or not at all; gives the folder as the servers see it."""
+        """Copy a publication there, whole or not at all; returns the folder as the servers see it."""
         run, name = Path(policy.path).parent.name, adapter_name(policy)
         target = self.here / run / name
         building = target.with_name(f".building-{name}")
@@ -57,7 +58,7 @@ class Shared:
         return f"{self.there}/{run}/{name}"
 
     def remove(self, policy: Policy) -> None:
-        """Take it away again."""
+        """Remove the copy."""
         folder = self.here / Path(policy.path).parent.name
         shutil.rmtree(folder / adapter_name(policy), ignore_errors=True)
         if folder.is_dir() and not any(folder.iterdir()):
@@ -65,7 +66,7 @@ class Shared:
 
 
 def adapter_name(policy: Policy) -> str:
-    """What servers call it."""
+    """The servers' name for the policy's adapter."""
     run = re.sub(r"[^A-Za-z0-9._-]+", "-", policy.run)
     return f"groupwise-{run}-v{policy.version}-{policy.fingerprint}"
 
@@ -91,7 +92,7 @@ def _read_listed(body: bytes) -> dict[str, Listed]:
 
 
 async def make_served(server: Server, name: str, folder: str, there: Mapping[str, Listed]) -> None:
-    """Have the adapter in `folder` served as `name`, and no other one of the same run. `there`: what is listed."""
+    """Have the adapter in `folder` served as `name`, and no other one of the same run. `there`: the server's list."""
     if name in there and there[name].root != folder:
         await unload(server, name)
     if name not in there or there[name].root != folder:
@@ -123,7 +124,7 @@ async def _load(server: Server, name: str, folder: str) -> None:
 
 
 async def unload(server: Server, name: str) -> None:
-    """Have a server forget an adapter; one that it does not have is forgotten already."""
+    """Have a server unload an adapter; one that it does not have is ignored."""
     try:
         await server.client.ask("POST", UNLOAD, {"lora_name": name}, len, 0)
     except EndpointError as error:

@@ -1,7 +1,7 @@
-"""A server of vLLM that a run starts for itself (`sampler.vllm_python`), begins anew when it ends, and ends with itself.
+"""A server of vLLM that a run starts for itself (`sampler.vllm_python`), restarts if it ends, and ends with itself.
 
-It is a program of an environment of its own. It listens on the loopback alone, and answers those who know a key that nobody else has: it
-stands in the server's environment, never among its arguments. When this process ends, however it ends, so does the server.
+It is a program of an environment of its own. It listens on the loopback alone, and answers only callers with a key that no other program
+has: the key stands in the server's environment, never among its arguments. When this process ends, however it ends, so does the server.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ HOST = "127.0.0.1"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 GRACE = 20.0
-"""Seconds in which a server may end by itself."""
+"""Seconds that a server may take to end by itself."""
 FAST = 3
-"""Times in a row that it may end before it has answered."""
+"""Ends in a row, before it has answered, after which it is given up."""
 LOOKS_EVERY = 0.5
 LAST_WORDS = 2000
-"""Characters of its log that a message has."""
+"""Characters of its log in a message."""
 PARENT_ENDS = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -44,37 +44,37 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Has the kernel end it when the thread that started it ends, and then is the server (prctl(2), PR_SET_PDEATHSIG)."""
+"""Has the kernel end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """What is started."""
+    """Describes the server to start."""
 
     python: str
-    """Of the environment with vLLM."""
+    """Interpreter of the environment with vLLM."""
     location: str
-    """Of the base: a folder or a hub id."""
+    """Location of the base: a folder or a hub id."""
     revision: str | None
     name: str
-    """What requests call the base."""
+    """Name of the base in requests."""
     dtype: str
     rank: int
-    """Of the adapters."""
+    """Rank of the adapters."""
     longest: int
     """Tokens of prompt and completion."""
     memory: float
     """Share of each GPU's memory."""
     gpus: tuple[str, ...] | None
-    """The ones that it sees, as CUDA_VISIBLE_DEVICES names them; None: it computes where it likes."""
+    """GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: no restriction."""
     parallel: int = 1
     """GPUs that share each product."""
     in_4bit: bool = False
-    """As the learner holds the weights."""
+    """True if the base is held in 4 bit, as the learner holds the weights."""
     trust_remote_code: bool = False
 
     def arguments(self, port: int) -> tuple[str, ...]:
-        """Of vLLM's server."""
+        """Command-line arguments of vLLM's server."""
         rank = next((each for each in RANKS if each >= self.rank), self.rank)
         return (
             *PROGRAM,
@@ -98,7 +98,7 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class OwnEndpoint(Endpoint):
-    """Whose key is in no variable."""
+    """An endpoint whose key is in no environment variable."""
 
     secret: str = field(default="", repr=False)
 
@@ -108,13 +108,13 @@ class OwnEndpoint(Endpoint):
 
 
 class OwnServer:
-    """See the module. It begins with `up`."""
+    """See the module. `up` starts it."""
 
     def __init__(self, wanted: ServerSpec, log: Path, *, timeout: float) -> None:
-        """`log`: where its words go, anew for each run. `timeout`: seconds of a request."""
+        """`log`: file for the server's output, started afresh for each run. `timeout`: seconds of a request."""
         self._wanted = wanted
         self.log = log
-        """Of what it says."""
+        """File of the server's output."""
         self._secret = secrets.token_urlsafe(32)
         self._port = free_port()
         self.endpoint = OwnEndpoint(
@@ -127,7 +127,7 @@ class OwnServer:
         self._gave_up = False
 
     async def up(self, server: Server, patience: float, timing: Timing) -> None:
-        """Start it where it is not, and wait until it answers. UsageError, with its last words, where it does not."""
+        """Start it unless it runs, and wait until it answers. Raises UsageError, with its last words, if it does not."""
         if self._keeper is None:
             self._begin()
         until = timing.clock() + patience
@@ -163,7 +163,7 @@ class OwnServer:
         self._keeper.start()
 
     def _keep(self) -> None:
-        """Have one run until it is closed; the thread that started a server lives as long as that does."""
+        """Keep one running until it is closed; the thread that started a server lives as long as that does."""
         failed = 0
         while not self._closing.is_set():
             with self.log.open("ab") as log:
@@ -207,7 +207,7 @@ class OwnServer:
 def gpus_beside(
     count: int, parallel: int, memory: float, learners: int = 1
 ) -> tuple[str, ...] | None:
-    """Those for a server beside learners on the first of `count`; None on a machine without. UsageError where they do not suffice."""
+    """GPUs for a server, beside learners on the first of `count`; None on a machine without GPUs. UsageError if they do not suffice."""
     if count == 0:
         return None
     named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
@@ -232,7 +232,7 @@ def gpus_beside(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started, which is in its group."""
+    """End it with all that it started, which is in its process group."""
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -241,7 +241,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _plain_environment() -> dict[str, str]:
-    """Without what is meant for this Python alone."""
+    """The environment without variables that are meant for this Python alone."""
     own = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
     return {name: value for name, value in os.environ.items() if name not in own}
 

@@ -1,8 +1,8 @@
-"""Whether a server serves the policy: a few fixed prompts, answered by it, and what the same weights say here of its tokens.
+"""Checks that a server serves the policy: it answers a few fixed prompts, and the same weights give the probabilities of its tokens here.
 
 A server that has the right name for an adapter may yet have another base, not apply the adapter, or give log-probabilities of another
-temperature. Engines round differently, so no exact comparison will do. But of two explanations that are further apart than the noise,
-the answers are near to one only.
+temperature. Engines round differently, so an exact comparison is impossible. But if two explanations are further apart than the noise,
+the answers are near to only one of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TEXTS = (
     "1, 2, 3, 4,",
 )
 PARAMS = SamplingParams(max_tokens=16, temperature=0.7)
-"""No stop token, so that there are always as many; a temperature at which log-probabilities differ from those at 1."""
+"""Without stop tokens, so that their number is fixed; at this temperature log-probabilities differ from those at 1."""
 SEED = 20
 NEGLIGIBLE = 1e-3
-"""Nats (root of the mean square) that are not worth an explanation."""
+"""Difference in nats (root of the mean square) that needs no explanation."""
 CLEARLY = 4.0
-"""Times nearer that another explanation must be."""
+"""Factor by which another explanation must be nearer."""
 
 NOT_APPLIED = "the adapter"
 NOT_PROCESSED = "the temperature"
@@ -42,7 +42,7 @@ def judge(
 ) -> None:
     """Raise `PolicyMismatchError` unless the server's log-probabilities are those of the weights here.
 
-    All are of the same tokens, in nats. `others`: what they would be without what the key names. `tolerance`: of the mean difference.
+    All are of the same tokens, in nats. `others`: the values if the thing in the key were missing. `tolerance`: of the mean difference.
     """
     distance = _distance(answered, expected)
     if distance > NEGLIGIBLE:

@@ -1,12 +1,12 @@
-"""A sampler whose completions a vLLM server draws, or several of them: token ids there, token ids and log-probabilities back.
+"""A sampler that has vLLM servers draw its completions, one or several: token ids go there, token ids and log-probabilities come back.
 
-    load       the published adapter is read here and its fingerprint found; each server loads it under a name of its own,
-               answers fixed prompts (`probe.py`), and forgets the one before
-    generate   each member is a request with its own seed, to the server with the fewest (`servers.py`)
+load       the published adapter is read here and its fingerprint found; each server loads it under a name of its own,
+answers fixed prompts (`probe.py`), and forgets the one before
+generate   each member is a request with its own seed, to the server with the fewest (`servers.py`)
 
-A server is made ready when it is first needed and whenever it may have been started anew: after a lost connection, or when it does not
+A server is made ready when it is first needed and whenever it may have been restarted: after a lost connection, or when it does not
 know the adapter. One that turns out to serve something else ends the run. The servers compute in their own way, so the same seed need not
-draw the same tokens twice; what was drawn, and how probable it was there, is what is trained.
+draw the same tokens twice; the run trains on what was drawn, with the probabilities that it had there.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from groupwise.engine.sampler.vllm.wire import (
 )
 
 ATTEMPTS = 3
-"""Times that a server may say of what it has just loaded that it does not know it."""
+"""Times that a server may answer that it does not know an adapter which it has just loaded."""
 
 
 class Knows(Protocol):
-    """What the published weights say, by the files; `groupwise.engine.sampler.vllm.witness` is the one that computes it."""
+    """Answers of the published weights, read from the files; `groupwise.engine.sampler.vllm.witness` computes them."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -61,14 +61,14 @@ class Knows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is asked of all servers at a time."""
+    """The weights that all servers are asked for at a time."""
 
     name: str
-    """The model in each request."""
+    """Name of the model in each request."""
     version: int
     fingerprint: str
     folder: str | None = None
-    """Of the adapter, as the servers see it; None: the base as it is."""
+    """Folder of the adapter, as the servers see it; None: the base as it is."""
     policy: Policy | None = None
 
 
@@ -88,9 +88,9 @@ class VllmSampler:
         begin: Callable[[], Awaitable[None]] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
-        """`base`: what the servers call the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
-        `probe.judge`. `shared`: None where the servers see the folder of the publications. `begin` and `end` are of a server of our
-        own: the first one waits until it answers, however often."""
+        """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: nats, see
+        `probe.judge`. `shared`: None if the servers see the folder of the publications. `begin` and `end` are for a server of our
+        own: `begin` waits until it answers, and may be called repeatedly."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
@@ -104,7 +104,7 @@ class VllmSampler:
         self._under_way = 0
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
-        """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for what is no answer."""
+        """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for an invalid answer."""
         refuse_misfit(request, self._key_length)
         refuse_what_differs(request.params, self._tokenizer.eos_token_id)
         served = self._served
@@ -143,7 +143,7 @@ class VllmSampler:
         await self._serve(Served(self._base, 0, self._witness.fingerprint()))
 
     def fingerprint(self) -> str:
-        """Of the tensors that were read here from the files that the servers have; their answers fit to them."""
+        """Fingerprint of the tensors that were read here from the servers' own files; the servers' answers fit to them."""
         return self._witness.fingerprint()
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class VllmSampler:
     # --- a server that serves it ------------------------------------------------------------------
 
     async def _serve(self, served: Served) -> None:
-        """Make all servers ready that answer; at least one."""
+        """Make all servers ready that answer; at least one must."""
         if self._begin is not None:
             await self._begin()
         self._served = served
@@ -218,7 +218,7 @@ class VllmSampler:
             )
 
     async def _probe(self, server: Server, served: Served) -> None:
-        """Hold what it answers against what the weights say here."""
+        """Compare the server's answers with the weights here."""
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         drawn = await gather_all(
             self._asked(server, served, prompt, probe.SEED, probe.PARAMS) for prompt in prompts
@@ -233,7 +233,7 @@ class VllmSampler:
     def _here(
         self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], *, adapter: bool
     ) -> dict[str, list[float]]:
-        """Log-probabilities of the tokens by the weights here, and without what the key names."""
+        """Log-probabilities of the tokens by the weights here; under each other key, without the thing that it names."""
         hot = probe.PARAMS.temperature
         ways: dict[str, tuple[float, bool]] = {"": (hot, False), probe.NOT_PROCESSED: (1.0, False)}
         if adapter:
@@ -270,7 +270,7 @@ class VllmSampler:
         seed: int,
         params: SamplingParams,
     ) -> Drawn:
-        """By a server that is ready, and again by one that has been started anew since."""
+        """Have a server draw once it is ready, and again if it has been restarted since."""
         for attempt in range(ATTEMPTS):
             await self._ready(server, served)
             try:

@@ -1,8 +1,8 @@
-"""Several servers that can all do the same: who is asked, who is left alone for a while, and when to give up.
+"""Several equivalent servers: chooses the one to ask, leaves failing ones alone for a while, and decides when to give up.
 
 A request goes to the server with the fewest under way. One that does not answer is left alone, longer each time, and then asked again:
-so it comes back by itself. A request that met it is asked of another one; where there is none, it waits. After `patience` seconds
-without any answer the run ends, with what came last.
+so it comes back without intervention. A request that it failed goes to another one; if there is none, it waits. After `patience` seconds
+without any answer the run ends, with the last error.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from groupwise.core.errors import EndpointError
 logger = logging.getLogger(__name__)
 
 FAREWELL = 5.0
-"""Seconds in which a server may hear that its adapter is needed no longer."""
+"""Seconds for which a server is told that its adapter is no longer needed."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One address, and what is known of who answers there."""
+    """One address, and the state of the server there."""
 
     endpoint: Endpoint
     concurrency: int
     timing: Timing
     load: int = 0
-    """Requests under way or waiting for their turn."""
+    """Requests that are running or waiting for their turn."""
     failures: int = 0
-    """In a row."""
+    """Number of failures in a row."""
     alone_until: float = -math.inf
-    """On `timing.clock`."""
+    """Time on `timing.clock` until which it gets no requests."""
     ready: str | None = None
-    """The model that was found there, and found right; None: not yet, or not since it was last lost."""
+    """Name of the model that was found and checked there; None: not yet, or not since it was last lost."""
     _clients: dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]] = field(
         default_factory=dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]]
     )
@@ -54,12 +54,12 @@ class Server:
 
     @property
     def client(self) -> Client:
-        """That of the running event loop. No connection outlives its request, so there is none to close."""
+        """Client of the running event loop. No connection outlives its request, so there is none to close."""
         return self._here()[0]
 
     @property
     def preparing(self) -> asyncio.Lock:
-        """Held by who makes it ready."""
+        """Held while the server is made ready."""
         return self._here()[1]
 
     def _here(self) -> tuple[Client, asyncio.Lock]:
@@ -75,23 +75,23 @@ class Server:
         return self._clients[loop]
 
     def answered(self) -> None:
-        """It is there."""
+        """Note that it answers."""
         if self.failures:
             logger.info("%s answers again", self.url)
         self.failures, self.alone_until = 0, -math.inf
 
     def failed(self, error: EndpointError) -> None:
-        """It is not, or is not ready any more: somebody may have started another one there."""
+        """Leave it alone for a while, and count it as not ready: another server may have been started there."""
         self.ready = None
         if self.timing.clock() < self.alone_until:
-            return  # of those that were under way, the first one has told already
+            return  # the first failure of the requests under way has been counted already
         wait = wait_after(self.failures, self.timing.chance())
         self.failures += 1
         self.alone_until = self.timing.clock() + wait
         logger.warning("%s; it is left alone for %.1f s", error, wait)
 
     def tell(self, path: str, body: dict[str, str]) -> None:
-        """POST something from code that is not async; whether anybody hears it does not matter."""
+        """POST something from code that is not async; failures are ignored."""
         key = self.endpoint.key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with suppress(httpx2.HTTPError):
@@ -99,7 +99,7 @@ class Server:
 
 
 class Servers:
-    """See the module."""
+    """Several equivalent servers; see the module."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Servers:
         timing: Timing,
         remedy: str = "Start vLLM there (sampler.url)",
     ) -> None:
-        """`patience`: seconds without an answer of any of them after which a request is given up; `remedy`: what is to be done then."""
+        """`patience`: seconds without an answer of any of them after which a request is given up; `remedy`: advice in that case."""
         self.all = tuple(servers)
         self._patience = patience
         self._timing = timing
         self._remedy = remedy
 
     async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
-        """What `work` makes of one of the servers, tried again as long as it raises an EndpointError that may pass."""
+        """Result of `work` on one of the servers, tried again as long as it raises an EndpointError that may pass."""
         until, last = math.inf, None
         while True:
             server = await self._chosen(until, last)
@@ -136,7 +136,7 @@ class Servers:
                 server.load -= 1
 
     async def _chosen(self, until: float, last: EndpointError | None) -> Server:
-        """The least loaded of those that are not left alone; where all are, wait for the first one, at most `until`."""
+        """The least loaded of those that are not left alone; if all are, wait for the first one, at most `until`."""
         until = min(until, self._timing.clock() + self._patience)
         while True:
             now = self._timing.clock()

@@ -1,9 +1,9 @@
-"""What a vLLM server is asked for a completion, and what it must answer: token ids and log-probabilities, exactly.
+"""Writes requests for a completion to a vLLM server, and reads its answers: token ids and log-probabilities, exactly.
 
 Every sampling parameter is sent, so that none is left to the defaults of the server, which vLLM takes from the model's
-`generation_config.json`. The server's own end-of-text token does not end anything (`ignore_eos`): the stop tokens are those that are
-asked for. What a server would do otherwise than is meant here is refused before it is asked; what it answers is believed only as far as
-it can be checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
+`generation_config.json`. The server's own end-of-text token does not end anything (`ignore_eos`): only the requested stop tokens do.
+Requests that a server would understand differently are refused before they are sent; its answers are believed only as far as
+they can be checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from groupwise.core.types import FinishReason, SamplingParams
 from groupwise.engine.sampler.stops import ends_with_stop
 
 SEEDS = (1 << 63) - 1
-"""Seeds of vLLM are signed, and -1 is none: of ours, the 63 lower bits are sent."""
+"""Seeds of vLLM are signed, and -1 means none, so only the 63 lower bits of ours are sent."""
 COLDEST = 0.01
-"""Temperature that vLLM raises lower ones to without a word; 0 is greedy."""
+"""Temperature to which vLLM silently raises lower ones; 0 is greedy."""
 LEAST_LOGPROB = -9999.0
-"""What vLLM writes for minus infinity, because JSON has none."""
+"""Number that vLLM writes for minus infinity, because JSON has none."""
 ROUNDING = 1e-3
-"""Nats above 0 that a log-probability may have by rounding."""
+"""Nats by which a log-probability may exceed 0 through rounding."""
 TOKEN_AS_TEXT = "token_id:"
 
 
@@ -39,7 +39,7 @@ class Drawn:
 
 
 def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
-    """Raise RunError for parameters that mean something else to vLLM. `end_id`: what ends a text, to the tokenizer."""
+    """Raise RunError for parameters that mean something else to vLLM. `end_id`: the tokenizer's end-of-text token."""
     if 0 < params.temperature < COLDEST:
         raise RunError(
             f"The temperature is {params.temperature:g}, but vLLM samples at {COLDEST:g} where it is told less, so that the "
@@ -97,7 +97,7 @@ def read_completion(
     vocabulary: int,
     text_of: Callable[[Sequence[int]], str],
 ) -> Drawn:
-    """The one completion of an answer. Raises EndpointError for whatever is not what was asked for, PolicyMismatchError where another
+    """The one completion of an answer. Raises EndpointError for an answer that does not fit the request, PolicyMismatchError if another
     model has answered."""
     value = read_json(answer)
     if value.get("model") != name:
@@ -181,8 +181,8 @@ def _ended(
     params: SamplingParams,
     text_of: Callable[[Sequence[int]], str],
 ) -> Drawn:
-    """What ended it, by the rules of this project: vLLM looks for stop texts after `min_tokens`, here they may end with the last of
-    them."""
+    """The completion up to its end by the rules of this project: vLLM looks for stop texts after `min_tokens`, here they may end with the
+    last of them."""
     early = next((place for place, id in enumerate(ids[:-1]) if id in params.stop_token_ids), None)
     if early is not None:
         raise EndpointError(
@@ -208,7 +208,7 @@ def _ended(
 def _first_stop(
     ids: tuple[int, ...], params: SamplingParams, text_of: Callable[[Sequence[int]], str]
 ) -> int | None:
-    """After how many tokens a stop text is complete."""
+    """Number of tokens after which a stop text is complete."""
     if not params.stop:
         return None
     counts = range(1, len(ids) + 1)

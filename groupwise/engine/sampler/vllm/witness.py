@@ -1,4 +1,4 @@
-"""What the published weights say here: read from the same files, over the base that the learner has in memory."""
+"""Computes what the published weights say, read from the same files, over the base that the learner has in memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Witness:
 
     @property
     def vocabulary(self) -> int:
-        """Ids of tokens that the model has."""
+        """Number of token ids that the model has."""
         return int(cast("Any", self._weights.model.get_input_embeddings()).weight.shape[0])
 
     @property
     def rank(self) -> int:
-        """Of the adapter; 1 where there is none."""
+        """Rank of the adapter; 1 if there is none."""
         weights = self._weights
         return weights.adapted.configs[weights.name].r if isinstance(weights, ServedAdapter) else 1
 
@@ -36,7 +36,7 @@ class Witness:
         self._weights.read(Path(folder))
 
     def fingerprint(self) -> str:
-        """Of the tensors in memory."""
+        """Fingerprint of the tensors in memory."""
         return fingerprint(self._weights.tensors())
 
     def logprobs(

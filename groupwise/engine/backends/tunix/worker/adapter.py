@@ -1,10 +1,10 @@
 """The low-rank adapter: qwix makes places for its factors within Tunix's model; in files they have peft's names and shapes.
 
-qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. Where Tunix has several
+qwix writes a product over several axes as one einsum, so that an A is [inputs…, rank] and a B is [rank, outputs…]. If Tunix has several
 layers in one weight (keys and values of Gemma), they share an A; in the file each of them has it.
 
-What the factors add is computed in float32 and added before the layer's output is rounded (`ExactLora`): qwix adds it to an output that is
-rounded already, so that on a base of bfloat16 a small step changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
+The adapter's product is computed in float32 and added before the layer's output is rounded (`ExactLora`): qwix adds it to an output that
+is rounded already, so that on a base of bfloat16 a small step changes nothing (docs/decisions/0007-exact-lora-before-rounding.md).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ PREFIX = "base_model.model."
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 Factors = dict[str, jax.Array]
-"""`<layer>.<weight>.a` and `….b`, in float32: what is trained."""
+"""The trained factors in float32, named `<layer>.<weight>.a` and `….b`."""
 
 
 class Adapted:
-    """A frozen model with one set of places for factors; which factors act is said at each call."""
+    """A frozen model with one set of places for factors; each call names the factors to use."""
 
     def __init__(
         self, model: nnx.Module, family: Family, layers: Sequence[str], rank: int, alpha: float
@@ -46,7 +46,7 @@ class Adapted:
         """`layers`: those of transformers' model that get an adapter."""
         there = [_named(path) for path, _ in nnx.to_flat_state(nnx.state(model))]
         self.layers = _by_weight(layers, family, there)
-        """For each adapted weight (layer, Tunix's name) the layers of transformers that it is, in its order."""
+        """Layers of transformers that each adapted weight (layer, Tunix's name) consists of, in its order."""
         self.number: Any = jax.tree.leaves(nnx.state(model))[0].dtype
         adapted = _with_places(model, [*self.layers], rank, alpha)
         self.graph, places, self.base = nnx.split(adapted, nnx.LoRAParam, ...)
@@ -54,7 +54,7 @@ class Adapted:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the factors."""
+        """Shapes of the factors, by name."""
         return {name: place.get_value().shape for name, (_, place) in self._places.items()}
 
     def fresh(self, seed: int) -> Factors:
@@ -78,11 +78,11 @@ class Adapted:
         return nnx.merge(self.graph, nnx.from_flat_state(flat), base)
 
     def read(self, folder: Path) -> Factors:
-        """Factors from peft's files. Raises `ModelError` for what does not fit, or cannot be said so."""
+        """Factors from peft's files. Raises `ModelError` for files that do not fit, or that Tunix's shapes cannot express."""
         return self.from_peft(load_file(folder / WEIGHTS), str(folder))
 
     def write(self, factors: Factors, folder: Path, described: Mapping[str, Any]) -> str:
-        """Write them as peft does; gives the fingerprint."""
+        """Write them as peft does; returns the fingerprint."""
         tensors = self.to_peft(factors)
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
@@ -126,12 +126,12 @@ class Adapted:
         return made
 
     def to_peft_names(self) -> list[str]:
-        """Of the tensors in files."""
+        """Names of the tensors in files."""
         layers = [layer for found in self.layers.values() for layer in found]
         return [f"{PREFIX}{layer}.lora_{factor}.weight" for layer in layers for factor in "AB"]
 
     def _placed(self, name: str, value: np.ndarray) -> jax.Array:
-        """On the devices where the model has its place."""
+        """Put it on the devices that hold its place in the model."""
         _, place = self._places[name]
         return jax.device_put(jnp.asarray(value), place.get_value().sharding)
 
@@ -139,9 +139,9 @@ class Adapted:
 def _by_weight(
     layers: Sequence[str], family: Family, there: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """The adapted weights out of those that are there.
+    """The adapted ones among the model's weights, each with its layers.
 
-    `groupwise.engine.backends.tunix.fits.check_layers` has made sure that the layers are whole.
+    `groupwise.engine.backends.tunix.fits.check_layers` has verified that no weight is adapted in part.
     """
     by_place = {
         f"{found[1]}.{found[2]}": each for each in layers if (found := _LAYER.fullmatch(each))
@@ -157,7 +157,7 @@ def _by_weight(
 
 
 class ExactLora(qwix.LoraProvider):
-    """qwix's adapter, but that what it adds is added in float32, and the sum rounded once."""
+    """qwix's adapter, except that its product is added in float32, and the sum rounded once."""
 
     def dot_general(
         self, lhs: Any, rhs: Any, dimension_numbers: Any, *formats: Any, **named: Any
@@ -179,7 +179,7 @@ class ExactLora(qwix.LoraProvider):
         return self._together(product, *operands, getattr(module, f"{name}_lora_einsum_str"), found)
 
     def _adapter(self, kind: str, weight: Any) -> tuple[Any, str, Any] | None:
-        """The layer that computes now, the name of its weight and its rule; None where it has no places for factors (yet)."""
+        """The layer being computed, the name of its weight and its rule; None if it has no places for factors (yet)."""
         rule, _ = self._get_current_rule_and_op_id(kind, only_rule=True)
         name = None if rule is None else flax_util.find_param(weight)
         module = flax_util.get_current_module()
@@ -198,7 +198,7 @@ class ExactLora(qwix.LoraProvider):
 
 
 def _with_places(model: Any, weights: Sequence[str], rank: int, alpha: float) -> nnx.Module:
-    """Outside of the mesh, where layers do not divide what they compute: qwix runs the model once, with too few rows for many devices."""
+    """Outside of the mesh, layers do not divide their rows: qwix runs the model once, with too few rows for many devices."""
     paths = [f"layers.{weight.rpartition('.')[0]}" for weight in weights]
     rule = "|".join(re.escape(path.replace(".", "/")) for path in paths)
     provider = ExactLora(module_path=rule, rank=rank, alpha=alpha)
@@ -215,7 +215,7 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
-    """As `groupwise.engine.models.lora.fingerprint` gives it for the same tensors in torch."""
+    """The same as `groupwise.engine.models.lora.fingerprint` gives for these tensors in torch."""
     digest = hashlib.sha256()
     for key in sorted(tensors):
         tensor = np.ascontiguousarray(tensors[key])

@@ -1,7 +1,7 @@
-"""The models that Tunix has: how one is described by transformers' `config.json`, and loaded; and what Tunix calls its linear layers.
+"""Tunix's model families: how transformers' `config.json` describes one, how it is loaded, and Tunix's names of its linear layers.
 
-What a family of Tunix would compute otherwise than transformers is mended here, or has been refused
-(`groupwise.engine.backends.tunix.fits`): its answers must be those of the model that everybody else means by these files.
+Differences between a family of Tunix and transformers are corrected here, or have been refused
+(`groupwise.engine.backends.tunix.fits`): its answers must be those of the model that all other programs load from these files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "attn.attn_vec_einsum.w": ("self_attn.o_proj",),
     **{name: layers for name, layers in SEPARATE.items() if name.startswith("mlp.")},
 }
-"""Weights of a layer by Tunix's names, and the layers of transformers that each of them is."""
+"""Tunix's names of a layer's weights, with the layers of transformers that each consists of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Family:
     """Models of one kind."""
 
     module: str
-    """Of Tunix; has a module `model` and that of the loader."""
+    """A module of Tunix; it contains a module `model` and the loader's module."""
     loader: str
     weights: Mapping[str, tuple[str, ...]]
     config: Callable[[Any, Described, Any], Any]
-    """From the module, the description and the number format to Tunix's own config."""
+    """Makes Tunix's own config from the module, the description and the number format."""
 
 
 def load(folder: Path, described: Described, dtype: str, mesh: Any) -> tuple[Any, Family]:
@@ -120,4 +120,4 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("tunix.models.qwen2", "params", SEPARATE, _qwen),
     "qwen3": Family("tunix.models.qwen3", "params", SEPARATE, _qwen),
 }
-"""By `model_type`. A model with pictures is one of them by its text."""
+"""Families by `model_type`. A model with pictures belongs to one of them by its text."""

@@ -17,24 +17,24 @@ from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, taken_
 from groupwise.engine.backends.tunix.worker.head import numbers as numbers_of
 
 LENGTHS = 4
-"""Rows are as long as the longest, or three quarters of it, half of it, a quarter."""
+"""Rows are padded to the longest, or to three quarters, half or a quarter of it."""
 HALVINGS = 3
-"""Of the numbers of rows that are computed together."""
+"""Number of batch sizes in rows, each half of the one before."""
 
 
 class Sequences(NamedTuple):
-    """Rows as arrays [B, L]; what is said of a token stands where the model predicts it, one place before its own."""
+    """Rows as arrays [B, L]; facts about a token stand where the model predicts it, one place before its own."""
 
     tokens_BL: Any
     targets: Targets
     temperatures_B: Any
     withheld_V: Any
-    """What cannot be drawn where the targets say so; None where nothing is withheld."""
+    """Tokens that cannot be drawn if the targets say so; None if nothing is withheld."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows that are computed together, and where they were in what was given."""
+    """Rows that are computed together, with their indices among the given ones."""
 
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
@@ -90,7 +90,7 @@ def _withheld(row: Row, place: int) -> bool:
 
 
 def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterator[Batch]:
-    """Rows in batches of at most so many tokens, the long ones together; `multiple`: of how many rows a shape must be."""
+    """Rows in batches of at most so many tokens, long ones together; the number of rows in a shape is a multiple of `multiple`."""
     shapes = [-(-longest * quarter // LENGTHS) for quarter in range(1, LENGTHS + 1)]
     by_shape: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -108,7 +108,7 @@ def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterat
 
 
 def numbers(model: Any, given: Sequences) -> Numbers:
-    """What the model says of each target; see `groupwise.engine.backends.tunix.worker.head.numbers`."""
+    """Numbers of each target; see `groupwise.engine.backends.tunix.worker.head.numbers`."""
     length = given.tokens_BL.shape[1]
     positions_BL = jnp.broadcast_to(jnp.arange(length), given.tokens_BL.shape)
     causal_BLL = jnp.broadcast_to(
@@ -120,9 +120,9 @@ def numbers(model: Any, given: Sequences) -> Numbers:
 
 
 def recomputed(model: Any) -> Any:
-    """The model, of whose layers the backward pass keeps the inputs alone, and computes them again.
+    """The model with recomputation: the backward pass keeps only the inputs of its layers, and computes them again.
 
-    Tunix's own way (`remat_config`) does not go with an adapter: qwix places factors on no mesh then, and flax refuses Llama's layers
+    Tunix's own way (`remat_config`) does not work with an adapter: qwix then places factors on no mesh, and flax refuses Llama's layers
     (TraceContextError).
     """
     model.layers = tuple(map(_recomputed, model.layers))

@@ -1,6 +1,6 @@
-"""The last layer by itself, so that logits are computed where somebody reads them, and a few at a time.
+"""The last layer by itself, so that logits are computed only for tokens whose numbers are read, and a few at a time.
 
-Tunix's models give the logits of all tokens. Of 4,096 tokens and a vocabulary of 262,144 they are four gigabytes in float32, and several
+Tunix's models give the logits of all tokens. For 4,096 tokens and a vocabulary of 262,144 they are four gigabytes in float32, and several
 times that in a backward pass; here it is the hidden states, and the logits of one piece. They are in float32, whatever the model's format.
 """
 
@@ -18,23 +18,23 @@ from groupwise.engine.backends.tunix.worker.products import in_float32
 Head = Callable[[Any], Any]
 """Hidden states [B, L, D] to logits [B, L, V] in float32."""
 PIECE_BYTES = 256 << 20
-"""Of the logits of one piece, in float32."""
+"""Bytes of the logits of one piece, in float32."""
 NEVER = -1e30
-"""In place of the logit of what cannot be drawn."""
+"""Replaces the logit of a token that cannot be drawn."""
 
 
 class Targets(NamedTuple):
-    """What hidden states [B, L] are asked, each about the token that comes next."""
+    """Questions to hidden states [B, L], each about the token that comes next."""
 
     ids_BL: Any
     read_BL: Any
-    """Where somebody reads the answer; what stands elsewhere means nothing."""
+    """True if the answer is used; other answers mean nothing."""
     withheld_BL: Any
-    """Where the ids of `withheld_V` cannot be drawn; None where nothing is withheld."""
+    """True if the ids of `withheld_V` cannot be drawn there; None if nothing is withheld."""
 
 
 class Numbers(NamedTuple):
-    """What the model says of each target."""
+    """The model's numbers for each target."""
 
     logprobs_BL: Any
     entropies_BL: Any
@@ -42,7 +42,7 @@ class Numbers(NamedTuple):
 
 
 def taken_off(model: Any) -> Head:
-    """The head of a model, which gives its hidden states in place of logits from now on."""
+    """The head of a model; from now on the model returns its hidden states instead of logits."""
     if hasattr(model, "lm_head"):
         weight, words = model.lm_head.w.get_value(), "BLD,DV->BLV"
         model.lm_head = _as_it_is
@@ -58,7 +58,7 @@ def numbers(
 ) -> Numbers:
     """Log-probability (nats) of each target at its row's temperature, entropy there, and whether it is the likeliest.
 
-    Computed in pieces of the length, each once more in the backward pass; those that nobody reads are left out.
+    Computed in pieces of the length, each once more in the backward pass; pieces without a token to read are left out.
     """
 
     def said(piece: tuple[Any, Targets]) -> Numbers:
@@ -93,7 +93,7 @@ def _numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
 
 
 def _cut(values_BL: Any, size: int) -> Any:
-    """[B, L, …] as [pieces, B, size, …], the last one filled up."""
+    """[B, L, …] as [pieces, B, size, …], the last one padded."""
     rows, length, *rest = values_BL.shape
     count = -(-length // size)
     padding = [(0, 0), (0, count * size - length), *[(0, 0)] * len(rest)]
@@ -101,7 +101,7 @@ def _cut(values_BL: Any, size: int) -> Any:
 
 
 def _joined(values_PBS: Any) -> Any:
-    """The inverse, with what was filled up."""
+    """The inverse of the cut into pieces; the padding stays."""
     pieces, rows, size = values_PBS.shape
     return jnp.moveaxis(values_PBS, 0, 1).reshape(rows, pieces * size)
 

@@ -1,7 +1,7 @@
 """Learning: losses of `groupwise.algorithms` over rows, gradients of the factors, AdamW, checkpoints by Orbax.
 
-As `groupwise.engine.learner.torch_learner` does it in torch: losses are sums, the denominators are given, so that the gradient does not
-depend on how the rows were cut up; what is outside of the mask has no effect.
+It does the same as `groupwise.engine.learner.torch_learner` in torch: losses are sums, the denominators are given, so that the gradient
+does not depend on how the rows were cut up; tokens outside of the mask have no effect.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from groupwise.engine.learner.refusals import too_fast
 from groupwise.runs import publications
 
 STATE = "orbax"
-"""The folder of Orbax's checkpoint within that of the learner's state."""
+"""Folder of Orbax's checkpoint within that of the learner's state."""
 
 
 class Learner:
@@ -165,13 +165,13 @@ class Learner:
         return found
 
     def save(self, folder: Path) -> None:
-        """The adapter as it is published, and the optimiser's state by Orbax."""
+        """Save the adapter as it is published, and the optimiser's state by Orbax."""
         self.adapted.write(self._factors, folder, self._described)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save((folder / STATE).resolve(), self._moments, force=True)
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote. Raises `CheckpointError` where it is not there."""
+        """Restore what `save` wrote. Raises `CheckpointError` if it is not there."""
         if not (folder / STATE).is_dir():
             raise CheckpointError(
                 f"{folder} has no {STATE}: it was not written by the backend tunix."
@@ -199,7 +199,7 @@ class Learner:
         return numbers(recomputed(model) if self._remat else model, given)
 
     def _gradient_of(self, spec: LossSpec) -> Any:
-        """Compiled once for each loss with its knobs."""
+        """The gradient function of a loss, compiled once for each loss with its settings."""
         key = json.dumps([spec.name, spec.knobs], sort_keys=True)
         if key not in self._gradients:
             loss = from_spec(spec)
@@ -229,7 +229,7 @@ def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
 
 
 def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
-    """Where both are, on all devices and at every step, so that what is restored is computed with as what was saved."""
+    """Shardings of both on all devices, the same at every step, so that restored tensors are computed with like saved ones."""
     own = {name: value.sharding for name, value in factors.items()}
     mesh = next(iter(own.values())).mesh
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -246,7 +246,7 @@ def _stepped(
     beta2: float,
     eps: float,
 ) -> tuple[Factors, Any]:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), as torch has it."""
+    """AdamW with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), as in torch."""
     directions, moments = optax.scale_by_adam(beta1, beta2, eps).update(gradient, moments)
     moved = jax.tree.map(
         lambda value, direction: (
@@ -259,7 +259,7 @@ def _stepped(
 
 
 def _given(batch: Batch) -> dict[str, Any]:
-    """What a loss is told of the rows, as arrays."""
+    """Facts about the rows that a loss receives, as arrays."""
     rows = batch.rows
     about: dict[str, Any] = {
         "sampling": batch.spread([row.sampling_logprobs for row in rows]),

@@ -1,7 +1,7 @@
 """Run by the Python of Tunix's environment, as a file: finds the package that it belongs to, and nothing else of the environment that
-holds that package, so that no library of one is taken for that of the other: `main.py SOCKET PARENT`.
+holds that package, so that the libraries of the two are never mixed: `main.py SOCKET PARENT`.
 
-The worker ends with the process PARENT, however that ends, even where a child of it still holds the other end of the socket.
+The worker ends with the process PARENT, however that ends, even if a child of it still holds the other end of the socket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Products with frozen weights, told in float32: what is added to them, or read from them, is not rounded to the weights' format before.
+"""Products with frozen weights that return float32, so that they are not rounded to the weights' format before something is added to them.
 
-bfloat16 has eight bits: of a logit of 30 it knows an eighth, and a small step of an adapter vanishes beside what it is added to. Devices
-sum in float32 anyway, so that this costs no more than passing the sum on as it is. The gradient of the inputs is computed in the weights'
+bfloat16 has eight bits: a logit of 30 is known to an eighth, and a small step of an adapter vanishes beside its layer's output. Devices
+sum in float32 anyway, so this costs no more than passing the sum on as it is. The gradient of the inputs is computed in the weights'
 format, as without it: JAX alone would multiply float32 with bfloat16, which no matrix unit does.
 """
 
@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 Product = Callable[..., Any]
-"""Of inputs and a weight of one format; takes `preferred_element_type`, as JAX's products do."""
+"""Product of inputs and a weight of one format; takes `preferred_element_type`, as JAX's products do."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def in_float32(product: Product, inputs: Any, weight: Any) -> Any:
-    """Their product, whose gradient is that of the inputs alone."""
+    """Their product; only the inputs get a gradient."""
     return product(inputs, weight, preferred_element_type=jnp.float32)
 
 

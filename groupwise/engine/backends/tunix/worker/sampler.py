@@ -1,8 +1,8 @@
 """Completions: prompts once for each group, then a token of every row at a time, in one compiled loop.
 
-Shapes are few and fixed: prompts are padded on the left, so many groups of so many members are computed together, whether they are all
-there or not. What a member draws depends on its seed and its prompt alone: the number that decides (`groupwise.engine.sampler.chance`) is
-inverted through the cumulative distribution as `groupwise.engine.sampler.draw` does it, so that torch and JAX draw the same wherever they
+Shapes are few and fixed: prompts are padded on the left, and each loop has a fixed number of groups and members, even if some are
+missing. A member's draw depends on its seed and its prompt alone: the deciding number (`groupwise.engine.sampler.chance`) is
+inverted through the cumulative distribution like in `groupwise.engine.sampler.draw`, so that torch and JAX draw the same if they
 see the same logits.
 """
 
@@ -26,17 +26,17 @@ from groupwise.engine.sampler.chance import uniform
 from groupwise.engine.sampler.refusals import not_finite, refuse_misfit, refuse_other_weights
 
 BLOCK = 128
-"""Tokens of the vocabulary whose weights are summed first."""
+"""Tokens in a block of the vocabulary; the sums of whole blocks are searched first."""
 NARROWEST = 256
-"""Tokens of the narrowest prompts: below that, padding costs less than computing groups of different widths one after the other."""
+"""Width of the narrowest prompts: below it, padding costs less than computing groups of different widths one after the other."""
 STOPS = 4
-"""Their number is a multiple of this one; what is filled up is no token."""
+"""The number of stop tokens is padded to a multiple of this one, with ids that are no token."""
 FINENESS = 3
-"""Loops are compiled for eighths of the next power of two: where turns leave ever less room for tokens, they are few."""
+"""Loops are compiled for eighths of the next power of two, so that turns with ever less room for tokens need few of them."""
 
 
 class Asked(NamedTuple):
-    """What a compiled loop is given: G members of each of U prompts, S = U · G rows."""
+    """Arguments of a compiled loop: G members of each of U prompts, S = U · G rows."""
 
     prompts_UP: Any
     lengths_U: Any
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What came out; -1 where a row has no token any more."""
+    """Results of a loop; -1 after a row's last token."""
 
     tokens_ST: Any
     logprobs_ST: Any
@@ -62,7 +62,7 @@ class Part:
     request: GroupRequest
     seeds: tuple[int, ...]
     place: tuple[int, int]
-    """Of the request among all, and of its first member in the request."""
+    """Index of the request among all, and of its first member in the request."""
 
 
 class Sampler:
@@ -78,7 +78,7 @@ class Sampler:
         self._loop = jax.jit(self._drawn, static_argnames=("members", "longest", "truncation"))
 
     def load(self, policy: Policy) -> str:
-        """See `groupwise.core.types.Sampler.load`; gives the fingerprint of what it serves then."""
+        """See `groupwise.core.types.Sampler.load`; returns the fingerprint of the weights that it serves then."""
         self._factors = self.adapted.read(Path(policy.path))
         self.fingerprint = fingerprint(self.adapted.to_peft(self._factors))
         refuse_other_weights(policy, self.fingerprint)
@@ -86,7 +86,7 @@ class Sampler:
         return self.fingerprint
 
     def generate(self, requests: Sequence[GroupRequest]) -> list[tuple[Completion, ...]]:
-        """The completions of several groups. Raises `RunError` for what does not fit."""
+        """The completions of several groups. Raises `RunError` for requests that do not fit."""
         found: list[list[Completion | None]] = [[None] * len(each.seeds) for each in requests]
         for parts in self._batches(requests):
             for part, completions in zip(parts, self._completed(parts), strict=True):
@@ -95,7 +95,7 @@ class Sampler:
         return [tuple(each for each in group if each is not None) for group in found]
 
     def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[Part]]:
-        """Groups of one shape and with the same parameters, as many as there are slots for."""
+        """Groups of one shape and with the same parameters, as many as fit into the slots."""
         alike: dict[Any, list[Part]] = {}
         for index, request in enumerate(requests):
             refuse_misfit(request, self._key_length)
@@ -109,7 +109,7 @@ class Sampler:
                 yield parts[start : start + prompts]
 
     def _width(self, request: GroupRequest) -> int:
-        """Of the prompts that this one is computed with."""
+        """Width of the prompts that this one is computed with."""
         longest, step = _rounded_up(request.params.max_tokens)
         widest = self._key_length - (longest - step + 1)
         shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
@@ -241,7 +241,7 @@ class Sampler:
 
 
 def _rounded_up(max_tokens: int) -> tuple[int, int]:
-    """The tokens that a loop is compiled for, and how far apart these numbers are there."""
+    """Number of tokens that a loop is compiled for, and the distance between such numbers there."""
     step = max(1, 1 << (max_tokens - 1).bit_length() >> FINENESS)
     return -(-max_tokens // step) * step, step
 
@@ -286,7 +286,7 @@ def _draw(
 
 
 def _search(weights_SV: Any, uniforms_S: Any) -> Any:
-    """Where the cumulative weights reach a share of their total: first the block of the vocabulary, then the place within it."""
+    """Index at which the cumulative weights reach a share of their total: first the block of the vocabulary, then the place within it."""
     count, vocabulary = weights_SV.shape
     padded = jnp.pad(weights_SV, ((0, 0), (0, -vocabulary % BLOCK)))
     blocks_SKB = padded.reshape(count, -1, BLOCK)
@@ -303,12 +303,12 @@ def _search(weights_SV: Any, uniforms_S: Any) -> Any:
 
 
 def _ends(weights_SN: Any) -> Any:
-    """Cumulative weights. JAX sums up in parallel, so that one may lie a little below that before it; here none does."""
+    """Cumulative weights. JAX sums in parallel, so that one may lie a little below the one before it; here none does."""
     return jax.lax.cummax(weights_SN.cumsum(-1), axis=1)
 
 
 def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
-    """The first place whose end lies beyond the target, of those that have weight; the last of them where rounding leaves none."""
+    """The first place with weight whose end lies beyond the target; the last place with weight if rounding leaves none."""
     there_SN = weights_SN > 0
     beyond_SN = there_SN & (ends_SN > targets_S1)
     last_S = weights_SN.shape[1] - 1 - there_SN[:, ::-1].argmax(-1)
@@ -316,7 +316,7 @@ def _reached(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
 
 
 def _truncated(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
-    """As `groupwise.engine.sampler.restrict.truncated`: each rule of what the one before it left."""
+    """Like `groupwise.engine.sampler.restrict.truncated`: each rule acts on what the one before it left."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]
         scaled_SV = jnp.where(scaled_SV < least, NEVER, scaled_SV)

@@ -1,6 +1,7 @@
-"""The worker's loop: orders come in lines, one thread reads them, this one does them in their order, completions of many groups together.
+"""The worker's loop: one thread reads orders, a line each; this one does them in their order, completions of many groups together.
 
-It ends with whoever began it: when its orders end. An interrupt of the whole process group is not its affair; the run decides what follows.
+It ends with the process that began it: when its orders end. It ignores an interrupt of the whole process group; the run decides what
+follows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ GATHERED = 0.003
 
 
 def serve(connection: socket.socket) -> None:
-    """Do what comes over the connection until it ends."""
+    """Do the orders that come over the connection until it ends."""
     answers = connection.makefile("w", encoding="utf-8")
     orders: queue.Queue[Order] = queue.Queue()
     cancelled: set[int] = set()
@@ -77,7 +78,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[int]) -> None:
-    """Until the connection ends, and the process with it; nobody would hear of a thread that ended alone."""
+    """Read orders until the connection ends, then end the process; a thread that ended alone would go unnoticed."""
     try:
         for line in connection.makefile("r", encoding="utf-8"):
             order = Order.model_validate_json(line)
@@ -85,14 +86,14 @@ def _read(connection: socket.socket, orders: queue.Queue[Order], cancelled: set[
                 cancelled.add(order.cancel)
             else:
                 orders.put(order)
-    except BaseException:  # noqa: BLE001 — told as the last words of the worker
+    except BaseException:  # noqa: BLE001 — printed as the last words of the worker
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
 def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
-    """What is done now: the first order, with those that follow where they are of completions as it is; and what was read beyond."""
+    """The orders to do now (the first, and those that directly follow it if all are completions), and the rest that was read."""
     taken, *rest = waiting
     if not isinstance(taken.do, Generate):
         return [taken], rest
@@ -114,14 +115,14 @@ def _answer(answers: IO[str], service: Service, taken: list[Order]) -> None:
 
 
 def _done(service: Service, taken: list[Order]) -> list[Answer]:
-    """The answers. Where orders cannot be done together, each is by itself, so that what is wrong with one is not told of the others."""
+    """The answers. If orders fail together, each is done by itself, so that an error of one does not reach the others."""
     try:
         results = service.do_all([order.do for order in taken])
         return [
             Answer(number=order.number or 0, result=ANY.dump_python(result, mode="json"))
             for order, result in zip(taken, results, strict=True)
         ]
-    except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+    except Exception as error:  # noqa: BLE001 — belongs to the caller
         if len(taken) > 1:
             return [answer for order in taken for answer in _done(service, [order])]
         return [Answer(number=taken[0].number or 0, error=_trouble(error, taken[0].do))]
@@ -140,7 +141,7 @@ def _trouble(error: Exception, order: Any) -> Trouble:
 
 
 def _needs_less(order: Any) -> str:
-    """What an order does, and what to change so that it takes less memory."""
+    """Names an order's work, and what to change so that it takes less memory."""
     if isinstance(order, Open):
         return "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
     if isinstance(order, Generate):
@@ -150,7 +151,7 @@ def _needs_less(order: Any) -> str:
 
 @contextmanager
 def _writing(path: Path) -> Generator[None]:
-    """Raise StoreError where the disk refuses."""
+    """Raise StoreError if the disk refuses."""
     with atomic_files.explained(path), disk_errors(path):
         try:
             yield
@@ -160,7 +161,7 @@ def _writing(path: Path) -> Generator[None]:
 
 @contextmanager
 def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
-    """Raise an error of that kind where files are torn."""
+    """Raise an error of that kind if files are torn."""
     try:
         yield
     except (GroupwiseError, jax.errors.JaxRuntimeError):
@@ -176,7 +177,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Service:
-    """The parts, once `Open` has made them."""
+    """Sampler and learner, once `Open` has made them."""
 
     def __init__(self) -> None:
         self._sampler: Sampler | None = None
@@ -193,7 +194,7 @@ class Service:
         return _there(self._learner)
 
     def do_all(self, orders: list[Any]) -> list[Any]:
-        """Several only of `Generate`."""
+        """Do several orders at once; more than one only of `Generate`."""
         if isinstance(orders[0], Generate):
             return list(self.sampler.generate([each.request for each in orders]))
         (order,) = orders
@@ -201,7 +202,7 @@ class Service:
 
     @singledispatchmethod
     def do(self, order: Any) -> Any:
-        """What an order gives."""
+        """The result of an order."""
         raise AssertionError(order)
 
     @do.register

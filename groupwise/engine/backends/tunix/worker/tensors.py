@@ -1,4 +1,4 @@
-"""JAX arrays with the methods of torch's tensors that losses use (`groupwise.algorithms.base`): there is one source of each loss."""
+"""JAX arrays with the methods of torch's tensors that losses use (`groupwise.algorithms.base`), so that each loss is written only once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 class Tensor:
-    """An array, or a tracer of one. Every operation gives another; gradients are those that torch would give."""
+    """An array, or a tracer of one. Operations return new tensors; gradients are those that torch would give."""
 
     __slots__ = ("value",)
 
@@ -46,7 +46,7 @@ class Tensor:
         return Tensor(jnp.minimum(self.value, other.value))
 
     def clamp(self, min: float | None = None, max: float | None = None) -> Tensor:
-        """Between the two; at a bound itself the gradient is 1, where jnp.clip would halve it."""
+        """Limit values to the bounds; at a bound itself the gradient is 1, while jnp.clip would halve it."""
         value = self.value
         if min is not None:
             value = jnp.where(self.value < min, jnp.asarray(min, value.dtype), value)
@@ -55,11 +55,11 @@ class Tensor:
         return Tensor(value)
 
     def masked_fill(self, mask: Tensor, filling: float) -> Tensor:
-        """`filling` where the mask is set; what stood there reaches neither value nor gradient."""
+        """`filling` wherever the mask is set; the values replaced reach neither value nor gradient."""
         return Tensor(jnp.where(mask.value, jnp.asarray(filling, self.dtype), self.value))
 
     def sum(self, axis: int | None = None, *, keepdim: bool = False) -> Tensor:
-        """Truth values are counted."""
+        """Sum along an axis; truth values are counted."""
         value = self.value.astype(jnp.int32) if self.dtype == jnp.bool_ else self.value
         return Tensor(value.sum(axis, keepdims=keepdim))
 
@@ -118,5 +118,5 @@ class Tensor:
 
 
 def plain(value: Any) -> Any:
-    """The array of a tensor; numbers as they are."""
+    """The array of a tensor; numbers are returned unchanged."""
     return value.value if isinstance(value, Tensor) else value
