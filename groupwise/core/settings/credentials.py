@@ -29,7 +29,9 @@ _HEADER = re.compile(
     r"|\bBearer\s+(?=\S*\d)[\w.~+/=-]{16,}",
     re.IGNORECASE,
 )
-_KEY = re.compile(r"(?<![\w-])(?:sk-[\w-]{6,}|hf_[A-Za-z0-9]{6,}(?![\w/-]))")
+_KEY = re.compile(
+    r"(?<![\w-])(?:sk-[\w-]{6,}|hf_[A-Za-z0-9]{6,}(?![\w/-])|(?:gw|tml)-[a-z0-9]{1,32}-[\w-]{30,})"
+)
 
 
 def is_secret(key: str) -> bool:

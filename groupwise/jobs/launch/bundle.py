@@ -45,7 +45,9 @@ SECRET_FILES = tuple(
     ".dockercfg .dockerconfigjson .terraformrc .vault-token .modal.toml .rclone.conf rclone.conf kubeconfig *.kubeconfig *.tfstate "
     "*.tfstate.* secrets.yaml secrets.yml secrets.toml secrets.json *.pem *.key *.p12 *.pfx *.ppk *.kdbx *.keystore *.jks *.asc *.gpg "
     "*.ovpn id_rsa* id_dsa* id_ecdsa* id_ed25519* credentials credentials.json client_secret*.json kaggle.json "
-    "application_default_credentials.json service-account*.json service_account*.json".split()
+    "application_default_credentials.json service-account*.json service_account*.json .env-* .env_* *.env.* credentials.csv "
+    "credentials.toml rootkey.csv accesskeys.csv .hf_token hf_token *.tfvars *.tfvars.json .secrets.* secret.yaml secret.yml *.pem.* "
+    "*.key.* .bash_history .zsh_history .python_history".split()
 )
 SECRET_FOLDERS = tuple(
     ".aws .docker .ssh .gnupg .kube .azure .gcloud gcloud .env .secrets .vault .password-store".split()

@@ -75,6 +75,16 @@ async def test_a_request_that_never_ends_is_not_waited_for(
     assert (await answer(*said)).startswith(b"HTTP/1.1 408 ")
 
 
+@pytest.mark.parametrize("most", [0, 1])
+async def test_connections_beyond_the_bound_are_closed(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    assert listening.most_connections() > 100
+    monkeypatch.setattr(listening, "most_connections", lambda: most)
+    answered = await answer(START + b"content-length: 1\r\n\r\n", b"x")
+    assert (b" 200 " in answered) == bool(most)
+
+
 NEXT = b"GET / HTTP/1.1\r\nhost: h\r\n\r\n"
 
 

@@ -66,6 +66,7 @@ def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_w
         *(".env", ".env.local", "prod.env", "sub/.netrc", "keys/id_ed25519", "server.PEM", "a.key"),
         *(".aws/credentials", ".ssh/config", "kaggle.json", "service-account-prod.json"),
         *(
+            "rootkey.csv", "sub/.hf_token", "prod.tfvars", ".env-prod", "a.key.bak", ".bash_history",
             ".AWS/x", "sub/.env/prod", ".config/gcloud/x.db", "KubeConfig", ".vault-token", "a.tfstate",
         ),
     }  # fmt: skip
@@ -82,7 +83,8 @@ def test_credentials_stay_here_though_git_has_them_and_what_shows_how_they_are_w
 
 
 @pytest.mark.parametrize("line", [
-    f'KEY = """{KEY}"""', "-----BEGIN PGP PRIVATE KEY BLOCK-----", "token: ghp_" + "a1B2" * 9, "AKIA" + "ABCDEFGH" * 2,
+    f'KEY = """{KEY}"""', "-----BEGIN PGP PRIVATE KEY BLOCK-----", "token: ghp_" + "a1B2" * 9,
+    "gw-train1-" + "aB3_" * 10, "AKIA" + "ABCDEFGH" * 2,
     "key = 'sk-proj-" + "a1" * 12 + "'", "xoxb-12345678-abcdef", "url: postgres://me:secret7@host/db",
     '{"source": ["os.environ[\\"HF_TOKEN\\"] = \\"hf_' + "aB3" * 11 + '\\""]}',
 ])  # fmt: skip
