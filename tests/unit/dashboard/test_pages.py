@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -13,8 +14,12 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.requests import Request
+from starlette.types import Message
 
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
+from groupwise.api.schemas.problems import Refusal
+from groupwise.dashboard import pages
 from groupwise.dashboard.templates import STATIC
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.runs.store import Store
@@ -325,3 +330,17 @@ async def test_signed_in_by_a_key_and_out_again(guarded: httpx2.AsyncClient, key
     assert (await guarded.get("/runs/one", headers=again)).status_code == 303, "it is over"
     told = {"authorization": f"Bearer {key.key}", "accept": "application/json"}
     assert (await guarded.get("/runs/one", headers=told)).status_code == 200
+
+
+async def test_a_form_that_does_not_come_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(pages, "BODY_SECONDS", 0.01)
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", pages.FORM.encode())]}
+    with pytest.raises(Refusal) as refused:
+        await pages.read_form(Request(scope, never))
+    assert refused.value.code == "timed_out"
