@@ -1,4 +1,4 @@
-"""What the numbers of a run's last steps say in words, and what one does about it.
+"""Says in words what the numbers of a run's last steps mean, and what to do about it.
 
 Each piece of advice is a condition over the mean of the last few steps. None of them proves anything: they say where to look.
 """
@@ -19,9 +19,9 @@ RECENT = 10
 WITHOUT_SIGNAL, DISTINCT, SOLVED = "frac_reward_zero_std", "groups/distinct", "rollouts/solved"
 """Metrics: share of groups whose members all earn the same; share of a group's completions that differ; share of rollouts solved."""
 MOST_WITHOUT_SIGNAL = 0.7
-"""If more than this share of the groups has no signal, the policy hardly learns."""
+"""Share of groups without signal above which the policy hardly learns."""
 LEAST_DISTINCT = 0.5
-"""If less than this share of a group's completions differ, the group counts as alike."""
+"""Share of a group's completions that must differ; a group with less counts as alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Advice:
     metric: str
     holds: Callable[[float], bool]
     says: str
-    """With `{value}` where the number stands."""
+    """A text with `{value}` in place of the number."""
     do: str
     form: str = "{:.0%}"
     alike: bool | None = None

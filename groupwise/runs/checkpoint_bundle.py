@@ -1,4 +1,4 @@
-"""What each checkpoint carries of its run's folder, so that one checkpoint alone is enough to go on somewhere else.
+"""Each checkpoint carries parts of its run's folder, so that one checkpoint alone is enough to go on somewhere else.
 
     checkpoints/step-N/run/config.json     the resolved configuration
     checkpoints/step-N/run/records/        all pieces of the record before its own (`groupwise.runs.record_segments`)
@@ -46,7 +46,7 @@ def _of_run(run: Path, step: int) -> Iterator[tuple[str, Path]]:
 
 
 def unpack(run: Path) -> bool:
-    """Where nothing but checkpoints is left of a run: make the rest of its folder of what the newest one carries.
+    """Rebuild a run's folder from what its newest checkpoint carries, if nothing but checkpoints is left.
 
     False where there is nothing to do. RunNotFoundError if the newest one carries nothing, RunInUseError if a live process is at it.
     """

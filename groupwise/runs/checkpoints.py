@@ -26,7 +26,7 @@ from groupwise.core.errors import CheckpointError, ResumeMismatchError, StoreErr
 from groupwise.runs import record_segments
 
 FORMAT = 1
-"""Of the manifest and of what it promises. A higher one in a file is refused: a newer version wrote it."""
+"""Version of the manifest and of what it promises. A file with a higher one is refused: a newer release wrote it."""
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -40,7 +40,7 @@ class _Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a file was when the checkpoint was made."""
+    """A file as it was when the checkpoint was made."""
 
     size: int
     """Bytes."""
@@ -56,11 +56,11 @@ class Checkpoint:
     """After this many steps."""
     path: Path
     files: Mapping[str, FileEntry]
-    """By path within the folder, `/` between its parts."""
+    """Files by path within the folder, with `/` between its parts."""
     extra: Mapping[str, Any]
-    """What the writer added: the last manifest, fingerprints, layout."""
+    """The writer's additions: the last manifest, fingerprints, layout."""
     versions: Mapping[str, str]
-    """Of Groupwise and Python, when it was made."""
+    """Versions of Groupwise and Python that made it."""
     created_at: float
     """Seconds since 1970."""
 
@@ -204,7 +204,7 @@ def _step_of(path: Path) -> int:
 
 
 def _hashes_of_linked_files(folder: Path) -> dict[_Identity, str]:
-    """Of the files that earlier checkpoints have in common with others, which need not be read again."""
+    """Hashes of files that earlier checkpoints share by hard links, which need not be read again."""
     return {
         identity: entry.sha256
         for checkpoint in complete(folder)

@@ -11,7 +11,7 @@ from pydantic import field_validator
 from groupwise.core.settings.schema import Conflict, Strict, setting
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-"""What a run may be called: it is a folder, and is addressed `run@step`."""
+"""Allowed names of a run: each is a folder, and is addressed `run@step`."""
 
 
 RESERVED = frozenset({"base"})
@@ -19,7 +19,7 @@ RESERVED = frozenset({"base"})
 
 
 SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
-"""Where metrics are shown beside the run's own record."""
+"""Services that show metrics beside the run's own record."""
 SINKS: tuple[SinkName, ...] = get_args(SinkName)
 WITH_TABLES = frozenset({"wandb", "trackio", "mlflow", "jsonl"})
 """Those of them that show rollouts."""
@@ -42,7 +42,7 @@ NO_SINKS = {
         )
     },
 }
-"""What one might report to who comes from elsewhere, and what is to be said of it."""
+"""Services that users of other frameworks may expect in `report_to`, and the message for each."""
 
 
 class HubSection(Strict):
@@ -208,7 +208,7 @@ class RunSection(Strict):
 
     @property
     def sinks(self) -> tuple[SinkName, ...]:
-        """What `report_to` names, each once."""
+        """The services that `report_to` names, each once."""
         given = (self.report_to,) if isinstance(self.report_to, str) else self.report_to
         return tuple(dict.fromkeys(name for name in given if name != "none"))
 

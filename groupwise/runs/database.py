@@ -47,11 +47,11 @@ class Database:
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self.path = path
         self.indexed = text_index.is_usable(connection)
-        """Whether the full-text index can be used and must be kept up to date."""
+        """True if the full-text index can be used and must be kept up to date."""
         self.tasks_indexed = version(connection) >= TASKS_SINCE
-        """Whether tables and indexes have tasks; else each group's is read from its columns."""
+        """True if tables and indexes have tasks; else each group's is read from its columns."""
         self.lengths_indexed = version(connection) >= SIGNS_SINCE
-        """Whether there are indexes of lengths and of what was cut off, and signs in the full-text index."""
+        """True if there are indexes of lengths and of cut-off rollouts, and signs in the full-text index."""
         connection.create_function("lowered", 1, _lowered, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
@@ -172,7 +172,7 @@ class Database:
                 self._connection.execute("ROLLBACK")
 
     def rebuild_text_index(self) -> None:
-        """Make the full-text index anew from the tables; nothing where SQLite lacks FTS5."""
+        """Rebuild the full-text index from the tables; do nothing if SQLite lacks FTS5."""
         with self._lock, explained(self.path):
             text_index.prepare(self._connection, force=True)
             self.indexed = text_index.is_usable(self._connection)

@@ -1,4 +1,4 @@
-"""What evaluations of a run say, as metrics: the names by which curves and sinks know them.
+"""Turns evaluations of a run into metrics, under the names by which curves and sinks know them.
 
 eval/METRIC         of an evaluation that the training made itself: before it, after some steps, after it
 eval/LABEL/METRIC   of one that a callback made, a benchmark of each checkpoint say
@@ -23,7 +23,7 @@ Curve = dict[int, float]
 
 
 def prefix_of(record: EvaluationRecord) -> str:
-    """What stands before its metrics' names, and a slash."""
+    """The prefix of its metrics' names, with a slash."""
     return EVAL if OF_TRAINING.fullmatch(record.name) else f"{EVAL}/{record.name}"
 
 

@@ -8,7 +8,7 @@ from groupwise.runs.database import Database
 from groupwise.runs.records import FailureKind
 
 CHARACTERS = 300
-"""Of a reason that are looked at."""
+"""Characters of a reason that are looked at."""
 _PARTICULAR = re.compile(
     r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`|“[^”\n]*”|\b0x[0-9a-fA-F]+|\d+(?:[.,:_]\d+)*"""
 )

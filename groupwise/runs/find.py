@@ -35,7 +35,7 @@ ENDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """What a reference to a run means."""
+    """The meaning of a reference to a run."""
 
     path: Path
     """The run folder."""
@@ -129,7 +129,7 @@ def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
 
 
 def run_info(path: Path) -> RunInfo:
-    """What a list says about one run; never raises for a broken one."""
+    """A list's entry for one run; never raises for a broken one."""
     return run_info_and(path, lambda _: None)[0]
 
 
@@ -208,7 +208,7 @@ def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def mean_of(values: Sequence[float]) -> float | None:
-    """Of those that are numbers; None: none is."""
+    """The mean of the values that are numbers; None if none is."""
     known = [value for value in values if value == value]
     return sum(known) / len(known) if known else None
 
@@ -262,7 +262,7 @@ def _checkpoint_at(path: Path, step: int) -> Checkpoint:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is one; false too for a name that no file could have, and in a folder that may not be entered."""
+    """True if the file exists; False also for a name that no file could have, and in a folder that may not be entered."""
     try:
         return path.is_file()
     except OSError:
@@ -270,7 +270,7 @@ def is_file(path: Path) -> bool:
 
 
 def no_such_run(name: str, runs_dir: Path) -> str:
-    """What is said where there is no run of that name: which ones there are, and which was perhaps meant."""
+    """The message if there is no run of that name: the runs that exist, and those that may be meant."""
     names = [path.name for path in run_folders(runs_dir)]
     if not names:
         return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."

@@ -61,7 +61,7 @@ FINAL_STEP = "final_step"
 """The fact about a run that says after which step the weights in `final/` are."""
 
 BUILDING_SECONDS = 60.0
-"""A run under construction for longer than this, that nobody holds, is dead: building one takes milliseconds."""
+"""Seconds after which a run under construction that no process holds is dead: building one takes milliseconds."""
 
 MOST_JSON, DEEPEST_JSON = 16 << 20, 200
 """Bytes of a configuration or summary, and objects and lists inside each other: more than any has that we wrote."""
@@ -160,7 +160,7 @@ class RunFolder:
 
     @property
     def state(self) -> State:
-        """As recorded."""
+        """The recorded state."""
         return self.store.get_meta()["state"]
 
     def config(self) -> dict[str, Any]:
@@ -403,7 +403,7 @@ def _trouble(error: BaseException) -> dict[str, str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Whoever made the run may be a stranger. Raises StoreError."""
+    """Read JSON that a stranger may have written. Raises StoreError."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no ordinary file")

@@ -70,7 +70,7 @@ class RunLock:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a live process holds the folder (this one included)."""
+    """True if a live process holds the folder (this one included)."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:

@@ -1,4 +1,4 @@
-"""Which prompts a run has answered, and what the answers earned: what comparisons of its answers with others begin with.
+"""Finds the prompts that a run has answered, and what the answers earned: the start of every comparison of answers.
 
 A long run has asked a hundred thousand times. So the caller says how many groups are looked at, and which come first; rewards are asked
 for those alone that it chose.
@@ -19,7 +19,7 @@ from groupwise.runs.tables import task_label
 
 @dataclass(frozen=True, slots=True)
 class AskedFilter:
-    """Which groups of committed steps. Those whose completions were sampled for an earlier draw are never among them."""
+    """Selects groups of committed steps. Groups whose completions were sampled for an earlier draw are never among them."""
 
     until: int | None = None
     """The last step."""
@@ -54,7 +54,7 @@ def find_asked(db: Database, wanted: AskedFilter) -> list[GroupAsked]:
 
 
 def read_scores(db: Database, draws: Iterable[int]) -> dict[int, GroupScore]:
-    """What the members of these groups earned, by draw; a NaN is no reward."""
+    """Rewards of these groups' members, by draw; a NaN is no reward."""
     rows = db.all(
         "SELECT draw, avg(reward), max(reward) FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.draw = chosen.value"
         " AND +outcome = 'scored' AND +reward <= 9e999 GROUP BY chosen.value",

@@ -1,4 +1,4 @@
-"""Where a run publishes its weights, so that the sampler can load them: in memory where there is room, else on the disk.
+"""Chooses the place for a run's published weights, from which the sampler loads them: memory if there is room, else the disk.
 
     /dev/shm/groupwise-<user>/      (or the folder for temporary files)
         <run>/v000000012/           what the learner published; the last two versions are kept
@@ -27,7 +27,7 @@ MEMORY = Path("/dev/shm")
 COPIES = 3
 """Two versions are kept while the next one is written."""
 SHARE = 4
-"""Of the memory that is free, published weights may take one part in so many: training needs several times their size."""
+"""Published weights may take 1/SHARE of the free memory: training needs several times their size."""
 
 _claims: dict[Path, int] = {}
 """The folders that this process holds, with the descriptors of their locks."""
@@ -62,7 +62,7 @@ def release(folder: Path) -> None:
 
 
 def version_folder(publications: Path, version: int) -> Path:
-    """Where a version is published, with nothing in it. Raises StoreError if the disk (or memory) refuses."""
+    """Make an empty folder for a version. Raises StoreError if the disk (or memory) refuses."""
     folder = publications / f"v{version:09d}"
     shutil.rmtree(folder, ignore_errors=True)
     with atomic_files.explained(folder):

@@ -1,4 +1,4 @@
-"""From a filter of rollouts to SQL: where SQLite begins, and what it then asks of each rollout.
+"""Turns a filter of rollouts into SQL: where SQLite begins, and what it then asks of each rollout.
 
 A page shows some of maybe a million. Where a condition is met by few, these are found by its index, and the rest is asked of them alone:
 the narrowest condition leads. Where none is, rollouts are gone through in the order of the page until it is full. SQLite itself cannot
@@ -21,19 +21,19 @@ from groupwise.runs.search_terms import RequiredTerms, wanted_of
 from groupwise.runs.tables import task_label
 
 USUAL_MEMBERS = 8
-"""Of a group, about."""
+"""Usual number of members of a group."""
 PROMPT = "coalesce(prompt_seen, prompt_text)"
 """The prompt as it is shown and searched, of a row of `groups`; the view `prompts`, which the index is made of, says the same."""
 Lead = Literal["draw", "step", "example", "text", "part", "length", "truncated", "reward", "outcome", "task"]  # fmt: skip
 _INDEXED: tuple[Lead, ...] = ("draw", "step", "example", "reward", "outcome")
 _INDEXED_LATER: tuple[Lead, ...] = ("length", "truncated")
 _ORDERED = ("draw", "step", "example", "task")
-"""What they lead to comes in the order of a page, or is little."""
+"""Conditions whose rollouts come in the order of a page, or are few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the SQL depends on beside the filter."""
+    """Facts that the SQL depends on beside the filter."""
 
     lead: Lead | None = None
     """The condition that few rollouts meet; None: rollouts are gone through in order."""
@@ -48,7 +48,7 @@ class Plan:
 
 
 def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
-    """Which condition leads: the one that fewest rollouts meet, if they are less than `few`."""
+    """Choose the condition to begin with: the one that fewest rollouts meet, if they are less than `few`."""
     signs = db.indexed and db.lengths_indexed
     plan = Plan(None, db.indexed, signs, db.tasks_indexed, _is_of_turns(db, wanted))
     counts: Counter[Lead] = Counter()
@@ -60,7 +60,7 @@ def plan_of(db: Database, wanted: RolloutFilter, few: int) -> Plan:
 
 
 def _is_of_turns(db: Database, wanted: RolloutFilter) -> bool:
-    """Whether the part that is asked for is one of turns, as far as that is quickly known."""
+    """True if the requested part is one of turns, as far as that is quickly known."""
     if wanted.part is None or not db.lengths_indexed:
         return wanted.part is not None
     query = "SELECT EXISTS (SELECT 1 FROM parts WHERE name = ? AND turn IS NOT NULL)"
@@ -83,7 +83,7 @@ def rollout_query(wanted: RolloutFilter, plan: Plan) -> tuple[str, Row]:
 class _Condition:
     name: Lead | Literal["order"]
     template: str
-    """With a place for the plus."""
+    """SQL with a place for the plus."""
     values: Row
 
     def clause(self, *, plain: bool) -> str:
@@ -158,7 +158,7 @@ def _task(wanted: RolloutFilter, plan: Plan) -> str:
 
 
 def _has_index(name: str, wanted: RolloutFilter, plan: Plan) -> bool:
-    """Whether SQLite may look a condition up by its column's index."""
+    """True if SQLite may look a condition up by its column's index."""
     if name == plan.lead:
         return True
     if plan.lead is not None and plan.lead not in _ORDERED:
@@ -191,20 +191,20 @@ def _source(wanted: RolloutFilter, plan: Plan) -> str:
 
 
 def _only_of_parts(wanted: RolloutFilter) -> bool:
-    """Whether nothing is asked but of the part itself."""
+    """True if all conditions are about the part itself."""
     rest = replace(wanted, part=None, min_reward=None, max_reward=None, limit=0, offset=0)
     return rest in (RolloutFilter(order="best", limit=0), RolloutFilter(order="worst", limit=0))
 
 
 def _by_task(wanted: RolloutFilter, plan: Plan) -> bool:
-    """Whether the draws of a task are gone through, in their order."""
+    """True if the draws of a task are gone through, in their order."""
     narrower = (wanted.step, wanted.draw, wanted.example, wanted.text)
     asked = wanted.task is not None and wanted.order == "draw" and narrower == (None,) * 4
     return asked and plan.lead in (None, "task")
 
 
 def _by_value(wanted: RolloutFilter, plan: Plan) -> bool:
-    """Whether the values of a part say where to begin."""
+    """True if the values of a part say where to begin."""
     if wanted.part is None:
         return False
     return plan.lead == "part" or (plan.lead is None and wanted.order in ("best", "worst"))
@@ -275,7 +275,7 @@ def _small(word: str, text: str) -> str:
 def _counted(
     wanted: RolloutFilter, plan: Plan, lengths: bool
 ) -> Iterator[tuple[Lead, str, Row, int]]:
-    """Of each condition that may lead: the SQL of what meets it, its values, and how many rollouts each is."""
+    """For each condition that may lead: the SQL of its matches, its values, and how many rollouts each match is."""
     asked = list(_conditions(wanted, plan))
     for lead in (*_INDEXED, *(_INDEXED_LATER if lengths else ())):
         yield from _counted_in("rollouts", lead, asked)

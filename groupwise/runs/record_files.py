@@ -92,11 +92,11 @@ _COLUMNS: dict[str, dict[str, str]] = {
         **dict.fromkeys(("name", "kind", "message", "values"), "text"),
     },
 }
-"""What the columns of each kind hold, in their order; those of metrics are the run's own."""
+"""Meaning of each kind's columns, in their order; those of metrics are the run's own."""
 
 
 def _rollouts(store: Store, steps: int) -> Iterator[Row]:
-    """Of the first so many steps."""
+    """Rollouts of the first `steps` steps."""
     for step in range(steps):
         with closing(store.every_rollout(RolloutFilter(step=step))) as found:
             yield from starmap(_rollout, found)
@@ -110,7 +110,7 @@ def rollout_lines(store: Store, wanted: RolloutFilter) -> Generator[str]:
 
 
 def _rollout(view: RolloutView, detail: RolloutDetail) -> Row:
-    """With what its example and its environment say of it, as JSON text."""
+    """A row with the example's columns and the environment's notes as JSON text."""
     return {
         **asdict(view),
         **asdict(detail),
@@ -165,7 +165,7 @@ def _warnings(store: Store, steps: int) -> Iterator[Row]:
 
 
 def _as_json(value: Any) -> str:
-    """As every reader of JSON takes it."""
+    """JSON that every reader takes."""
     return json.dumps(atomic_files.without_nan(value), allow_nan=False)
 
 

@@ -58,13 +58,13 @@ class MadeAnew:
     """A record that was put together from its pieces."""
 
     trouble: str
-    """What was wrong with the one before."""
+    """The problem with the segment before."""
     steps: int
     """Steps that are in it."""
     lost: tuple[int, ...]
     """Steps that no piece had."""
     damaged: Path | None
-    """Where the damaged one is now."""
+    """The present place of the damaged one."""
 
     def __str__(self) -> str:
         kept = f" (kept as {self.damaged.name})" if self.damaged else ""
@@ -160,7 +160,7 @@ class _Kept:
 
 
 def _kept(run: Path) -> list[_Kept]:
-    """In order; a merged one comes after its parts."""
+    """Kept segments in order; a merged one comes after its parts."""
     folder = run / KEPT
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]

@@ -1,4 +1,4 @@
-"""What is written to and read from the run's record, beside the groups and rollouts of `groupwise.core.types`."""
+"""Rows written to and read from the run's record, beside the groups and rollouts of `groupwise.core.types`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What a curve is in some steps that follow each other; the values are None where it has no finite one there."""
+    """A curve over some consecutive steps; the values are None if it has no finite one there."""
 
     at: float
-    """Where these steps stand in a picture: the middle of their column, which is the same for all curves over the same range."""
+    """Position of these steps in a picture: the middle of their column, which is the same for all curves over the same range."""
     first: int
     last: int
     """Steps, equal where it is a single one."""
@@ -57,7 +57,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Rewound:
-    """What a resume deleted in order to do it again."""
+    """Counts of what a resume deleted in order to do it again."""
 
     steps: int
     rollouts: int
@@ -71,7 +71,7 @@ class EvaluationRecord:
     """After this many steps; 0 is the policy that the run started from."""
     name: str
     policy: str
-    """What was evaluated: `base`, `run@step`, or a fingerprint."""
+    """The evaluated policy: `base`, `run@step`, or a fingerprint."""
     metrics: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]] = ()
     """One mapping for each prompt or sample, as JSON."""
@@ -86,10 +86,10 @@ class WarningRecord:
     step: int
     """After this many steps."""
     name: str
-    """Of the signal."""
+    """Name of the signal."""
     kind: Literal["begins", "ends"]
     message: str
-    """What it means, with the numbers, for people."""
+    """Its meaning, with the numbers, for people."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     """The numbers behind it."""
 
@@ -109,13 +109,13 @@ class ResumeRecord:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilter:
-    """Which rollouts to show. Every condition that is not None must hold."""
+    """Selects the rollouts to show. Every condition that is not None must hold."""
 
     step: int | None = None
     draw: int | None = None
     example: int | None = None
     task: str | None = None
-    """Of a mixture: the label of its example, or the name of its data set."""
+    """Task of a mixture: the label of the example, or the name of its data set."""
     outcome: Outcome | tuple[Outcome, ...] | None = None
     part: str | None = None
     """Only rollouts that have this reward part; `min_reward`, `max_reward`, `best` and `worst` are then about its value, of
@@ -124,9 +124,9 @@ class RolloutFilter:
     max_reward: float | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
-    """Of what the policy wrote."""
+    """Most tokens that the policy wrote."""
     truncated: bool | None = None
-    """Whether a limit cut it off."""
+    """True if a limit cut it off."""
     text: str | None = None
     """Words that all stand in the prompt, or all in the completion, anywhere; in quotes a phrase. See `groupwise.runs.search_terms`."""
     order: Order = "draw"
@@ -152,28 +152,28 @@ class RolloutView:
     truncated: bool
     completion_tokens: int
     prompt: str
-    """As the model saw it where that is recorded, else as the task gave it."""
+    """The prompt as the model saw it if that is recorded, else as the task gave it."""
     completion: str
     ended_by: EndedBy | None = None
-    """Where an environment answered: what ended the rollout."""
+    """The reason why a rollout with an environment ended."""
     task: str | None = None
-    """As `RolloutFilter.task` asks for it; None where its example says none."""
+    """Task as in `RolloutFilter.task`; None if its example names none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutDetail:
-    """What stands behind one rollout."""
+    """Details of one rollout."""
 
     origin: str
     """Why its example was drawn, as `groupwise.core.types.Group` says it."""
     again: int | None
-    """The draw whose completions these are, where they were not sampled anew."""
+    """The draw whose completions these are, if they were replayed."""
     columns: str
     """Those of its example, as JSON."""
     messages: str | None
-    """What was said in a chat of several turns, as JSON."""
+    """Messages of a chat of several turns, as JSON."""
     notes: str
-    """Of the rollout, as JSON."""
+    """Notes of the rollout, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,39 +181,39 @@ class FailureKind:
     """Rollouts that were not scored for the same reason, but for numbers and quoted parts in it."""
 
     reason: str
-    """With `…` for these."""
+    """The reason with `…` in place of these."""
     count: int
     example: str
     """One of them, the newest, as it was said."""
     rollout: int
-    """Whose reason that is."""
+    """The rollout whose reason that is."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupReward:
-    """What one group of a committed step earned."""
+    """Rewards of one group of a committed step."""
 
     step: int
     draw: int
     prompt: str
-    """As text; equal for equal prompts."""
+    """The prompt as text; equal for equal prompts."""
     mean: float
     """Mean reward of its scored rollouts."""
 
 
 class GroupAsked(NamedTuple):
-    """That a prompt was answered in a committed step; a tuple, because ten thousand of them are made for a page."""
+    """A prompt that was answered in a committed step; a tuple, because a page makes ten thousand of them."""
 
     draw: int
     step: int
     example: int
     prompt: str
-    """As text, as the task gave it; equal for equal prompts."""
+    """The prompt as text, as the task gave it; equal for equal prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupScore:
-    """What the members of a group earned; None where none of them was scored."""
+    """Rewards of a group's members; None if none of them was scored."""
 
     mean: float | None
     best: float | None

@@ -40,7 +40,7 @@ def _page(db: Database, wanted: RolloutFilter) -> list[int]:
 
 
 def _asks_for_rewards_of_none(wanted: RolloutFilter) -> bool:
-    """Whether rollouts without a score are to have a reward."""
+    """True if rollouts without a score are asked to have a reward."""
     outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
     ranged = (wanted.min_reward, wanted.max_reward) != (None, None)
     asked = wanted.part is None and (ranged or wanted.order in ("best", "worst"))
@@ -58,7 +58,7 @@ def _soon(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
 
 
 def _near(db: Database, wanted: RolloutFilter, plan: Plan) -> Looked:
-    """Of the first rollouts that meet all but the text, those that have it.
+    """Look through the first rollouts that meet all other conditions for those that have the text.
 
     So the index need not collect a million texts for a page of thirty, which takes it a tenth of a second and more.
     """
@@ -143,7 +143,7 @@ def _told(head: str | bytes, tail: str | bytes, length: int, most: int | None) -
 
 
 INSTRUCTIONS = 400_000
-"""Of SQLite's machine: some hundredths of a second, in which it goes through some ten thousand rollouts."""
+"""Instructions of SQLite's virtual machine: some hundredths of a second, or some ten thousand rollouts."""
 DEEP = 20_000
 """Rollouts before those of a page, from which on it is not looked for in this way."""
 COMMON = 20_000

@@ -1,4 +1,4 @@
-"""What a search for text means: all of its words, and its phrases in quotes, wherever they stand.
+"""Defines a search for text: all of its words, and its phrases in quotes, wherever they stand.
 
 Words of scripts that put spaces between them are looked up whole in the full-text index. Chinese, Japanese, Korean, Thai and their
 neighbours are not written so: a run of letters would be one word to the index. Such words, and those that are no letters (`+=`), are
@@ -31,12 +31,12 @@ CODE = 8
 
 @dataclass(frozen=True, slots=True)
 class RequiredTerms:
-    """What a text must hold, all of it."""
+    """The terms that a text must contain, all of them."""
 
     matched: str = ""
-    """For the full-text index, in its language; empty: nothing that it knows."""
+    """Query for the full-text index, in its language; empty if it knows none of the terms."""
     plain: tuple[str, ...] = ()
-    """In small letters, to be looked for as they stand."""
+    """Terms in small letters, to be looked for as they stand."""
 
 
 def wanted_of(words: str, *, indexed: bool, signs: bool) -> RequiredTerms:
@@ -63,7 +63,7 @@ def words_of(text: str | bytes) -> str:
 
 
 def signs_of(text: str | bytes) -> str:
-    """What the index has of a text beside its words: its signs, and each two that are neighbours; in codes that are words to it."""
+    """A text's signs for the index, and each two neighbouring ones, in codes that are words to it."""
     runs = dict.fromkeys(_SIGNS.findall(_plain(text).lower()))
     return " ".join(dict.fromkeys(chain.from_iterable(map(_codes, runs))))
 
@@ -85,7 +85,7 @@ def _narrowest(terms: list[str]) -> set[str]:
 
 
 def _codes(run: str) -> list[str]:
-    """Of each sign, and of each two that are neighbours, the numbers of their letters in Unicode."""
+    """Code points of each sign, and of each two neighbouring ones."""
     digits = run.encode("utf-32-be", "surrogatepass").hex()
     places = range(0, len(digits), CODE)
     return [
@@ -97,5 +97,5 @@ def _codes(run: str) -> list[str]:
 
 
 def _is_known(term: str) -> bool:
-    """Whether the index has it as one or several whole words."""
+    """True if the index has it as one or several whole words."""
     return any(letter.isalnum() for letter in term) and not _WITHOUT_SPACES.search(term)

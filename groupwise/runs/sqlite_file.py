@@ -1,4 +1,4 @@
-"""What all SQLite files of the package have in common: how they are opened, their format, and what to do where SQLite or the disk refuses.
+"""The common part of all SQLite files of the package: opening, format, and advice when SQLite or the disk refuses.
 
 A run's record (`database.py`) is such a file, and so is the ledger of a training server. Each has one writer and any number of readers
 (WAL). Its format is a list of migrations that only ever go forward; `PRAGMA user_version` counts those that it has been through, all that
@@ -26,15 +26,15 @@ BUSY_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Of one kind of file."""
+    """The format of one kind of file."""
 
     name: str
-    """What such a file is, for people: `the record of a Groupwise run`."""
+    """Name of such a file for people: `the record of a Groupwise run`."""
     application_id: int
     """Marks the file as one."""
     migrations: tuple[str, ...]
     if_another: str = ""
-    """What to do where something else stands in its place."""
+    """Advice if something else stands in its place."""
 
     @property
     def newest(self) -> int:
@@ -143,11 +143,11 @@ _REMEDIES: Mapping[int, str] = {
     sqlite3.SQLITE_NOTADB: "The file is damaged: restore it from a copy",
     sqlite3.SQLITE_IOERR: "The disk fails to read or write; see the system's log",
 }
-"""By SQLite's primary code."""
+"""Remedies by SQLite's primary code."""
 
 
 def remedy(path: Path, error: sqlite3.Error) -> str:
-    """What to do about it: a sentence without its end."""
+    """Advice about the error: a sentence without its full stop."""
     if is_full(path, error):
         return FREE_SPACE
     return _REMEDIES.get(_primary_code(error), "Mend what it names")

@@ -51,7 +51,7 @@ class Store:
     def __init__(self, db: Database, *, keep_tokens: bool) -> None:
         self.path = db.path
         self.keep_tokens = keep_tokens
-        """Whether committed steps keep token ids and log-probabilities; texts, rewards and lengths are always kept."""
+        """True if committed steps keep token ids and log-probabilities; texts, rewards and lengths are always kept."""
         self._db = db
 
     @classmethod
@@ -340,7 +340,7 @@ class Store:
         return [step for step, _ in rows if step is not None], sum(count for _, count in rows)
 
     def origin_of(self, draw: int) -> tuple[str, int | None, dict[str, Any]] | None:
-        """Where a group is from, the draw whose completions it has, and the columns of its example; None where there is no such group."""
+        """A group's source, the draw whose completions it has, and the columns of its example; None if there is no such group."""
         found = self._db.all("SELECT origin, again, columns FROM groups WHERE draw = ?", (draw,))
         return next(
             ((origin, again, unpack_json(columns)) for origin, again, columns in found), None
@@ -355,11 +355,11 @@ class Store:
         return every_rollout(self._db, wanted)
 
     def asked(self, wanted: AskedFilter) -> list[GroupAsked]:
-        """Which prompts were answered in the steps that the filter asks for."""
+        """The prompts that were answered in the steps that the filter asks for."""
         return find_asked(self._db, wanted)
 
     def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
-        """What the members of these groups earned, by draw; without those of which none was scored."""
+        """Rewards of these groups' members, by draw; without groups of which none was scored."""
         return read_scores(self._db, draws)
 
     def draw_of(self, rollout: int) -> int | None:
@@ -385,7 +385,7 @@ class Store:
         ]
 
     def prompts(self, draws: Iterable[int]) -> dict[int, Prompt]:
-        """What was asked in these draws, as the task gave it."""
+        """The prompts of these draws, as the task gave them."""
         rows = self._db.all(
             "SELECT draw, prompt FROM groups WHERE draw IN (SELECT value FROM json_each(?))",
             (json.dumps(list(draws)),),
@@ -404,7 +404,7 @@ class Store:
         return [task for (task,) in self._db.all(query, (most,))]
 
     def rebuild_text_index(self) -> None:
-        """Make the full-text index anew from the tables. Nothing where SQLite lacks FTS5: search then reads every text."""
+        """Rebuild the full-text index from the tables. Does nothing if SQLite lacks FTS5: search then reads every text."""
         self._db.rebuild_text_index()
 
     # Evaluations, warnings, facts about the run, resumes

@@ -136,7 +136,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def task_of(columns: Mapping[str, Any]) -> str | None:
-    """Which task of a mixture an example is of, by its label or its data set; None where it says neither."""
+    """The task of a mixture that an example belongs to, by its label or its data set; None if it names neither."""
     said = (columns.get(column) for column in (TASK_COLUMN, DATASET_COLUMN))
     found = next((each for each in said if isinstance(each, str) and each), None)
     return None if found is None else task_label(found)

@@ -22,7 +22,7 @@ TEXTS = {
     "prompt_index": "draw, words_of(prompt), signs_of(prompt) FROM prompts",
     "completion_index": "id, words_of(completion), signs_of(completion) FROM rollouts",
 }
-"""Of each index the texts that it is made of: row id and `COLUMNS`."""
+"""The texts that each index is made of: row id and `COLUMNS`."""
 CURRENT = "current, signs 1"
 """The version that a record notes with its index: its tables hold all of it, and `search_terms.py` made the terms.
 
@@ -34,7 +34,7 @@ Execute = Callable[[str, tuple[Any, ...]], object]
 
 
 def is_usable(connection: sqlite3.Connection) -> bool:
-    """Whether there is one that a SQLite like this one can use, and that holds all that is in the tables."""
+    """True if there is an index that this SQLite can use, and that covers all of the tables."""
     format = version(connection)
     wanted = CURRENT if format >= SIGNS_SINCE else WORDS_ALONE
     return _fts5(connection) and format >= TEXT_INDEX_SINCE and _state(connection) == wanted

@@ -1,4 +1,4 @@
-"""What a run's record keeps of its warm-up, and the curve of that: its steps count down to 0, where the run's begin."""
+"""A run's record of its warm-up, and the warm-up's curve: its steps count down to 0, where the run's begin."""
 
 from __future__ import annotations
 
