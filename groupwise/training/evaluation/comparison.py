@@ -1,4 +1,4 @@
-"""What changed between two evaluations of the same prompts, such as before and after a training."""
+"""Compares two evaluations of the same prompts, such as before and after a training."""
 
 from __future__ import annotations
 

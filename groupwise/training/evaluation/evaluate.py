@@ -58,17 +58,17 @@ from groupwise.training.evaluation.statistics import Interval, wilson
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """What an evaluation asks: the prompts and how they are to be answered."""
+    """The prompts of an evaluation, and how they are to be answered."""
 
     prompts: PromptSet
     params: SamplingParams
     samples_per_prompt: int
     seed: int
     scores_rewards: bool
-    """Whether the task has rewards; without them only its own metrics are computed."""
+    """True if the task has rewards; without them only its own metrics are computed."""
     has_metrics: bool
     rollouts: RolloutKind | None = None
-    """What makes the rollouts; None: single completions."""
+    """The kind of rollouts; None: single completions."""
     success: Success = field(default_factory=Success)
     pass_at_k: tuple[int, ...] = (1,)
 
@@ -85,7 +85,7 @@ class EvalResult:
     rows: list[dict[str, Any]]
     """One for each sample; see `groupwise.training.evaluation.measures.rows_of`."""
     path: Path | None = None
-    """Where the rows were written."""
+    """The file that the rows were written to."""
 
     @classmethod
     def recorded(cls, record: EvaluationRecord) -> Self:
@@ -146,7 +146,7 @@ class EvalResult:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For people and `--json`."""
+        """Summary for people and `--json`."""
         intervals = {
             name: [interval.low, interval.high]
             for name in self.judged
@@ -211,7 +211,7 @@ def held_out(
 
 
 def success_of(config: RunConfig) -> Success:
-    """What counts as solving a prompt, as the config's `eval` section says."""
+    """The criterion for solving a prompt, from the config's `eval` section."""
     return Success(config.eval.success_threshold, config.eval.success_part)
 
 
@@ -326,7 +326,7 @@ def plan_each(
     samples_per_prompt: int | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """What `evaluate_each` would do, as far as that is known before a model is loaded. Raises what it would raise until then."""
+    """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises what it would raise until then."""
     loaded = _loaded(config, overrides, samples_per_prompt, policies, output)
     found, settings, every = _meant(loaded, task, policies, output)
     asked = _asked(settings, found)
@@ -398,7 +398,7 @@ def _found(policy: str, config: RunConfig) -> FoundPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What is asked, and by what it is scored; no model is loaded yet."""
+    """The prompts and their rubric; no model is loaded yet."""
 
     tokenizer: Any
     prompts: PromptSet

@@ -1,4 +1,4 @@
-"""What an evaluation measures, computed from its rows, prompt by prompt.
+"""Computes an evaluation's measures from its rows, prompt by prompt.
 
 A row is one sample: what was asked and answered, what it earned, whether it succeeded and what its answer was. `rows_of` makes the
 rows of scored groups; they are what result files and the record of a run hold, so that whoever has the rows has every metric:
@@ -55,20 +55,20 @@ CLIPPED = "completions/clipped_ratio"
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """What counts as solving a prompt."""
+    """The criterion for solving a prompt."""
 
     threshold: float = DEFAULT_THRESHOLD
     part: str | None = None
     """The reward part that decides; None: the total."""
 
     def judge(self, rollout: Rollout) -> bool | None:
-        """Whether it succeeded; None where that is not known."""
+        """True if it succeeded; None if that is not known."""
         if rollout.outcome != "scored":
             return None
         return self.reached(rollout.reward, rollout.part_values)
 
     def reached(self, reward: float | None, parts: Mapping[str, float | None]) -> bool | None:
-        """Whether a reward with these parts is a success; None where what decides is not there."""
+        """True if a reward with these parts is a success; None if the deciding part is missing."""
         value = reward if self.part is None else parts.get(self.part)
         return None if value is None else value >= self.threshold
 
@@ -78,7 +78,7 @@ class Measure:
     """A metric with its value for each prompt."""
 
     values: dict[str, float]
-    """By the key of the prompt; see `by_prompt`."""
+    """Values by the key of the prompt; see `by_prompt`."""
     left_out: int
     """Prompts that have too few scored samples for it."""
 
@@ -117,7 +117,7 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
 
 
 def label_of(example: Example) -> str | None:
-    """What its column `task` says: which rewards it has, and under which name its task's metrics stand."""
+    """The column `task` of an example: it decides its rewards, and the name of its task's metrics."""
     said = example.columns.get(TASK_COLUMN)
     return said.strip() or None if isinstance(said, str) else None
 
@@ -171,7 +171,7 @@ def measure(name: str, rows: Iterable[Row]) -> Measure | None:
 
 
 def is_share(name: str) -> bool:
-    """Whether the metric is one of success, of which more is better."""
+    """True if the metric is one of success, of which more is better."""
     return re.fullmatch(r"(pass|avg|maj)@\d+", name) is not None
 
 
@@ -275,7 +275,7 @@ def _answer_notes(groups: Sequence[Group]) -> dict[tuple[str, ...], str]:
 
 
 def _origin(example: Example) -> tuple[str, ...]:
-    """What decides which rewards an example has, where not all have the same."""
+    """Key that decides an example's rewards, if not all have the same."""
     return tuple(str(example.columns.get(column)) for column in (TASK_COLUMN, DATASET_COLUMN))
 
 

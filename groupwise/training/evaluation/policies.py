@@ -1,4 +1,4 @@
-"""What people mean by a policy: `base`, a folder, a run with or without a step, or a hub id."""
+"""Finds the policy that people mean: `base`, a folder, a run with or without a step, or a hub id."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ WANTED_IN_ROWS = (
     "outcome",
     "tokens",
 )
-"""What a file, and each of its rows, must have to be compared."""
+"""Keys that a file, and each of its rows, must have to be compared."""
 
 
 def result_name(task: str, policy: str) -> str:
@@ -87,7 +87,7 @@ def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Pa
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What an evaluation left. UsageError if it is something else, or of a newer format."""
+    """Read an evaluation's result. UsageError if it is something else, or of a newer format."""
     content = _read(path)
     kind = content.get("kind", KIND)
     if kind != KIND:
@@ -137,7 +137,7 @@ KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "parts": ("object of numbers", _has_numbers),
     "tokens": ("number or null", _is_number),
 }
-"""What some of these must be, because it is counted."""
+"""Required kinds of values that are counted."""
 
 
 def _odd_in_rows(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -103,7 +103,7 @@ def pass_at_k(samples: int, successes: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], successes: Sequence[bool]) -> float:
-    """Whether the answer that most samples gave is right: 1 or 0, or the chance of it where the vote is tied.
+    """1 or 0 if the answer that most samples gave is right or wrong; the chance of it if the vote is tied.
 
     A tie counts as the mean over the tied answers, which is what breaking it by lot gives on average. An answer is as right as the
     samples that gave it (a reward may judge more than the answer). None is no answer and has no vote; no votes at all are 0.

@@ -43,7 +43,7 @@ KIND = "suite"
 
 @dataclass(frozen=True, slots=True)
 class SuitesAsked:
-    """What is wanted. Raises UsageError for what does not go together."""
+    """The requested suites. Raises UsageError for options that do not go together."""
 
     suites: tuple[str, ...]
     endpoint: str | None = None
@@ -54,7 +54,7 @@ class SuitesAsked:
     serve: tuple[str, ...] = ()
     """The command that serves the policy; see `groupwise.training.suites.serving`."""
     program: tuple[str, ...] = ()
-    """What runs lighteval; empty: as the environment says, or by its name."""
+    """The command that runs lighteval; empty: from the environment, or by its name."""
     samples_per_prompt: int = 1
     temperature: float = 0.0
     top_p: float | None = None
@@ -110,7 +110,7 @@ class SuitesFound:
     label: str
     """The endpoint's model, or the policy."""
     results: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """By suite."""
+    """Results by suite."""
     failed: dict[str, str] = field(default_factory=dict[str, str])
     """Why a suite has none."""
     path: Path | None = None
@@ -118,7 +118,7 @@ class SuitesFound:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """For people and `--json`."""
+        """Summary for people and `--json`."""
         return {
             "policy": self.label,
             "metrics": {
@@ -177,7 +177,7 @@ def evaluate_suites(
 
 
 def plan(asked: SuitesAsked) -> dict[str, Any]:
-    """What `evaluate_suites` would run, for `--dry-run`. Nothing is asked, begun or written."""
+    """The plan of `evaluate_suites`, for `--dry-run`. Nothing is asked, begun or written."""
     program = lighteval.find_program(asked.program)
     policy = _policy(asked)
     place = _place(asked, policy)
@@ -319,7 +319,7 @@ def _name(asked: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
 
 
 def _new_folder(place: Path, name: str) -> Path:
-    """A folder that nobody else has, nor a result: `NAME`, `NAME-2` …"""
+    """A folder that is neither taken nor a result: `NAME`, `NAME-2` …"""
     with atomic_files.explained(place):
         place.mkdir(parents=True, exist_ok=True)
         for number in count(1):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 ASKED = "held_out"
 """The fact about a run that says what its evaluations ask, and how."""
 PART, MEAN = "rewards/", "/mean"
-"""What stands around a part's name in the metric that is its mean."""
+"""Text around a part's name in the metric that is its mean."""
 SIGNAL = "held_out"
 """The signal of reward hacking that evaluations give."""
 
@@ -42,7 +42,7 @@ async def evaluate_now_and_then(run: TaskRun) -> None:
 
 
 def in_passing(step: int) -> str:
-    """What an evaluation during the training is called."""
+    """The name of an evaluation during the training."""
     return f"step-{step}"
 
 
@@ -138,7 +138,7 @@ async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalRe
 
 
 def _notice_divergence(run: TaskRun) -> None:
-    """Whether the held-out prompts do worse than they did, while the training reward rises.
+    """Warn if the held-out prompts do worse than they did, while the training reward rises.
 
     All of it follows from the record, so that an evaluation which a resume finds there says what it said before.
     """
@@ -179,7 +179,7 @@ def _divergence(
 def _warn_of_unknown_metric(
     run: TaskRun, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
 ) -> None:
-    """At the first evaluation, in case that the name is wrong."""
+    """Check the metric's name at the first evaluation."""
     metric, metrics = config.held_out_metric, evaluations[run.step].metrics
     if metric is not None and metric not in metrics and min(evaluations) == run.step:
         run.say(
@@ -189,7 +189,7 @@ def _warn_of_unknown_metric(
 
 
 def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
-    """That of the part which says whether a task is solved, else the reward."""
+    """The metric of the part which says whether a task is solved, else the reward."""
     parts = [name for name in metrics if name.startswith(PART) and name.endswith(MEAN)]
     named = f"{PART}{config.accuracy_part}{MEAN}"
     if config.accuracy_part is not None:
@@ -205,7 +205,7 @@ def _by_prompt(run: TaskRun, evaluation: EvaluationRecord, metric: str) -> dict[
 
 
 def _rewards_since(run: TaskRun, step: int) -> list[float]:
-    """The training rewards of the steps from there on; of examples that nobody chose, where some were chosen."""
+    """Training rewards from that step on; if some examples were chosen, only those of the others."""
     curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], step)
     curve = curves.get(f"{REWARD}/fresh") or curves.get(REWARD, [])
     return [value for _, value in curve if math.isfinite(value)]

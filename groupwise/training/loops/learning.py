@@ -1,4 +1,4 @@
-"""What a step teaches: rows from groups and weights, and one or several updates with them.
+"""Learns from a step: makes rows from groups and weights, and does one or several updates with them.
 
 A step makes `training.num_iterations` passes over its groups, each in `training.minibatches` updates of whole groups. The ratio of
 every update is taken against the policy that sampled (or, with importance correction, against the learner's own at the
@@ -34,15 +34,15 @@ from groupwise.training.loops.training import count_non_finite, update
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What came of a step's updates."""
+    """The result of a step's updates."""
 
     changed: bool = False
-    """Whether an update was applied."""
+    """True if an update was applied."""
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     logprobs: Mapping[int, Sequence[tuple[float, ...]]] = field(
         default_factory=dict[int, Sequence[tuple[float, ...]]]
     )
-    """By the place of a group in the step, the log-probabilities of its rows in the first pass over them; not all groups have any."""
+    """Log-probabilities of a group's rows in the first pass over them, by the group's place in the step; some groups have none."""
 
 
 def noted(groups: Sequence[Group], weights: Sequence[Weights], learned: Learned) -> list[Group]:
@@ -124,7 +124,7 @@ async def _forward_backward(
 async def _trained_logprobs(
     run: Learning, part: Iterable[int], rows_by_group: Sequence[Sequence[Row]]
 ) -> dict[int, Sequence[tuple[float, ...]]]:
-    """What the pass that has just been made found, by group; nothing where this learner cannot tell it."""
+    """Log-probabilities of the latest pass, by group; empty if this learner does not give them."""
     found = await run.learner.trained_logprobs()
     if found is None:
         return {}
@@ -150,7 +150,7 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
 def _are_needed_again(
     run: Learning, rows_by_group: Sequence[Sequence[Row]], rows: Sequence[Row]
 ) -> bool:
-    """Whether the log-probabilities at the start of the step are needed beside those that its first update makes itself.
+    """True if the log-probabilities at the start of the step are needed beside those that its first update makes itself.
 
     They are by later updates, and by other rows of the same rollout.
     """

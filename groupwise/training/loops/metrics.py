@@ -66,7 +66,7 @@ class Timings:
 
     sampling: float = 0.0
     scoring: float = 0.0
-    """From the last sampled token until the last group was scored."""
+    """Seconds from the last sampled token until the last group was scored."""
     learning: float = 0.0
     publishing: float = 0.0
     step: float = 0.0
@@ -186,7 +186,7 @@ def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """What reward functions logged. Our own names stay ours: theirs of the same name are kept as `task/<name>`."""
+    """Metrics that reward functions logged. Our own names stay ours: theirs of the same name are kept as `task/<name>`."""
     names = sorted({name for group in groups for name in group.metrics})
     return {
         f"task/{name}" if is_our_own(name) else name: fmean(
@@ -197,10 +197,10 @@ def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def is_our_own(name: str) -> bool:
-    """Whether a metric of this name is, or may become, one that the loop records itself."""
+    """True if the loop records a metric of this name itself, or may come to."""
     return name in OWN_NAMES or name.startswith(OWN_PREFIXES)
 
 
 def _std(values: Sequence[float]) -> float:
-    """That of a sample, as in the algorithms; 0 for a single value."""
+    """Standard deviation of a sample, as in the algorithms; 0 for a single value."""
     return stdev(values) if len(values) > 1 else 0.0

@@ -43,7 +43,7 @@ def write_curve(run: Training, metric: str) -> None:
 
 
 def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, Any]:
-    """What every run amounts to, in a few lines. `started` is by `time.perf_counter`."""
+    """Summarise any run in a few lines. `started` is by `time.perf_counter`."""
     published = {"fingerprint": run.policy.fingerprint} if run.policy.fingerprint else {}
     warned = [
         {"step": each.step, "signal": each.name, "kind": each.kind, "message": each.message}
@@ -70,7 +70,7 @@ def first_and_last(run: Training, metric: str) -> tuple[float | None, float | No
 
 
 def ended_early(run: Training) -> dict[str, Any]:
-    """For the summary: which callback ended the run before its last step, and why."""
+    """The summary's entry about the callback that ended the run before its last step, and its reason."""
     stop = run.callbacks.stop
     if stop is None or run.step >= run.max_steps:
         return {}
@@ -82,7 +82,7 @@ def ended_early(run: Training) -> dict[str, Any]:
 async def end(
     run: Training, state: Literal["finished", "interrupted"], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Tell the callbacks how the run ended, record it, and tell whoever watches. Returns the summary with the state.
+    """Report the end of the run to callbacks, record and viewers. Returns the summary with the state.
 
     Before that, what a finished run has made gets its model card, and goes to the hub where that is asked for.
     """
@@ -109,7 +109,7 @@ async def end(
 
 
 def exit_code(run: Training, summary: dict[str, Any]) -> int:
-    """Of a run that has taken all its steps: 1 if what it made could not be uploaded, and as for Ctrl-C if a callback left work."""
+    """Exit code of a run that has taken all its steps: 1 if its result could not be uploaded, that of Ctrl-C if a callback left work."""
     if summary["state"] == "interrupted":
         return 128 + (run.interruption.asked or signal.SIGINT)
     return 1 if "error" in summary.get("hub", {}) else 0
@@ -125,7 +125,7 @@ def _write_card(run: Training, summary: dict[str, Any]) -> None:
 
 
 async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
-    """For the summary: where the final weights are on the hub, or why they are not there. What is in the folder stands either way."""
+    """The summary's entry about the final weights on the hub: where, or why not. The folder has them either way."""
     hub = run.config.run.hub
     if hub.repo_id is None:
         return {}

@@ -1,4 +1,4 @@
-"""What is known of a training run before a model is loaded, whatever the run learns from.
+"""The parts of a training run that are known before a model is loaded, for rewards and teachers alike.
 
 `rl_prepare` and `sft_prepare` find it out, each for its command; what they share is here.
 """
@@ -96,7 +96,7 @@ def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
 
 
 def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
-    """By hook, how many of its rows were left out or changed, and why."""
+    """Counts of rows that were left out or changed, with the reason, by hook."""
     return {
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
         "rows_changed": {k: dict(a.changed) for k, a in task.accounts.items() if a.changed},
@@ -110,7 +110,7 @@ def order_of(task: Task, hook: str, rows: Sequence[int], config: AnyConfig) -> O
 
 
 def drawn_in_an_epoch(order: Order, examples: int) -> dict[str, int]:
-    """For a plan, where an epoch is not each example once."""
+    """A plan's entry for epochs that do not draw each example once."""
     return {} if order.length == examples else {"examples_drawn_in_an_epoch": order.length}
 
 
@@ -120,7 +120,7 @@ def digest(*parts: Any) -> str:
 
 
 def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str]:
-    """What to say of prompts that may not be what their author means, and of what was taken out of them."""
+    """Warnings about prompts that may not be what their author means, and about text that was taken out of them."""
     stripped = [
         f"{count} prompts of {hook}: {what}"
         for hook, account in prepared.task.accounts.items()
@@ -139,7 +139,7 @@ def plan_of(
     shown: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """What a dry run shows: the resolved config and the plan, with how much there is to do (`counts`) and the beginning of it (`shown`).
+    """The output of a dry run: the resolved config and the plan, with the amount of work (`counts`) and its beginning (`shown`).
 
     Too many threads are warned of beside `warnings`.
     """

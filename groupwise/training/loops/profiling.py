@@ -84,7 +84,7 @@ def _write(training: Training, step: int, trace: Any) -> Path:
 
 
 def _phases(timings: Timings) -> str:
-    """What there was of them. With a lag, sampling is that of the step's groups, whenever it was."""
+    """Durations of the phases that occurred. If sampling runs ahead, it counts with the step that its groups belong to."""
     seconds = {
         "sampling": timings.sampling,
         "scoring": timings.scoring,

@@ -1,4 +1,4 @@
-"""What a step leaves in the record, and what is noticed when it is written."""
+"""Writes a step into the record, and notices problems on the way."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
 
 
 def _culprits(run: Run, groups: Sequence[Group]) -> str:
-    """Whose code failed the rollouts: one that its environment failed was ended by nothing."""
+    """Names the code that failed the rollouts: one that its environment failed has no end of its own."""
     if run.config.rollout.type != "environment":
         return "the reward functions"
     endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
@@ -176,7 +176,7 @@ def _adaptive(run: Run) -> dict[str, float]:
 
 
 def _temperature(run: Run) -> dict[str, float]:
-    """Where it changes."""
+    """The temperature as a metric, if it changes."""
     sampler = run.config.sampler
     if sampler.temperature_schedule is None:
         return {}

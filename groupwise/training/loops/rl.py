@@ -57,7 +57,7 @@ async def train(run: TaskRun) -> None:
 
 
 def warn_early(run: TaskRun) -> None:
-    """Say what keeps the reward from rising, so that nobody waits for the end of a run whose reward cannot rise."""
+    """Say what keeps the reward from rising, so that users do not wait for the end of a run whose reward cannot rise."""
     for each in advice_on(run.folder.store):
         if each["metric"] in WARNED_ABOUT:
             run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")

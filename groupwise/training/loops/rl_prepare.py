@@ -64,7 +64,7 @@ class RlPrepared(Prepared):
 
     prompts: PromptSet
     order: Order
-    """In which they are drawn."""
+    """The order in which examples are drawn."""
     easy: PromptSet | None
     """Those of the easy pool."""
     held_out_prompts: PromptSet | None
@@ -174,7 +174,7 @@ def _facts(
 
 
 def _chosen_by_default(loaded: LoadedConfig) -> dict[str, list[str]]:
-    """What nobody chose, of that which makes most of a difference, and how it differs from what users of TRL are used to."""
+    """Important settings that the config leaves at their defaults, and how these differ from TRL's."""
     algorithm: Mapping[str, Any] = loaded.tree.value(("algorithm",)) or {}
     lora = loaded.config.lora
     said: list[str] = []
@@ -189,7 +189,7 @@ def _chosen_by_default(loaded: LoadedConfig) -> dict[str, list[str]]:
 
 
 def warnings_of(prepared: RlPrepared) -> list[str]:
-    """What a reader should know of prompts and rewards before the run."""
+    """Warnings about prompts and rewards before the run."""
     examples, rubric = prepared.prompts.examples, prepared.rubric
     empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
     of_overlap = filter(None, [_overlap_warning(prepared)])
@@ -199,7 +199,7 @@ def warnings_of(prepared: RlPrepared) -> list[str]:
 
 
 def _overlap_warning(prepared: RlPrepared) -> str | None:
-    """What to say where held-out prompts are trained on; None where none is, or nothing is held out."""
+    """A warning if held-out prompts are trained on; None if none is, or nothing is held out."""
     asked = prepared.held_out_prompts
     if asked is None:
         return None
@@ -331,7 +331,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
 
 
 def _decoding(config: RunConfig, layout: Layout) -> Decoding:
-    """What a process decodes at once: members of a group share their prompt, until each goes on from what it wrote itself."""
+    """The work that a process decodes at once: members of a group share their prompt, until each goes on from its own text."""
     rollout = config.rollout
     first = last = rollout_builder.longest_completion(config)
     prompts = -(-layout.slots // config.training.num_generations)
@@ -358,7 +358,7 @@ def _learnt(config: RunConfig, layout: Layout) -> int:
 
 
 def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """What a run would do: the resolved config, sizes, and the first prompt as the model would see it.
+    """The plan of a run: the resolved config, sizes, and the first prompt as the model would see it.
 
     `warnings` are shown with its own.
     """
@@ -387,7 +387,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
 
 
 def _unwatched(prepared: RlPrepared) -> dict[str, str]:
-    """That the signals of reward hacking know no part which says what is solved, as far as the parts are known by now."""
+    """A note if the signals of reward hacking know no part which says what is solved, as far as the parts are known by now."""
     signals, rubric = prepared.config.signals, prepared.rubric
     text = nobody_tells(signals, rubric.names) if signals and rubric else None
     return {"signals": text} if text else {}

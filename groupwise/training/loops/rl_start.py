@@ -268,7 +268,7 @@ def assemble(
 
 
 def selection_of(prepared: RlPrepared) -> Selection:
-    """What chooses the run's examples, at its beginning."""
+    """The selection that chooses the run's examples, at its beginning."""
     config = prepared.config
     sizes = Sizes(
         order=prepared.order,
@@ -351,7 +351,7 @@ def _summarise(
     before: EvalResult | None = None,
     after: EvalResult | None = None,
 ) -> dict[str, Any]:
-    """What the run amounts to, in a few lines."""
+    """Summarise the run in a few lines."""
     told = run.folder.store.get_meta().get(WARM_UP_SUMMARY)
     summary = {**({"warm_up": told} if told else {}), **summarise(run, prepared, started)}
     first, last = first_and_last(run, METRIC)

@@ -80,13 +80,13 @@ class Schedule(Protocol):
 
     @property
     def next_draw(self) -> int:
-        """The first draw that nobody has asked for, beside the outstanding ones."""
+        """The first draw not yet requested, apart from the outstanding ones."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Learning(Training):
-    """What learns from groups."""
+    """A run that learns from groups."""
 
     config: RunConfig  # pyright: ignore[reportIncompatibleVariableOverride] — never assigned again
     algorithm: Algorithm
@@ -124,16 +124,16 @@ class Run(Learning):
     serving: Policy
     """The one that the sampler has."""
     publications: Path
-    """Where the learner publishes, and the policies that a checkpoint kept are put."""
+    """Folder for the learner's publications, and for policies that a checkpoint kept."""
     earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
     """The policies after the last steps, by step: as many as `kept_policies` says."""
     unscored: list[str] = field(default_factory=list[str])
     """Why rollouts failed, of the steps in a row that had no scored group."""
     unscored_steps: int = 0
     unrewarded: bool = False
-    """Whether rewards are for the environments to give, and none has given any yet, or was warned of it."""
+    """True if environments give the rewards, and none has given any yet or was warned of it."""
     gap_seen: bool = False
-    """Whether a wide gap between sampler and learner was warned of."""
+    """True once a wide gap between sampler and learner was warned of."""
     drawn: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups that are sampled and scored, and belong to no committed step."""
 
@@ -286,7 +286,7 @@ class TaskRun(Run):
         self.outstanding = tuple(position["outstanding"])
 
     def save_more(self, folder: Path) -> None:
-        """What is chosen and known of the data, beside what every run keeps."""
+        """Save the state of the data's selection, beside what every run keeps."""
         super(TaskRun, self).save_more(folder)
         (folder / SELECTION).write_text(json.dumps(self.selection.state()))
 

@@ -1,4 +1,4 @@
-"""Which policy draws which groups, and when.
+"""Decides which policy draws which groups, and when.
 
 `FixedLag`, with a lag of s: the groups of step n are drawn by the policy after max(0, n − s) steps. Lag 0 is the synchronous loop.
 With a lag of 1, the groups of the next step are sampled while this one is learned. Order and policies follow from the numbers
@@ -142,7 +142,7 @@ class FixedLag:
 
 
 def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> StepBatch:
-    """Where too few groups were accepted, rejected ones fill the step: without signal, but part of its denominators."""
+    """Fill a step that has too few accepted groups with rejected ones: without signal, but part of its denominators."""
     missing = size - len(accepted)
     return StepBatch((*accepted, *rejected[:missing]), tuple(rejected[missing:]))
 
@@ -216,7 +216,7 @@ class Free:
         await _cancel(each.task for each in self._under_way.values() if each.task)
 
     def _choose(self, size: int) -> list[int] | None:
-        """What the step trains; as long as others may still come, not more replayed groups than its share."""
+        """Choose the groups that the step trains; as long as others may still come, not more replayed groups than their share."""
         groups = {draw: each.group for draw, each in self._under_way.items()}
         since = {draw: each.since for draw, each in self._under_way.items()}
         replayed = {d for d, group in groups.items() if group and group.origin == "replay"}
@@ -281,7 +281,7 @@ def choose(
     replayed: AbstractSet[int] = frozenset(),
     most: int | None = None,
 ) -> list[int] | None:
-    """Which `size` of the finished groups step `step` trains, the first ones if possible; None: wait for more.
+    """Choose the `size` finished groups that step `step` trains, the first ones if possible; None: wait for more.
 
     `since` has the step of each group that is finished or under way. After this step, those sampled by step t must fit into the
     steps up to t + lag; as many of them as do not fit are taken first. Of the others no more are taken of those in `replayed` than
@@ -344,7 +344,7 @@ async def _scored(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group
 
 
 async def _settle(schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]) -> None:
-    """Wait until all is sampled. Whoever is asked to end does not wait: what is given up is drawn again by the next resume."""
+    """Wait until all is sampled. A run that is asked to end does not wait: the next resume draws again what is given up."""
     try:
         await run.interruption.allow(_all_set(sampling))
     except Interrupted:

@@ -59,7 +59,7 @@ class SftRun(Training):
     config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     lessons: LessonSet
     order: Order
-    """In which they are drawn."""
+    """The order in which examples are drawn."""
     max_draws: int | None
     """Examples drawn in all steps together; None where the steps say how long."""
     held_out: LessonSet | None
@@ -82,7 +82,7 @@ class SftRun(Training):
 
     @property
     def gave_up(self) -> bool:
-        """Whether early stopping ends the run here."""
+        """True if early stopping ends the run here."""
         patience = self.config.eval.early_stopping_patience
         return patience is not None and self.not_better >= patience
 

@@ -1,4 +1,4 @@
-"""What the policy of a supervised run writes by itself: completions drawn and scored at each evaluation, as `groupwise rl` would.
+"""Draws and scores completions of a supervised run's policy at each evaluation, as `groupwise rl` would.
 
 A warm-up is done when its completions have the form that the rewards read and groups of them still differ, which the loss on given
 answers does not tell. `ask` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
@@ -39,7 +39,7 @@ class PreparedPrompts:
     """The prompts that completions are drawn for, and how; found out before a model is loaded."""
 
     config: RunConfig
-    """Of the RL run, with the model and the adapter of the supervised one."""
+    """The RL run's config, with the model and the adapter of the supervised one."""
     prompts: PromptSet
     rubric: Rubric | None
     layout: Layout

@@ -43,7 +43,7 @@ from groupwise.training.placement import Layout
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig
 
 TRAINED = ("⟦", "⟧")
-"""What stands around the trained tokens of a row that is shown."""
+"""Marks around the trained tokens of a row that is shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ class SftPrepared(Prepared):
     loaded: LoadedSftConfig
     lessons: LessonSet
     order: Order
-    """In which they are drawn."""
+    """The order in which examples are drawn."""
     held_out: LessonSet | None
     max_draws: int | None
     """Examples drawn in all steps together, where epochs say so."""
     asked: PreparedPrompts | None = None
-    """What the policy writes by itself at evaluations, where it does."""
+    """Prompts for completions at evaluations; None if none are drawn."""
 
     @property
     def config(self) -> SftConfig:
@@ -124,7 +124,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
 def _read(
     config: SftConfig, task: Task, tokenizer: Any, hook: str, limit: int | None
 ) -> LessonSet | None:
-    """What a hook returns; None where it returns nothing."""
+    """The rows that a hook returns; None if it returns nothing."""
     given = View(resolved(config))
     rows = task.sft_rows(hook, given, tokenizer, limit)
     if hook == "get_sft_eval_dataset":
@@ -219,7 +219,7 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelP
 
 
 def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """What a run would do: the resolved config, sizes, and the first rows with what is trained of them.
+    """The plan of a run: the resolved config, sizes, and the first rows with their trained parts marked.
 
     `warnings` are shown with its own.
     """
@@ -242,14 +242,14 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
 
 
 def warnings_of(prepared: SftPrepared) -> list[str]:
-    """What a reader should know of the rows before the run."""
+    """Warnings about the rows before the run."""
     examples = [lesson.example for lesson in prepared.lessons.lessons]
     of_overlap = filter(None, [_overlap_warning(prepared)])
     return [*prompt_warnings(prepared, examples), *of_overlap]
 
 
 def _overlap_warning(prepared: SftPrepared) -> str | None:
-    """What to say where held-out rows are trained on; None where none is, or nothing is held out."""
+    """A warning if held-out rows are trained on; None if none is, or nothing is held out."""
     if prepared.held_out is None:
         return None
     trained = set(map(_asked, prepared.lessons.lessons))

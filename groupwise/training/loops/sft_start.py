@@ -190,7 +190,7 @@ def _assemble(
 
 
 def _look_anew_if_changed(run: SftRun, prepared: SftPrepared) -> None:
-    """Losses on other held-out rows do not compare: the best step is looked for anew."""
+    """Search for the best step again if the held-out rows changed: losses on other rows do not compare."""
     store, now = run.folder.store, prepared.facts["held_out"]
     if store.get_meta().get("held_out") == now:
         return
@@ -280,7 +280,7 @@ async def _ended(
 
 
 def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, Any]:
-    """What the run amounts to, in a few lines."""
+    """Summarise the run in a few lines."""
     first, last = first_and_last(run, METRIC)
     summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
     found = run.folder.store.evaluations(rows=False)

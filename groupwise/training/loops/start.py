@@ -66,7 +66,7 @@ class TrainingResult:
     """How a training run ended."""
 
     summary: dict[str, Any]
-    """For people and `--json`: run, state, steps, what was reached, folders. After a dry run, config and plan."""
+    """Summary for people and `--json`: run, state, steps, results, folders. After a dry run, config and plan."""
     folder: Path
     """The run folder; after a dry run, where it would have been."""
     exit_code: int = 0
@@ -94,7 +94,7 @@ class StartMode:
 def run_with_auto_resume(
     begin: Callable[[StartMode], T], ways: StartMode, loaded: LoadedConfig
 ) -> T:
-    """What a run gives that is begun in these ways; where `run.server` loses its parts, it goes on by itself, as by `--resume`.
+    """Run `begin` in this mode; if `run.server` loses its parts, go on from the last checkpoint, as with `--resume`.
 
     An engine that ends, or a server that is started anew, costs the steps since the last checkpoint. Raises what the run raises, and what
     was lost where that happened a few times in a row without a new checkpoint.
@@ -135,7 +135,7 @@ def _stands(loaded: LoadedConfig, ways: StartMode) -> tuple[str, int]:
 
 
 def _await_server(url: str | None) -> None:
-    """It may be starting anew."""
+    """Wait for a server that may be restarting."""
     from groupwise.api.client.exchange import Call
     from groupwise.engine.backends.remote.session import RequestThread
 
@@ -146,16 +146,16 @@ def _await_server(url: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start(Generic[Loaded]):
-    """What a run starts with."""
+    """The start of a run."""
 
     loaded: Loaded
     """The config, naming the weights that the run begins with."""
     point: ResumePoint | None
-    """Where an earlier run goes on; None for a new one."""
+    """The point where an earlier run goes on; None for a new one."""
     init_from: str | None
     """The weights that a new run begins with, as the user named them."""
     lineage: tuple[dict[str, Any], ...]
-    """What these are, and before it what they came from, the oldest first."""
+    """The weights and their ancestors, the oldest first."""
     weights: Path | None
     """Weights that are still to be copied into the run's folder."""
 
@@ -170,7 +170,7 @@ class Start(Generic[Loaded]):
 
 
 def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
-    """What to start with. `kind` is the command, whose runs alone can be gone on with."""
+    """Find what to start with. `kind` is the command: only its own runs can be gone on with."""
     lineage: tuple[dict[str, Any], ...] = ()
     point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)
     if point is not None:
@@ -189,7 +189,7 @@ def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
 
 
 def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
-    """Where weights come from, as the model card tells it: policies of runs with what trained them, or a name alone."""
+    """The origin of weights for the model card: policies of runs with what trained them, or a name alone."""
     run = found.run or find.run_around(weights)
     if run is None:
         local = Path(found.label).expanduser().exists()
@@ -208,12 +208,12 @@ def _check_upload(section: RunSection, run: Path | None) -> None:
 
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
-    """What a resume would say, for the plan of one."""
+    """Warnings of a resume, for its plan."""
     return () if resumption is None else (*resumption.found, *resumption.warnings)
 
 
 def left_out_lines(prepared: Prepared) -> list[str]:
-    """What to say of the rows that cannot be used, a line for each reason."""
+    """Messages about rows that cannot be used, a line for each reason."""
     return [
         f"{count} {'row' if count == 1 else 'rows'} of {hook} left out: {reason}"
         for hook, reasons in rows_told(prepared.task)["rows_left_out"].items()

@@ -1,4 +1,4 @@
-"""What a training run is while it goes on, whether it learns from rewards or from a teacher.
+"""The state of a training run while it goes on, for rewards and teachers alike.
 
 A `Training` holds what both loops have: the learner, the folder, where it stands. The functions beside it are what both do
 with these: update, publish, count what went wrong, write a checkpoint. `groupwise.training.loops.rl` and `groupwise.training.loops.sft` add
@@ -72,7 +72,7 @@ class Training:
 
     @property
     def over(self) -> bool:
-        """Whether there is no step to take: after the last one, or because a callback asked to stop."""
+        """True if there is no step to take: after the last one, or because a callback asked to stop."""
         return self.step >= self.max_steps or self.callbacks.stop is not None
 
     @property
@@ -88,12 +88,12 @@ class Training:
         return 0.0
 
     def say(self, text: str) -> None:
-        """Tell whoever watches, and the log."""
+        """Say something to viewers and the log."""
         logger.info("%s", text)
         self.progress.note(text)
 
     def position(self) -> dict[str, Any]:
-        """Where the run stands, as plain JSON, for its checkpoint."""
+        """The run's position, as plain JSON, for its checkpoint."""
         return {
             "step": self.step,
             "policy": {"version": self.policy.version, "fingerprint": self.policy.fingerprint},

@@ -43,24 +43,24 @@ SUMMARY_KEYS = (
     "stopped",
     "stopped_by",
 )
-"""What the summary of both stages has of the warm-up's own."""
+"""Keys of the warm-up's summary that the summary of both stages has."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmedUp:
-    """What a warm-up came to."""
+    """The result of a warm-up."""
 
     run: str | None = None
     """Path of the run to begin from; None where it was interrupted, or only planned."""
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
-    """For people: the run, or its plan."""
+    """Summary for people: the run, or its plan."""
     interrupted: TrainingResult | None = None
     untrained: EvalResult | None = None
     """How the model answered the held-out prompts before any training."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For the record of the run that begins from it."""
+        """Facts for the record of the run that begins from it."""
         if self.run is None:
             return {}
         return {WARM_UP: Path(self.run).name, WARM_UP_SUMMARY: self.summary}
@@ -122,7 +122,7 @@ def _untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
 
 
 def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
-    """Whether a run starts with its warm-up. A resumed run does if the attempt before it was interrupted during the warm-up."""
+    """True if a run starts with its warm-up. A resumed run does if the attempt before it was interrupted during the warm-up."""
     if not ways.resume:
         return ways == StartMode()
     runs = Path(loaded.config.run.dir)
@@ -145,7 +145,7 @@ def matching_run(prepared: SftPrepared) -> Path | None:
 
 
 def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
-    """Whether a run was made by the same config (except `run`), task files, data and base model."""
+    """True if a run was made by the same config (except `run`), task files, data and base model."""
     try:
         facts, config = Store.facts(path / RECORD), read_config(path)
     except (StoreError, OSError, ValueError):
