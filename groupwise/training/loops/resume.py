@@ -1,4 +1,4 @@
-"""Where a run goes on, whether it may, and how it is taken back there."""
+"""Find the checkpoint to resume from, check that the config allows it, and restore the run to it."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ FIXED_FACTS = {
     "the training data, as token ids": "data",
     "the base model": "base",
 }
-"""What a resume may not change, beside the config."""
+"""Facts that a resume may not change, beside the config."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a run is taken up again."""
+    """The point from which a run is resumed."""
 
     path: Path
     checkpoint: Checkpoint | None
     """None: it has none, so it starts at step 0."""
     facts: dict[str, Any]
-    """What the run noted about itself when it was started."""
+    """Facts that the run noted about itself when it was started."""
     skipped: tuple[Skipped, ...]
     """Checkpoints that cannot be used."""
     there: tuple[int, ...]
@@ -73,11 +73,11 @@ class Resumption:
     changed: dict[str, tuple[Any, Any]]
     """Keys of the config that differ and may, and keys of the layout: the value then, and now."""
     warnings: tuple[str, ...]
-    """What makes results agree only up to rounding, and a changed task file."""
+    """Differences that make results agree only up to rounding, and a changed task file."""
 
     @property
     def found(self) -> tuple[str, ...]:
-        """What the search for the checkpoint has come upon: a record that had to be mended, checkpoints that cannot be used."""
+        """Problems met while searching for the checkpoint: a mended record, checkpoints that cannot be used."""
         mended = () if self.point.made_anew is None else (str(self.point.made_anew),)
         return (*mended, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
 
@@ -85,9 +85,9 @@ class Resumption:
 def find_resume_point(
     loaded: LoadedConfig, resume: bool, resume_from: str | None, kind: str = "rl"
 ) -> ResumePoint | None:
-    """Where to go on; None for a new run. `kind` is the command that started it.
+    """Find the point to resume from; None for a new run. `kind` is the command that started it.
 
-    With both, `resume_from` names the run, which starts over from step 0 where it has no checkpoint.
+    If both are given, `resume_from` names the run, which starts over from step 0 if it has no checkpoint.
     """
     if not resume and resume_from is None:
         return None
@@ -204,7 +204,7 @@ def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
 
 
 def _refuse_if_gone_on(folder: RunFolder, point: ResumePoint) -> None:
-    """Somebody else may have resumed, and ended, between the choice of the checkpoint and this process's hold on the run."""
+    """Another process may have resumed, and ended, between the choice of the checkpoint and this process's hold on the run."""
     now = tuple(found.step for found in checkpoints.complete(folder.checkpoints))
     ended = folder.store.get_meta().get("finished_at")
     if now == point.there and ended == point.facts.get("finished_at"):
@@ -217,7 +217,7 @@ def _refuse_if_gone_on(folder: RunFolder, point: ResumePoint) -> None:
 
 
 def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
-    """Copy the weights that a run starts from into its folder, so that it needs nobody else's, and note them in its config."""
+    """Copy the weights that a run starts from into its folder, so that it does not depend on others, and note them in its config."""
     kept = folder.path / START
     building = atomic_files.building_path(kept)
     shutil.copytree(start, building, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
@@ -252,7 +252,7 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
 
 
 def _changed_layout(point: ResumePoint, prepared: Prepared) -> dict[str, Change]:
-    """Where this machine works otherwise than the run did so far."""
+    """Layout keys whose value on this machine differs from the run's so far."""
     before, now = with_processes(point.facts.get("layout", {})), asdict(prepared.layout)
     return {
         f"layout.{key}": (before[key], now[key])
