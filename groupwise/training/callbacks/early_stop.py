@@ -41,7 +41,7 @@ class EarlyStop(Callback):
         self.not_better = 0
         """Observations since the best one."""
         self._asked = ""
-        """What the evaluations so far asked."""
+        """The `asked` of the evaluations so far; empty before the first."""
         self._missed = False
 
     def check(self, config: View) -> None:

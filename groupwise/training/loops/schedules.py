@@ -1,11 +1,11 @@
-"""Which policy draws which groups, and when.
+"""Decide which policy draws which groups, and when.
 
 `FixedLag`, with a lag of s: the groups of step n are drawn by the policy after max(0, n − s) steps. Lag 0 is the synchronous loop.
 With a lag of 1, the groups of the next step are sampled while this one is learned. Order and policies follow from the numbers
 alone, so a resumed run repeats what the uninterrupted one did, bit for bit: it draws the groups that were under way again, by
 the policies that had drawn them, which the checkpoint holds.
 
-`Free`: each step takes the groups that are finished first, so that one whose rewards take long holds nobody up. A group is
+`Free`: each step takes the groups that are finished first, so that one whose rewards take long delays no other. A group is
 trained at most s steps after it was sampled: the step that reaches this limit waits for it, and nothing is thrown away.
 The order is recorded; another run may have another one.
 
@@ -142,7 +142,7 @@ class FixedLag:
 
 
 def filled(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -> StepBatch:
-    """Where too few groups were accepted, rejected ones fill the step: without signal, but part of its denominators."""
+    """When too few groups were accepted, rejected ones fill the step: without signal, but part of its denominators."""
     missing = size - len(accepted)
     return StepBatch((*accepted, *rejected[:missing]), tuple(rejected[missing:]))
 

@@ -66,7 +66,7 @@ class TrainingResult:
     """How a training run ended."""
 
     summary: dict[str, Any]
-    """For people and `--json`: run, state, steps, what was reached, folders. After a dry run, config and plan."""
+    """Summary for people and `--json`: run, state, steps, what was reached, folders. After a dry run, config and plan."""
     folder: Path
     """The run folder; after a dry run, where it would have been."""
     exit_code: int = 0
@@ -94,9 +94,9 @@ class StartMode:
 def run_with_auto_resume(
     begin: Callable[[StartMode], T], ways: StartMode, loaded: LoadedConfig
 ) -> T:
-    """What a run gives that is begun in these ways; where `run.server` loses its parts, it goes on by itself, as by `--resume`.
+    """Begin a run and return its result. If `run.server` loses its parts, the run goes on by itself, as by `--resume`.
 
-    An engine that ends, or a server that is started anew, costs the steps since the last checkpoint. Raises what the run raises, and what
+    An engine that ends, or a server that is restarted, costs the steps since the last checkpoint. Raises what the run raises, and what
     was lost where that happened a few times in a row without a new checkpoint.
     """
     in_vain, reached, run = 0, 0, ""
@@ -146,12 +146,12 @@ def _await_server(url: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start(Generic[Loaded]):
-    """What a run starts with."""
+    """The config and the point that a run starts with."""
 
     loaded: Loaded
     """The config, naming the weights that the run begins with."""
     point: ResumePoint | None
-    """Where an earlier run goes on; None for a new one."""
+    """The point where an earlier run goes on; None for a new one."""
     init_from: str | None
     """The weights that a new run begins with, as the user named them."""
     lineage: tuple[dict[str, Any], ...]
@@ -170,7 +170,7 @@ class Start(Generic[Loaded]):
 
 
 def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
-    """What to start with. `kind` is the command, whose runs alone can be gone on with."""
+    """Find the start of a run. `kind` is the command; only its own runs can be resumed."""
     lineage: tuple[dict[str, Any], ...] = ()
     point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)
     if point is not None:
@@ -189,7 +189,7 @@ def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
 
 
 def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
-    """Where weights come from, as the model card tells it: policies of runs with what trained them, or a name alone."""
+    """Origins of the weights for the model card: policies of runs with what trained them, or a name alone."""
     run = found.run or find.run_around(weights)
     if run is None:
         local = Path(found.label).expanduser().exists()
@@ -208,7 +208,7 @@ def _check_upload(section: RunSection, run: Path | None) -> None:
 
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
-    """What a resume would say, for the plan of one."""
+    """Describe a resume for its plan."""
     return () if resumption is None else (*resumption.found, *resumption.warnings)
 
 

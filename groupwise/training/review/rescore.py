@@ -431,7 +431,7 @@ class _Tally:
     sums: tuple[float, float]
     """Sums of the old and the new totals, over rollouts that both could score."""
     squares: tuple[float, float, float]
-    """Sums of squares of old, of new, and of their products, about the means."""
+    """Sums of squares of old and of new, and sum of their products, about the means."""
     lowest: tuple[float, float]
     highest: tuple[float, float]
     pairs: int
