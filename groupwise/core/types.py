@@ -95,7 +95,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Any of these texts ends the completion at the token that completes it; it may span tokens."""
     min_tokens: int = 0
-    """In so many tokens at the beginning the stop tokens cannot be drawn, and no stop text ends the completion before the last of
+    """Number of tokens at the beginning in which stop tokens cannot be drawn, and no stop text ends the completion before the last of
     them. Log-probabilities are those without the stop tokens there; a `Row` says it in `withheld`."""
     top_k: int | None = None
     """Draw from so many of the most probable tokens alone; None, as for the next two: from all of them."""
@@ -156,7 +156,7 @@ class Segment:
     learner_logprobs: tuple[float, ...] | None = None
     """By the learner in the first pass of its step that learnt from these tokens, before that pass's update (nats, float32): as
     `Learner.trained_logprobs` tells them. Less `sampling_logprobs` they are the logarithms of the ratios. None where the
-    tokens did not teach, or nobody kept them."""
+    tokens did not teach, or they were not kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,9 +197,9 @@ def expect_ranks(config: AnyConfig) -> None:
 
 
 def be_launched(config: AnyConfig) -> None:
-    """Where torchrun has started this process as another rank than the first, be that rank, and never return.
+    """Become a rank, and never return, if torchrun has started this process as another rank than the first.
 
-    The process of the first rank runs the whole program, and calls the others. UsageError where they are not as many as the config wants.
+    The process of the first rank runs the whole program, and calls the others. UsageError if their number is not what the config wants.
     """
     place = launched()
     refuse_other_number(place, config.distributed.learners)
@@ -601,7 +601,7 @@ def _adapted(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
 
 
 def _refuse_tunix(config: AnyConfig) -> None:
-    """What is made here computes with torch."""
+    """Raises UsageError for the backend tunix: parts made here compute with torch."""
     if config.model.backend == "tunix":
         raise UsageError(
             "model.backend is tunix, which trains in groupwise rl and in notebooks, and answers in groupwise eval; this command computes "

@@ -306,7 +306,7 @@ class Callbacks:
 
     @property
     def evaluation_was_asked(self) -> bool:
-        """Whether an evaluation is wanted now. It is until one was told of, also over an interruption, or given up."""
+        """True until a wanted evaluation was announced or given up, also across an interruption."""
         return self._asked.evaluate
 
     def give_up_evaluation(self) -> None:

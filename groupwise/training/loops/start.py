@@ -155,7 +155,7 @@ class Start(Generic[Loaded]):
     init_from: str | None
     """The weights that a new run begins with, as the user named them."""
     lineage: tuple[dict[str, Any], ...]
-    """What these are, and before it what they came from, the oldest first."""
+    """Ancestry of these weights, the oldest first; they come last."""
     weights: Path | None
     """Weights that are still to be copied into the run's folder."""
 
@@ -208,12 +208,12 @@ def _check_upload(section: RunSection, run: Path | None) -> None:
 
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
-    """Describe a resume for its plan."""
+    """Notes and warnings of a resume, for its plan; empty for a new run."""
     return () if resumption is None else (*resumption.found, *resumption.warnings)
 
 
 def left_out_lines(prepared: Prepared) -> list[str]:
-    """What to say of the rows that cannot be used, a line for each reason."""
+    """Describe the rows that cannot be used, one line for each reason."""
     return [
         f"{count} {'row' if count == 1 else 'rows'} of {hook} left out: {reason}"
         for hook, reasons in rows_told(prepared.task)["rows_left_out"].items()
