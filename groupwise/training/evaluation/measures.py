@@ -1,7 +1,7 @@
-"""What an evaluation measures, computed from its rows, prompt by prompt.
+"""Metrics of an evaluation, computed from its rows, prompt by prompt.
 
 A row is one sample: what was asked and answered, what it earned, whether it succeeded and what its answer was. `rows_of` makes the
-rows of scored groups; they are what result files and the record of a run hold, so that whoever has the rows has every metric:
+rows of scored groups; they are what result files and the record of a run hold, so every metric can be computed from the rows:
 
     reward                       mean reward
     rewards/NAME/mean            one part of it
@@ -55,20 +55,20 @@ CLIPPED = "completions/clipped_ratio"
 
 @dataclass(frozen=True, slots=True)
 class Success:
-    """What counts as solving a prompt."""
+    """The condition under which a prompt counts as solved."""
 
     threshold: float = DEFAULT_THRESHOLD
     part: str | None = None
     """The reward part that decides; None: the total."""
 
     def judge(self, rollout: Rollout) -> bool | None:
-        """Whether it succeeded; None where that is not known."""
+        """True if it succeeded; None if that is not known."""
         if rollout.outcome != "scored":
             return None
         return self.reached(rollout.reward, rollout.part_values)
 
     def reached(self, reward: float | None, parts: Mapping[str, float | None]) -> bool | None:
-        """Whether a reward with these parts is a success; None where what decides is not there."""
+        """True if a reward with these parts is a success; None if the deciding value is missing."""
         value = reward if self.part is None else parts.get(self.part)
         return None if value is None else value >= self.threshold
 
@@ -78,7 +78,7 @@ class Measure:
     """A metric with its value for each prompt."""
 
     values: dict[str, float]
-    """By the key of the prompt; see `by_prompt`."""
+    """Values by the key of the prompt; see `by_prompt`."""
     left_out: int
     """Prompts that have too few scored samples for it."""
 
