@@ -60,7 +60,7 @@ def crash_point(name: str) -> None:
 
 
 def building_path(final: Path) -> Path:
-    """Where this thread builds what will be published as `final`: beside it, so that renaming is one atomic step."""
+    """Path at which this thread builds what will be published as `final`: beside it, so that renaming is one atomic step."""
     return final.with_name(f"{BUILDING}{final.name}-{os.getpid()}-{threading.get_native_id()}")
 
 
@@ -223,7 +223,7 @@ def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> 
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder. It goes out of sight in one step, so that nobody meets half of it."""
+    """Delete a folder. It disappears in one step, so that no reader sees half of it."""
     with explained(path):
         crash_point(f"remove:{path.name}:before")
         hidden = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")

@@ -44,7 +44,7 @@ class Interruption:
     """Those of this process, the newest last."""
 
     def __init__(self, told: Callable[[], None] | None = None) -> None:
-        """`told`: called by the loop once somebody has asked it to end, to say so."""
+        """`told`: called by the loop once it was asked to end, to say so."""
         self._told = told
         self._received: int | None = None
         self._received_at = -math.inf

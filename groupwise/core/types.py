@@ -95,7 +95,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Any of these texts ends the completion at the token that completes it; it may span tokens."""
     min_tokens: int = 0
-    """In so many tokens at the beginning the stop tokens cannot be drawn, and no stop text ends the completion before the last of
+    """Number of tokens at the beginning in which stop tokens cannot be drawn, and no stop text ends the completion before the last of
     them. Log-probabilities are those without the stop tokens there; a `Row` says it in `withheld`."""
     top_k: int | None = None
     """Draw from so many of the most probable tokens alone; None, as for the next two: from all of them."""
@@ -151,12 +151,12 @@ class Segment:
     seed: int | None = None
     finish_reason: FinishReason | None = None
     prompt_ids: tuple[int, ...] | None = None
-    """Where a new row begins: all that the policy saw before this segment, because the chat template wrote earlier turns
-    anew. None: the segment goes on with the row before it."""
+    """Set if a new row begins here: all that the policy saw before this segment, because the chat template wrote earlier turns
+    again. None: the segment goes on with the row before it."""
     learner_logprobs: tuple[float, ...] | None = None
     """By the learner in the first pass of its step that learnt from these tokens, before that pass's update (nats, float32): as
     `Learner.trained_logprobs` tells them. Less `sampling_logprobs` they are the logarithms of the ratios. None where the
-    tokens did not teach, or nobody kept them."""
+    tokens did not teach, or they were not kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit cut it off: the rollout where it has several turns, else the policy's last segment."""
+        """True if a limit cut it off: the rollout if it has several turns, else the policy's last segment."""
         if self.ended_by is not None:
             return self.ended_by != "environment"
         return self.finish_reason == "length"
@@ -294,7 +294,7 @@ class SiblingRowStats:
 @_NAN_AS_TEXT
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is trained: one sequence, unpadded. Rows with the same prompt share its computation in the learner.
+    """One sequence to train on, unpadded. Rows with the same prompt share its computation in the learner.
 
     `mask`, `sampling_logprobs` and, where present, `reference_logprobs` and `proximal_logprobs` are as long as
     `completion_ids`; tokens with mask 0 (observations, inserted text) are seen but do not teach.
@@ -413,7 +413,7 @@ class Learner(Protocol):
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """Log-probabilities (nats) of the completion tokens of the rows that `forward_backward` was last given, as it computed them.
 
-        For whoever wants to see them: no other forward pass is made. They are float32, have their row's temperature and, where
+        Meant for inspection: no other forward pass is made. They are float32, have their row's temperature and, where
         there is any, the dropout of that pass; of tokens with mask 0 they mean nothing. To be asked before `update` or
         `discard`. None: this learner cannot tell them.
         """

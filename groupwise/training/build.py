@@ -73,31 +73,31 @@ if TYPE_CHECKING:
     from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
-"""Of what is made together; `learning` and `sampling` are a training's halves, where they are apart."""
+"""Which parts are built together; `learning` and `sampling` are a training's halves, where they are apart."""
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
 MAKE = "groupwise.training.build:make_described"
 
 LARGE_ADAPTER = 512 << 20
-"""Bytes of one publication where nobody says: rank 64 on a model of 7 billion parameters."""
+"""Default size in bytes of one publication: rank 64 on a model of 7 billion parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closable:
-    """What may have processes of its own."""
+    """Parts that may have processes of their own."""
 
     ranks: Calls | None = None
     samplers: Started | None = None
-    """That only sample; the ranks only learn then."""
+    """Processes that only sample; the ranks then only learn."""
     divided: bool = False
-    """Whether each rank has a part of the weights."""
+    """True if each rank has a part of the weights."""
     hosted: Hosted | None = None
-    """What is hosted where there are no ranks, and models could be added to it."""
+    """The host in this process if there are no ranks and models could be added."""
     session: Session | None = None
-    """With a server that has the parts."""
+    """Session with the server that has the parts."""
     worker: WorkerProcess | None = None
-    """That has the parts in an environment of its own."""
+    """Worker that has the parts in its own environment."""
     by_http: VllmSampler | None = None
-    """Whose servers hold adapters."""
+    """vLLM sampler whose servers hold adapters."""
 
     def close(self) -> None:
         """End them, if there are any."""
@@ -130,7 +130,7 @@ class Closable:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Closable):
-    """What the loop drives."""
+    """The parts that the training loop drives."""
 
     sampler: Sampler
     learner: Learner
@@ -151,7 +151,7 @@ class Parts(Closable):
 
 @dataclass(frozen=True, slots=True)
 class BaseParts(Closable):
-    """A base in memory that nobody trains yet, and a sampler of it as it is."""
+    """A base in memory that is not trained yet, and a sampler of it as it is."""
 
     sampler: Sampler
     stop_token_ids: tuple[int, ...]
@@ -159,7 +159,7 @@ class BaseParts(Closable):
 
 @dataclass(frozen=True, slots=True)
 class ServingParts(Closable):
-    """What an evaluation asks."""
+    """The parts that an evaluation samples from."""
 
     sampler: Sampler
     stop_token_ids: tuple[int, ...]
@@ -167,14 +167,14 @@ class ServingParts(Closable):
 
 @dataclass(frozen=True, slots=True)
 class LearningParts(Closable):
-    """What a supervised run drives."""
+    """The parts that a supervised run drives."""
 
     learner: Learner
 
 
 @contextmanager
 def expected_ranks(config: AnyConfig) -> Generator[None]:
-    """As `expect_ranks`; those that nobody has needed end with it."""
+    """Like `expect_ranks`; ranks that were not needed end with the context."""
     expect_ranks(config)
     try:
         yield
@@ -197,9 +197,9 @@ def expect_ranks(config: AnyConfig) -> None:
 
 
 def be_launched(config: AnyConfig) -> None:
-    """Where torchrun has started this process as another rank than the first, be that rank, and never return.
+    """Become a rank, and never return, if torchrun has started this process as another rank than the first.
 
-    The process of the first rank runs the whole program, and calls the others. UsageError where they are not as many as the config wants.
+    The process of the first rank runs the whole program, and calls the others. UsageError if their number is not what the config wants.
     """
     place = launched()
     refuse_other_number(place, config.distributed.learners)
@@ -243,7 +243,7 @@ def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) 
 async def start_supervised(
     config: SftConfig, layout: Layout, run: str, folder: Path
 ) -> LearningParts:
-    """As `supervised_parts`, for an event loop; see `start_training`."""
+    """Like `supervised_parts`, for an event loop; see `start_training`."""
     if config.run.server is not None:
         found = await _by_server("supervised", config, layout, run, folder)
         return LearningParts(found.learner, session=found.session)
@@ -288,7 +288,7 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
 
 
 def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
-    """What adds models over the base of these parts, at most `most` of them, and ends with them.
+    """Build the host that adds at most `most` models over the base of these parts, and ends with them.
 
     Of a training its own model, called `run`, is one. To be made once for the same parts.
     """
@@ -601,7 +601,7 @@ def _adapted(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
 
 
 def _refuse_tunix(config: AnyConfig) -> None:
-    """What is made here computes with torch."""
+    """Raises UsageError for the backend tunix: parts made here compute with torch."""
     if config.model.backend == "tunix":
         raise UsageError(
             "model.backend is tunix, which trains in groupwise rl and in notebooks, and answers in groupwise eval; this command computes "
@@ -655,7 +655,7 @@ def _started(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
 
 
 def _first_gpu(layout: Layout) -> int:
-    """That of the first sampler: those before it are the learners' of this machine."""
+    """Index of the first sampler's GPU: the GPUs before it belong to this machine's learners."""
     place = launched()
     return layout.learners if place is None else place.local_count
 
@@ -674,7 +674,7 @@ async def _apart(config: RunConfig, layout: Layout, run: str, folder: Path) -> P
 
 
 def _apart_now(config: RunConfig, layout: Layout, run: str, folder: Path) -> Parts:
-    """As `_apart`, for code that is not async: one after the other."""
+    """Like `_apart`, for code that is not async: one half after the other."""
     learners, samplers, orders = _halves(config, layout, run, folder)
     try:
         for half, order in zip((learners, samplers), orders, strict=True):
@@ -718,7 +718,7 @@ def _made_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
 
 
 def _described(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
-    """What `make_described` takes, expressible as JSON."""
+    """Arguments of `make_described`, expressible as JSON."""
     plain = config.model_dump(mode="json")
     return {"kind": kind, "config": plain, "layout": asdict(layout), **more}
 
@@ -843,7 +843,7 @@ def _learner(
 
 
 def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
-    """What computes rows for a learner where that is not its own choice."""
+    """Engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
     from groupwise.engine.backends.unsloth.engine import UnslothEngine
@@ -852,7 +852,7 @@ def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
 
 
 def _hosts_others(config: RunConfig) -> bool:
-    """Whether models can be added over the base of a training."""
+    """True if models can be added over the base of a training."""
     return config.lora is not None and config.model.backend != "unsloth"
 
 
@@ -868,12 +868,12 @@ def _loaded(config: AnyConfig, layout: Layout, device: str) -> Any:
 
 
 def _divide_on(layout: Layout) -> str | None:
-    """Where a learner's part of the weights is to be; None where it has all of them."""
+    """Device for a learner's part of the weights; None if it has all of them."""
     return layout.device if layout.parts > 1 else None
 
 
 def _whole_on(layout: Layout) -> str:
-    """Where a learner reads a model: not on a GPU that may be too small for it."""
+    """Device on which a learner reads a whole model: the CPU if a GPU may be too small for it."""
     return layout.device if layout.parts == 1 else "cpu"
 
 
@@ -906,7 +906,7 @@ def _prepare_process(layout: Layout) -> None:
 
 
 def _replicas(layout: Layout, trained: Any) -> Any:
-    """What the learners of all processes have in common; None where there is one process."""
+    """Build the link between the learners of all processes; None if only one process learns."""
     from groupwise.engine.learner.collective import Collective
     from groupwise.engine.learner.fsdp import Divided
     from groupwise.engine.learner.replicas import Replicas
@@ -989,7 +989,7 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
 
 
 def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
-    """What makes models over this base later."""
+    """Build the host that makes models over this base later."""
     from groupwise.engine.distributed.multi_adapter_host import AdapterHost
 
     def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:

@@ -30,9 +30,9 @@ SLOT_BLOCK = 8
 """Slots of a GPU are multiples of so many: it computes all of them at once, and in such numbers."""
 MAX_GPU_SLOTS = 256
 SHARE_OF_CACHE = 0.3
-"""Of a GPU's memory, what keys and values of all slots take at most; the rest is for weights and learning."""
+"""Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""
 MIN_EXAMPLES = 2
-"""Of a supervised step in each process, where the machine chooses how many there are."""
+"""Fewest examples of a supervised step per process, if the machine chooses the number of processes."""
 SMALL_MODEL = 20_000_000
 """Parameters below which one process is chosen: a step takes a fraction of a second, and starting ranks takes several."""
 MAX_PROCESSES = 16
@@ -46,28 +46,28 @@ class Layout:
     device: str
     dtype: Dtype
     threads: int
-    """Of all processes that compute, together."""
+    """Total over all processes that compute."""
     slots: int
-    """Of each process that samples."""
+    """Number per sampling process."""
     key_length: int
     max_tokens_per_microbatch: int
-    """Of each process that learns."""
+    """Limit per learning process."""
     processor: str = ""
-    """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
+    """Name of the processor and the instruction set that torch uses there: others round differently."""
     torch: str = ""
     """Its version; with that of Unsloth where it computes, and of the backend tunix those of JAX and Tunix."""
     processes: int = 1
     """Ranks that sample, learn, or do both; with 1 there are none, and this process does."""
     learners: int = 1
-    """With more than 1 so many of the processes learn, and each process has a model of its own instead of sharing one."""
+    """Number of processes that learn. If more than 1, each process has its own model instead of sharing one."""
     samplers: int = 0
     """So many others of the processes sample, and the learners do not; 0: all do both."""
     strategy: str = "ddp"
-    """Whether each learner has all weights (`ddp`) or a part (`fsdp2`)."""
+    """Each learner has all weights (`ddp`) or a part (`fsdp2`)."""
 
     @property
     def apart(self) -> bool:
-        """Whether each process has a model of its own."""
+        """True if each process has its own model."""
         return self.learners > 1 or self.samplers > 0
 
     @property
@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def threads_each(self) -> int:
-        """Of each process."""
+        """Threads per process, at least 1."""
         return max(1, self.threads // self.processes)
 
     @property
@@ -102,7 +102,7 @@ class Layout:
 
     @property
     def all_slots(self) -> int:
-        """Of all processes together."""
+        """Total over all sampling processes."""
         return self.slots * self.sampling
 
 
@@ -112,7 +112,7 @@ def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
-    """What suits this machine, or that of `run.server`, where the config does not say.
+    """Choose what suits this machine, or that of `run.server`, for everything that the config leaves open.
 
     Raises ConfigError for processes that it cannot have, UsageError for a server that does not answer or refuses.
     """
@@ -135,7 +135,7 @@ def _slots(config: RunConfig, layout: Layout) -> int:
 
 
 def supervised_layout(config: SftConfig) -> Layout:
-    """As `choose_layout`, where nothing is sampled."""
+    """Like `choose_layout`, for runs that sample nothing."""
     if config.run.server is not None:
         return _of_server(config.run.server, "supervised", config, None)
     return _layout(config)
@@ -173,13 +173,13 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
 
 
 def _cores() -> int:
-    """Of all machines, which are taken to be alike."""
+    """Cores of all machines, which are assumed to be alike."""
     place = launched()
     return available_cores() * (place.machines if place is not None else 1)
 
 
 def _of_tunix(config: RunConfig) -> Layout:
-    """Of a worker in its own environment, on all devices that JAX sees or as many as the mesh has."""
+    """Layout of a worker in its own environment, on all devices that JAX sees or as many as the mesh has."""
     from groupwise.engine.backends.tunix.environment import look  # with the messages of its worker
 
     found = look()
@@ -228,7 +228,7 @@ def _torch(model: ModelConfig) -> str:
 
 
 def refuse_on_server(config: AnyConfig) -> None:
-    """UsageError for more learners than one, for samplers and for Unsloth, for whoever has a machine that others use, too."""
+    """Raises UsageError for several learners, for samplers and for Unsloth, which a shared training server does not offer."""
     if config.model.backend == "unsloth":
         raise UsageError(
             "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
@@ -251,7 +251,7 @@ def samplers_of(config: AnyConfig) -> int:
 
 
 def _apart(config: AnyConfig, device: str) -> tuple[int, int]:
-    """As many learners and samplers as are asked for. UsageError where another number was started, ConfigError where GPUs are missing."""
+    """Learners and samplers asked for. Raises UsageError if another number was started, ConfigError if GPUs are missing."""
     learners, samplers, place = config.distributed.learners, samplers_of(config), launched()
     refuse_other_number(place, learners)
     needed = (place.local_count if place is not None else learners) + samplers
@@ -281,7 +281,7 @@ def _processes(config: AnyConfig, device: str) -> int:
 
 
 def most_processes(config: AnyConfig) -> int:
-    """As many as are asked for, or suit as far as the config alone can tell: one for each thread, with enough to do. Unsloth has one.
+    """Processes asked for, or that suit as far as the config alone can tell: one per busy thread. Unsloth has one.
 
     Full fine-tuning has one, because each would have a copy of all weights.
     """

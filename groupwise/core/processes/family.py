@@ -29,7 +29,7 @@ PLAIN = {
 }
 """Environment of a process that works for another: one computing thread, and chance that decides the same each time."""
 ENVIRONMENT = {**PLAIN, **NO_GPU}
-"""Of a worker."""
+"""Environment of a worker."""
 
 _PR_SET_PDEATHSIG = 1
 _ROUNDS = 20

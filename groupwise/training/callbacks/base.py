@@ -58,9 +58,9 @@ class RunEnd:
 
     state: Literal["finished", "interrupted", "failed"]
     summary: dict[str, Any]
-    """As in the run's summary.json; empty for a failed run."""
+    """Same as the run's summary.json; empty for a failed run."""
     error: str | None = None
-    """What a failed run failed of."""
+    """The error that ended a failed run; None otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Stop:
 
 
 class Observed(Protocol):
-    """What a training run shows to callbacks."""
+    """The parts of a training run that callbacks can see."""
 
     @property
     def config(self) -> Any: ...
@@ -110,7 +110,7 @@ class RunHandle:
 
     @property
     def name(self) -> str:
-        """Of the run."""
+        """The run's name."""
         return self._run.folder.name
 
     @property
@@ -163,16 +163,16 @@ class RunHandle:
         self._run.folder.store.add_evaluation(evaluation)
 
     def say(self, text: str) -> None:
-        """Tell whoever watches, and the log."""
+        """Show a message to the user and write it to the log."""
         self._run.say(text)
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C or SIGTERM has asked the run to end; whoever waits long looks at it now and then."""
+        """True once Ctrl-C or SIGTERM has asked the run to end; a callback that waits long should check it regularly."""
         return self._run.interruption.asked is not None
 
     def leave(self, what: str) -> None:
-        """In `on_run_end` of a finished run: this was not waited for. The run counts as interrupted, so that a resume makes it."""
+        """Call in `on_run_end` of a finished run to leave work undone. The run counts as interrupted, so that a resume does it."""
         self._asked.left.append(what)
 
     def stop(self, reason: str = "") -> None:
@@ -190,19 +190,19 @@ class RunHandle:
 
 
 Told = Awaitable[None] | None
-"""What an event's method returns: nothing, or (async) a promise of it."""
+"""Return type of an event's method: None, or an awaitable if it is async."""
 
 
 class Callback:
     """Override the events that you want to hear of, as plain or async methods. See docs/how-to/callbacks.md."""
 
     critical: bool = False
-    """Whether the run ends when a method of this callback fails."""
+    """True: the run ends when a method of this callback fails."""
     last: bool = False
-    """Whether it is called after all that are not, because it shows what they record."""
+    """True: it is called after the other callbacks, because it shows what they record."""
 
     def claim(self) -> str | None:
-        """What it must have for itself, in words, asked after `check`: two callbacks with an equal claim are refused."""
+        """Name what it needs exclusively, asked after `check`: two callbacks with an equal claim are refused."""
         return None
 
     def check(self, config: View) -> None:
@@ -230,7 +230,7 @@ class Callback:
         """The run ended, and its folder says how."""
 
     def state(self) -> Any:
-        """What must survive a resume, as plain JSON (finite numbers, text, lists, dicts with text as keys); None: nothing."""
+        """State that must survive a resume, as plain JSON (finite numbers, text, lists, dicts with text as keys); None: nothing."""
         return None
 
     def load_state(self, state: Any) -> None:
@@ -238,13 +238,13 @@ class Callback:
 
 
 def overrides(callback: Callback, method: str) -> bool:
-    """Whether a callback has a method of its own in place of the base's."""
+    """True if a callback overrides this method of the base class."""
     return getattr(type(callback), method) is not getattr(Callback, method)
 
 
 @dataclass(slots=True)
 class ControlRequests:
-    """What callbacks want of the run."""
+    """Requests of callbacks to the run."""
 
     stop: Stop | None = None
     save: bool = False
@@ -259,7 +259,7 @@ class _Member:
     callback: Callback
     handle: RunHandle | None = None
     failures: Counter[str] = field(default_factory=Counter[str])
-    """By event."""
+    """Number of failures per event."""
 
 
 class Callbacks:
@@ -284,29 +284,29 @@ class Callbacks:
 
     @property
     def names(self) -> list[str]:
-        """What they are called in messages and checkpoints, in order."""
+        """Their names in messages and checkpoints, in order."""
         return [member.name for member in self._members]
 
     # What they ask for
 
     @property
     def stop(self) -> Stop | None:
-        """Who wants the run to end after this step, and why."""
+        """The callback that wants the run to end after this step, and its reason."""
         return self._asked.stop
 
     @property
     def left(self) -> Sequence[str]:
-        """What a finished run has not waited for, and a resume makes."""
+        """Work that a finished run did not wait for and a resume will do."""
         return self._asked.left
 
     def save_was_asked(self) -> bool:
-        """Whether a checkpoint is wanted now; asking makes it forgotten."""
+        """True if a checkpoint is wanted now; reading it clears the request."""
         asked, self._asked.save = self._asked.save, False
         return asked
 
     @property
     def evaluation_was_asked(self) -> bool:
-        """Whether an evaluation is wanted now. It is until one was told of, also over an interruption, or given up."""
+        """True until a wanted evaluation was announced or given up, also across an interruption."""
         return self._asked.evaluate
 
     def give_up_evaluation(self) -> None:
@@ -391,7 +391,7 @@ class Callbacks:
     # What a checkpoint keeps
 
     def state(self) -> dict[str, Any]:
-        """What they know after the steps done, as plain JSON."""
+        """Their state after the steps done, as plain JSON."""
         return self._between_steps or self._state_now()
 
     def load_state(self, kept: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ class EarlyStop(Callback):
         self.not_better = 0
         """Observations since the best one."""
         self._asked = ""
-        """What the evaluations so far asked."""
+        """The `asked` of the evaluations so far; empty before the first."""
         self._missed = False
 
     def check(self, config: View) -> None:
@@ -79,7 +79,7 @@ class EarlyStop(Callback):
         self._asked = state.get("asked", "")
 
     def _forget_unless_comparable(self, asked: str) -> None:
-        """What was the best on other held-out prompts is no mark for these."""
+        """Forget the best value if it was measured on other held-out prompts."""
         if self._asked and asked != self._asked:
             self.best, self.best_step, self.not_better = None, 0, 0
         self._asked = asked

@@ -26,7 +26,7 @@ class SuccessCache(Callback):
         self._sought = SoughtPart(PART, part)
 
     def check(self, config: View) -> None:
-        """There must be a buffer, and nobody else who fills it."""
+        """There must be a buffer, and nothing else that fills it."""
         replay = config["data"].get("replay")
         if replay is None:
             raise ValueError(

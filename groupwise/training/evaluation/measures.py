@@ -1,7 +1,7 @@
 """Computes an evaluation's measures from its rows, prompt by prompt.
 
 A row is one sample: what was asked and answered, what it earned, whether it succeeded and what its answer was. `rows_of` makes the
-rows of scored groups; they are what result files and the record of a run hold, so that whoever has the rows has every metric:
+rows of scored groups; they are what result files and the record of a run hold, so every metric can be computed from the rows:
 
     reward                       mean reward
     rewards/NAME/mean            one part of it

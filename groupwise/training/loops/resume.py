@@ -87,7 +87,7 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Find the point to go on from; None for a new run. `kind` is the command that started it.
 
-    With both, `resume_from` names the run, which starts over from step 0 where it has no checkpoint.
+    If both are given, `resume_from` names the run, which starts over from step 0 if it has no checkpoint.
     """
     if not resume and resume_from is None:
         return None

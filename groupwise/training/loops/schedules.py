@@ -5,7 +5,7 @@ With a lag of 1, the groups of the next step are sampled while this one is learn
 alone, so a resumed run repeats what the uninterrupted one did, bit for bit: it draws the groups that were under way again, by
 the policies that had drawn them, which the checkpoint holds.
 
-`Free`: each step takes the groups that are finished first, so that one whose rewards take long holds nobody up. A group is
+`Free`: each step takes the groups that are finished first, so that one whose rewards take long delays no other. A group is
 trained at most s steps after it was sampled: the step that reaches this limit waits for it, and nothing is thrown away.
 The order is recorded; another run may have another one.
 

@@ -96,7 +96,7 @@ def run_with_auto_resume(
 ) -> T:
     """Run `begin` in this mode; if `run.server` loses its parts, go on from the last checkpoint, as with `--resume`.
 
-    An engine that ends, or a server that is started anew, costs the steps since the last checkpoint. Raises what the run raises, and what
+    An engine that ends, or a server that is restarted, costs the steps since the last checkpoint. Raises what the run raises, and what
     was lost where that happened a few times in a row without a new checkpoint.
     """
     in_vain, reached, run = 0, 0, ""

@@ -1,4 +1,4 @@
-"""Recorded rollouts judged anew: what would other rewards have said about the same completions?
+"""Recorded rollouts judged again: what would other rewards have said about the same completions?
 
 The completions stand in the record of a run; here they go through the reward functions of a task file, or through functions named
 one by one, in the same killable workers as in training. What comes back is set beside what was recorded: totals step by step, how
@@ -47,7 +47,7 @@ ROWS = ".jsonl"
 SHOWN_REASONS = 3
 """Reasons for failures that are told, the most frequent ones."""
 KEPT_REASONS = 20
-"""Of a step: a reason may quote a completion, and those of a long run do not fit into memory."""
+"""Most reasons kept per step: a reason may quote a completion, and those of a long run do not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Rescored:
 
     @property
     def moved(self) -> float:
-        """By how many places."""
+        """Number of places moved within the group; 0 if either rank is missing."""
         if self.old_rank is None or self.new_rank is None:
             return 0.0
         return abs(self.new_rank - self.old_rank)
@@ -96,20 +96,20 @@ class Agreement:
     correlation: float | None
     """Pearson's, over the rollouts; None where either has no spread."""
     agreement: float | None
-    """Of the pairs within a group that either tells apart, the share that both put in the same order."""
+    """Share of pairs that both put in the same order, among the pairs within a group that either tells apart."""
     moved: int
     """Rollouts whose place in their group changed."""
     failed: int
     """Rollouts that could not be scored now."""
     reasons: dict[str, int]
-    """What went wrong most often, with the number of rollouts; of a reward that has no weight, too."""
+    """Most frequent failures with their number of rollouts, including those of rewards without weight."""
     unanswered: dict[str, int]
     """Rollouts on which a new reward function failed, by its name; all of a call that was cut off count for each function."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rescoring:
-    """What came of it."""
+    """Result of a rescoring."""
 
     run: str
     rewards: dict[str, float]
@@ -117,7 +117,7 @@ class Rescoring:
     steps: dict[int, Agreement]
     overall: Agreement
     path: Path
-    """Where all of it was written: this file, and one of the same name with the rollouts."""
+    """The result file; a file of the same name holds the rollouts."""
 
     @property
     def rows_path(self) -> Path:
@@ -218,9 +218,9 @@ def _refuse_other_kinds(path: Path, kind: str) -> None:
 @dataclass(frozen=True, slots=True)
 class _Judge:
     name: str
-    """Of the result file."""
+    """Name of the result file."""
     where: str
-    """Who gave the functions, in messages."""
+    """Source of the functions, for messages."""
     rubric: Rubric
     scorer: Scorer
 
@@ -422,22 +422,22 @@ def _rank(value: float, values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Tally:
-    """What a step adds to what is said of all steps: sums and squares instead of its rollouts."""
+    """A step's contribution to the overall result: sums and squares instead of its rollouts."""
 
     rollouts: int
     moved: int
     failed: int
     scored: int
     sums: tuple[float, float]
-    """Of the old and the new totals of those that both could score."""
+    """Sums of the old and the new totals, over rollouts that both could score."""
     squares: tuple[float, float, float]
-    """Of old, of new, and their products, about the means."""
+    """Sums of squares of old and of new, and sum of their products, about the means."""
     lowest: tuple[float, float]
     highest: tuple[float, float]
     pairs: int
-    """That either tells apart."""
+    """Pairs that either tells apart."""
     alike: int
-    """Of these, those that both put in the same order."""
+    """Number of these pairs that both put in the same order."""
     reasons: dict[str, int]
     unanswered: dict[str, int]
 
@@ -483,7 +483,7 @@ def _unanswered(row: Rescored, name: str) -> bool:
 
 
 def _agreement(tallies: Sequence[_Tally]) -> Agreement:
-    """What is said of some steps together."""
+    """Combine the tallies of several steps."""
     some = [each for each in tallies if each.scored]
     scored = sum(each.scored for each in some)
     pairs = sum(each.pairs for each in some)
@@ -535,7 +535,7 @@ def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
 
 
 def _ordered_alike(group: Sequence[Rescored]) -> Iterator[bool]:
-    """For each pair of a group that one of the two tells apart: whether both order it alike."""
+    """Yield, per pair of a group that either tells apart, True if both order it alike."""
     for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
         before, after = _sign(x_old - y_old), _sign(x_new - y_new)
         if before or after:
