@@ -119,7 +119,7 @@ class Beyond(_Strict):
         return {path: FileEntry(*entry) for path, entry in self.files.items()}
 
 
-MOST_JSON = 256 * 1024
+MOST_JSON = 1 << 20
 """Bytes of a request without its files: it is read, compared and written while others wait to write."""
 
 

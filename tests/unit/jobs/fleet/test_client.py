@@ -99,7 +99,7 @@ def test_an_upload_that_was_cut_off_goes_on(
 
 def test_a_job_is_no_data_and_only_files_may_be_large(url: str) -> None:
     with httpx2.Client(base_url=url, headers={"Authorization": f"Bearer {PLAIN}"}) as http:
-        large = http.post("/jobs/plan", json={"hyperparams": {"x": [1] * 200_000}})
+        large = http.post("/jobs/plan", json={"hyperparams": {"x": [1] * 600_000}})
         assert (large.status_code, "Put data into a file" in large.text) == (422, True)
         json_type = {"Content-Type": "application/json"}
         larger = http.post("/jobs/plan", content=b" " * (17 << 20), headers=json_type)
