@@ -46,7 +46,7 @@ from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 
 SPEC = "groupwise.tasks.configured"
-"""What stands for this task where tasks go by name: in the record of a run, and in workers."""
+"""This task's spec, by which runs' records and workers refer to it."""
 
 TEXT = "text"
 """The column of a formatted text that a mixture's tasks give to a teacher's rows."""
@@ -170,11 +170,11 @@ class _TaskSet:
 
     entry: MixtureEntry
     where: str
-    """In messages."""
+    """Name of the set in messages."""
     label: str
     task: Task
     config: View
-    """What its hooks see: the config with its own section `task`."""
+    """The config for its hooks, with its own section `task`."""
 
     def part(self, rows: Sequence[Row]) -> Part:
         return Part(
@@ -184,7 +184,7 @@ class _TaskSet:
         )
 
     def account(self, hook: str) -> Account:
-        """What the task's own hook left out."""
+        """The account of rows that the task's own hook left out."""
         return self.task.accounts.get(hook, Account()).under(self.where)
 
     def lessons(self, hook: str, tokenizer: Any, limit: int | None) -> list[Row]:
@@ -244,7 +244,7 @@ def _config_of_task(config: View, task: Task, entry: MixtureEntry, where: str) -
 
 
 class _Hooks:
-    """The hooks of a config's data. Each reads the data anew, as those of a task file do.
+    """The hooks of a config's data. Each reads the data again, as those of a task file do.
 
     `limit` is how much of a stream is read, which a task of a mixture may give.
     """
@@ -397,7 +397,7 @@ def _weighted(rubric: Rubric) -> list[Any]:
 
 
 def _is_supervised(config: View) -> bool:
-    """Whether it is a config of `groupwise sft`, which knows no rewards."""
+    """True for a config of `groupwise sft`, which has no rewards."""
     return "rewards" not in config
 
 

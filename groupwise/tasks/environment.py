@@ -1,4 +1,4 @@
-"""What an environment is: an object for one rollout, which answers the policy turn by turn.
+"""Defines an environment: an object for one rollout, which answers the policy turn by turn.
 
     class Guess:
         def reset(self, secret):                 # optional: columns of the row by name, `prompt`, `seed`, `member`
@@ -34,13 +34,13 @@ from groupwise.core.plugins import printable
 from groupwise.core.types import Message, Prompt, RewardPart
 
 Observation = str | list[Message] | None
-"""What an environment answers: text, or messages of a chat. Text in a chat is a message of the user."""
+"""An environment's answer: text, or messages of a chat. Text in a chat is a message of the user."""
 
 DEFAULT_PART = "environment"
 """Name of a reward that is given as a plain number."""
 
 GIVEN = ("prompt", "seed", "member")
-"""What `reset` can ask for besides columns."""
+"""Arguments that `reset` can ask for besides columns."""
 
 CALLED_WITH: dict[str, tuple[str, ...]] = {
     "step": ("completion",),
@@ -48,7 +48,7 @@ CALLED_WITH: dict[str, tuple[str, ...]] = {
     "metrics": (),
     "close": (),
 }
-"""What the other methods are given."""
+"""Arguments of the other methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Step:
     """An environment's answer to one completion."""
 
     observation: Observation = None
-    """What the policy sees next. After the last turn it is only recorded."""
+    """Shown to the policy next. After the last turn it is only recorded."""
     done: bool = False
     """Whether the rollout has ended."""
     reward: float | Mapping[str, float] | None = None
@@ -126,7 +126,7 @@ def check_methods(made: object, where: str) -> None:
 
 
 def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `given` the method names; all of the columns, if it takes any keyword."""
+    """The entries of `given` that the method names; all of them if it takes any keyword."""
     parameters = _arguments(reset)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(given)
@@ -134,7 +134,7 @@ def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict
 
 
 def as_step(returned: object) -> Step:
-    """What `step` returned, checked; raises ValueError that says what it should have been."""
+    """The result of `step`, checked; raises ValueError that says what it should have been."""
     if not isinstance(returned, Step):
         raise ValueError(f"`step` returned {_shown(returned)}; expected a groupwise Step")
     if not isinstance(cast("object", returned.metrics), Mapping):

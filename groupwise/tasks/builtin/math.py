@@ -65,7 +65,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "answer": ("answer", "solution"),
     "solution": ("solution", "answer"),
 }
-"""What the columns of a source may be called, where `columns` does not say; the first that is there counts. A solution may hold the
+"""Accepted column names of a source, unless `columns` names one; the first that is there counts. A solution may hold the
 answer, and an answer the solution."""
 
 
@@ -204,7 +204,7 @@ class Problem:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As it is trained and evaluated."""
+        """The row for training and evaluation."""
         gold = f"<think>\n{self.worked}\n</think>\n<answer>{self.answer}</answer>"
         return {
             "prompt": [
@@ -311,7 +311,7 @@ def _text(cell: Any) -> str:
 
 
 def problem_of(own: TaskConfig, *cells: Any) -> Problem:
-    """What the cells of a row make: its question, its answer and its solution. Raises Unusable."""
+    """The problem made of a row's cells: question, answer and solution. Raises Unusable."""
     question, answer, solution = map(_text, cells)
     if not question:
         raise Unusable("there is no question")
@@ -339,7 +339,7 @@ def final_answer(solution: str) -> str | None:
 
 
 def _worked(solution: str, final: str) -> str:
-    """A solution as somebody may think it, without tags and without what a calculator was asked."""
+    """A solution as a model may think it, without tags and without calculator annotations."""
     divided = at_mark(solution)
     told = solution if divided is None else divided[0]
     text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
@@ -481,7 +481,7 @@ def _value(term: Term) -> Fraction:
 
 
 def _written(term: Term) -> str:
-    """With brackets where they are needed."""
+    """The term as text, with brackets if they are needed."""
     if isinstance(term, Fraction):
         return str(term)
     left, right = _written(term.left), _written(term.right)
@@ -514,7 +514,7 @@ def _steps(term: Term) -> Iterator[str]:
 
 
 def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
-    """What is written between a hard operation and its result."""
+    """Intermediate steps between a hard operation and its result."""
     if left.denominator > 1 or right.denominator > 1:
         yield _over_one_denominator(sign, left, right)
     elif sign in "+-" and left >= 10 and right > 10 and right % 10:

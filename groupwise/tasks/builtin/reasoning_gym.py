@@ -256,7 +256,7 @@ def _made(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
 
 
 def cache_file(request: str) -> Path:
-    """Where the answer to a request is kept."""
+    """File that caches the answer to a request."""
     try:
         version = importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:

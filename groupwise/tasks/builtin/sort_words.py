@@ -255,7 +255,7 @@ def _row(words: list[str], preset: Preset) -> dict[str, Any]:
 
 
 def _said(completion: CompletionText) -> str:
-    """What stands behind the reasoning of a model that thinks first."""
+    """The completion's text behind its reasoning."""
     return after_reasoning(completion_text(completion))
 
 
@@ -278,7 +278,7 @@ def _ascending_share(text: str, words: Iterable[str]) -> float:
 
 
 def _first_place(word: str, text: str) -> int:
-    """Where it first stands with no letter before or after it; -1 if nowhere."""
+    """First place at which the word has no letter before or after it; -1 if there is none."""
     letter = r"[^\W\d_]"
     found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
     return found.start() if found else -1

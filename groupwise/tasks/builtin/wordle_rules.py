@@ -22,7 +22,7 @@ from groupwise.tasks.data.order import Stream
 LENGTH = 5
 """Letters of a word."""
 GUESSES = 6
-"""Of a game."""
+"""Most guesses in a game."""
 WON = "G" * LENGTH
 
 _LISTS = Path(__file__).with_name("wordlists")
@@ -45,7 +45,7 @@ _NUMBERS = (
 
 
 def rules(guesses: int = GUESSES) -> str:
-    """What the policy is told first."""
+    """The rules, as the policy's system prompt."""
     return _RULES.format(guesses=_NUMBERS[guesses - 1])
 
 
@@ -89,7 +89,7 @@ def left(guesses: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What marked guesses say about the secret."""
+    """Facts that marked guesses reveal about the secret."""
 
     fixed: Mapping[int, str]
     """The letter of a place, from 0: greens."""
@@ -102,7 +102,7 @@ class Knowledge:
 
     @classmethod
     def of(cls, guesses: Iterable[str], marks: Iterable[str]) -> Knowledge:
-        """From guesses and their marks, in order."""
+        """Derives the facts from guesses and their marks, in order."""
         fixed: dict[int, str] = {}
         banned: set[tuple[int, str]] = set()
         least: dict[str, int] = {}
@@ -119,7 +119,7 @@ class Knowledge:
         return cls(fixed, frozenset(banned), least, most)
 
     def allows(self, word: str) -> bool:
-        """Whether the secret can be this word."""
+        """True if the secret can be this word."""
         for place, letter in self.fixed.items():
             if word[place] != letter:
                 return False
@@ -151,7 +151,7 @@ def turns_met(word: str, guesses: Sequence[str], marks: Sequence[str]) -> int:
 
 
 def reasoning(knowledge: Knowledge, guess: str) -> str:
-    """What a teacher writes before a guess that the knowledge allows: little, as small models lose themselves in long lists."""
+    """Teacher's reasoning before a guess that the knowledge allows: short, as small models lose themselves in long lists."""
     also = f" It also has {', '.join(knowledge.elsewhere)}." if knowledge.elsewhere else ""
     return f"Known: {knowledge.pattern}.{also} A word that fits is {guess}."
 

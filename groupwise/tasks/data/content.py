@@ -1,4 +1,4 @@
-"""The content of any value in a dataset, told in the same way in every process, so that a change of the data is noticed.
+"""Describes the content of any value in a dataset in the same way in every process, so that a change of the data is noticed.
 
 Plain values tell themselves. Of other kinds those are told, by their parts, whose content is certain: bytes, sets, dates, paths,
 numbers and some more of the standard library (`PARTS`), enums, dataclasses, attrs, pydantic models, arrays, pictures, and the times
@@ -51,7 +51,7 @@ def canonical(value: Any) -> Any:
 
 
 def untold(told: Any) -> Iterator[str]:
-    """What could not be told in something that `canonical` made."""
+    """Descriptions of the parts that `canonical` could not tell, from its result."""
     waiting = [told]
     while waiting:
         entry = waiting.pop()
@@ -80,7 +80,7 @@ class _Walk:
         self.above: dict[int, int] = {}
         self.met: dict[int, object] = {}
         self.known: dict[int, Any] = {}
-        """What was told of things whose telling does not depend on where they stand."""
+        """Descriptions, by identity, of values whose description does not depend on where they stand."""
         self.dependent = 0
         self.roundabout = 0
 
@@ -166,7 +166,7 @@ def _untold(what: str) -> dict[str, str]:
 
 
 def _is_array(kind: Any) -> bool:
-    """Whether it is an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
+    """True for an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
     if kind.__name__ in ("longdouble", "clongdouble"):
         return False  # has no counterpart in Python, and its `tolist` gives another of its kind
     return _library(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
@@ -202,7 +202,7 @@ def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _is_picture(kind: Any) -> bool:
-    """Whether it is an image of Pillow, which nobody has made who has not imported it."""
+    """True for an image of Pillow; there can be none unless Pillow is imported."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and issubclass(kind, pillow.Image)
 

@@ -45,7 +45,7 @@ class CurriculumConfig(Strict):
 
 
 class Curriculum:
-    """What is known of the examples' difficulty, and what follows for their turn."""
+    """The examples' success rates, and the chance of each to be drawn when its turn comes."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class Curriculum:
         )
 
     def success(self, example: int) -> float | None:
-        """Its success rate; None for one that nobody has seen."""
+        """The example's success rate; None if it was never drawn."""
         seen = self._seen.get(example)
         return seen[0] / seen[1] if seen else None
 

@@ -31,12 +31,12 @@ class Gauge:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a start to compare with."""
+        """True once there is a start to compare with."""
         return self.running is not None
 
     @property
     def mean(self) -> float:
-        """Of the start."""
+        """Mean of the start."""
         return sum(value / len(self.start) for value in self.start)
 
     @property

@@ -1,4 +1,4 @@
-"""From whatever rows a task returns to a list of `Example`s, checked before anything expensive starts."""
+"""Turns the rows that a task returns into a list of `Example`s, checked before anything expensive starts."""
 
 from __future__ import annotations
 

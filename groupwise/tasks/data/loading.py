@@ -1,4 +1,4 @@
-"""The rows of the sources that a config names: read, made to prompts or lessons, labelled, and parted into training and held out.
+"""Loads the rows of a config's sources: as prompts or lessons, labelled, and split into training and held-out rows.
 
 `for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task is none
 of a source's, and left to whoever knows tasks.
@@ -35,7 +35,7 @@ Unscorable = Callable[[Row], str | None]
 
 
 def scorable(row: Row) -> None:
-    """Where nobody scores rows, nobody minds one: an `Unscorable`."""
+    """The `Unscorable` that accepts every row, for commands that do not score rows."""
 
 
 def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
@@ -57,7 +57,7 @@ def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = sco
 
 
 def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
-    """Whether some rows of a source are held out."""
+    """True if some rows of a source are held out."""
     return entry.test_split is not None or data.test_split_size is not None
 
 
@@ -88,7 +88,7 @@ def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
 
 
 def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
-    """As the pipeline makes them, where there is one."""
+    """The rows after the pipeline; unchanged if there is none."""
     return (
         Rows(rows, Account()) if step is None else prepared(rows, step, where, strict=data.strict)
     )

@@ -26,7 +26,7 @@ class Part:
     """One set of rows."""
 
     name: str
-    """For messages, and for the random draw: unique in a mixture."""
+    """Name for messages and for the random draw: unique in a mixture."""
     rows: Sequence[Row]
     weight: float = 1.0
     renamed: frozenset[str] = frozenset()
@@ -36,7 +36,7 @@ class Part:
 def split(
     parts: Sequence[Part], share: float, seed: int, key: Callable[[Row], str]
 ) -> tuple[list[Part], list[Part]]:
-    """For training, and held out: of each part a share of its different rows, by `key`. Raises TaskError where a side is empty."""
+    """Training parts and held-out parts, which get a share of each part's different rows, by `key`. Raises TaskError if a side is empty."""
     held_out: dict[str, bool] = {}
     for part in parts:
         keys = list(dict.fromkeys(map(key, part.rows)))

@@ -1,4 +1,4 @@
-"""Watches a run for signals of reward hacking: from the groups of each step to metrics, and to a warning where a signal begins or ends.
+"""Watches a run for signals of reward hacking: turns each step's groups into metrics, and warns when a signal begins or ends.
 
 A committed step tells its groups, those that nobody chose for their reward: fresh ones, rejected ones among them. Others (of the
 easy pool, drawn again) would show what was chosen, not what the policy does. A signal begins when its strength reaches 1 and ends
@@ -47,7 +47,7 @@ NEW_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the watch makes of a step."""
+    """The metrics and warnings of a step."""
 
     metrics: dict[str, float]
     warnings: tuple[WarningRecord, ...]
@@ -65,7 +65,7 @@ class Signals:
         self._rewards: tuple[float, float] | None = None
         """The lowest and the highest so far."""
         self._least: dict[str, float] = {}
-        """Of each part so far, weight × value."""
+        """Least value of each part so far, weight × value."""
         self._active: set[str] = set()
 
     def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
@@ -190,6 +190,6 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
 
 
 def unfilled(arguments: Iterable[Argument]) -> str:
-    """What to say of arguments of rewards that get nothing but None."""
+    """A warning about arguments of rewards that are None in every row."""
     named = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
     return f"{named} has been None in every row: the column is empty or not there"

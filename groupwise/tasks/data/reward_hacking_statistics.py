@@ -1,4 +1,4 @@
-"""What the groups of a step show of how the policy earns its reward: lengths, repetition, diversity, and what each part contributes.
+"""Statistics of a step's groups that show how the policy earns its reward: lengths, repetition, diversity, contribution of each part.
 
 Texts count where the policy wrote something, whatever became of their scoring; rewards count where a rollout was scored. A group of
 one has nothing to compare within, so a step of such groups lacks those numbers, as every step lacks a number that nobody has a value
@@ -57,7 +57,7 @@ def symptoms(groups: Sequence[Group]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the policy wrote in a rollout."""
+    """The text that the policy wrote in a rollout, with its n-grams."""
 
     text: str
     ngrams: frozenset[tuple[int, ...]]
@@ -185,7 +185,7 @@ def least(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _earned(rollout: Rollout) -> dict[str, float]:
-    """What each part that applies contributes to the reward; its value where it has no weight."""
+    """The contribution of each applicable part to the reward; a part without weight counts by its value."""
     found: dict[str, float] = {}
     for part in rollout.parts:
         if part.value is not None:
@@ -202,7 +202,7 @@ def _rewarded(group: Group) -> list[tuple[Rollout, float]]:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    """Of those that are finite."""
+    """The mean of the finite values; None if there are none."""
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else None
 

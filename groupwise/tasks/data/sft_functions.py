@@ -58,7 +58,7 @@ def collate(
 
 
 def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
-    """What the function makes of one row; where it fails with that, of a batch of it."""
+    """The function's result for one row; if it fails with that, for a batch of this row."""
 
     def call() -> Any:
         try:
@@ -86,7 +86,7 @@ def _is_formatted(value: Any) -> bool:
 def _of_batch(
     function: Callable[[Any], Any], rows: Sequence[dict[str, Any]], first: Any, where: str
 ) -> list[Any]:
-    """What a function that takes a batch makes: a list with an entry for each row."""
+    """The result of a function that takes a batch: a list with an entry for each row."""
     if not isinstance(first, list):
         raise TaskError(
             f"{where} returned {type(first).__name__} for a row. Expected text or a list of chat messages; or, if it takes a "

@@ -1,4 +1,4 @@
-"""Whether a rollout has solved its example, by the task's own reward.
+"""Decides if a rollout has solved its example, by the task's own reward.
 
 What is trained on or counted as a success goes by a part that the config names, by one with accuracy in its name, or by the total.
 The signals of reward hacking ask more widely which part would say so (`part_of_success`): the total is what they doubt.
@@ -71,7 +71,7 @@ class SoughtPart:
     """It was found, or the user was told."""
 
     def missing(self, groups: Sequence[Group]) -> str | None:
-        """What to say where rollouts were scored and none of them has the part; once, in case that the name is wrong."""
+        """A warning that rollouts were scored and none of them has the part; given once, in case the name is wrong."""
         scored = [rollout for group in groups for rollout in group.scored]
         if self.settled or self.name is None or not scored:
             return None

@@ -161,7 +161,7 @@ def one_spelling(answer: str) -> str:
 
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
-    """Whether a gold answer stands in a text. Raises ValueError for one that cannot be told by its letters."""
+    """True if a gold answer stands in a text. Raises ValueError if its letters do not identify it."""
     sought = _graded(gold)
     if mode == "any":
         return sought in letters(text)
@@ -178,7 +178,7 @@ def tag_share(tags: Tags, text: str) -> float:
 
 
 def length_ramp(text: str, min_words: int, full_words: int) -> float:
-    """From 0 for `min_words` words to 1 for `full_words`, in a straight line."""
+    """Rises in a straight line from 0 at `min_words` words to 1 at `full_words`."""
     progress = (len(text.split()) - min_words) / (full_words - min_words)
     return min(max(progress, 0.0), 1.0)
 
@@ -191,7 +191,7 @@ def _plain(text: str) -> str:
 
 
 def _other_signs(text: str) -> bool:
-    """Whether there are digits, or letters of another alphabet."""
+    """True if there are digits, or letters of another alphabet."""
     return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain(text))
 
 

@@ -42,7 +42,7 @@ _END_LIMIT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RubricScorer:
-    """What a factory for `RewardWorkers` returns: a rubric and the task's metrics, both ready to be called."""
+    """The result of a factory for `RewardWorkers`: a rubric and the task's metrics, both ready to be called."""
 
     rubric: Rubric | None
     """None: the task has no reward functions, and none applies."""
@@ -105,7 +105,7 @@ class LimitedThread:
         raise TooSlow(f"the call took longer than {limit:g} s; `{running}` was running")
 
     async def close(self) -> None:
-        """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
+        """Give up the waiting calls and the running one, without waiting for it to end."""
         self._spare = 0  # no thread takes its place
         self._thread.close()
         if not self._runner.busy:
@@ -173,7 +173,7 @@ class InProcessScorer:
             raise RewardWorkerError(f"compute_metrics raised {explain(error).strip()}") from error
 
     async def close(self) -> None:
-        """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
+        """Give up the waiting calls and the running one, without waiting for it to end."""
         await self._thread.close()
 
 

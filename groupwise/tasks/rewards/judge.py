@@ -288,7 +288,7 @@ class _Session:
     async def _heard(
         self, asked: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
-        """What was said, why that is not the whole verdict, if it is not, and the scores in it."""
+        """The judge's answer, the reason why it is not a whole verdict (None if it is), and the scores in it."""
         said, whole = await self._said(messages)
         if not whole:
             return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
@@ -305,7 +305,7 @@ class _Session:
         return printable(answer.texts[0]), answer.finish_reasons[0] != "length"
 
     def _key(self, asked: Question) -> dict[str, Any]:
-        """What an answer depends on, as far as it is known here."""
+        """Everything known here that an answer depends on: the key of the cache."""
         judge = self._judge
         return {
             "endpoint": self._client.endpoint.base_url,

@@ -188,7 +188,7 @@ def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> st
 
 
 def matches_any(golds: Sequence[str], answer: str) -> bool:
-    """Whether an answer matches one of the accepted ones."""
+    """True if an answer matches one of the accepted ones."""
     return any(answer_matches(gold, answer) for gold in golds)
 
 

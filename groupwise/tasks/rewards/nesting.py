@@ -1,4 +1,4 @@
-"""Reward functions for whoever calls them without a run: completions may come flat, or nested as prompts × members.
+"""Reward functions that are called without a run: completions may come flat, or nested as prompts × members.
 
     scores = correctness(prompts=["2+2?"], completions=[["4", "5"]], answer=["4"])     # [[1.0, 0.0]]
 
@@ -49,7 +49,7 @@ def standing_for(function: RewardCallable, around: RewardCallable, name: str) ->
 
 
 def stood_for(function: Any) -> Any:
-    """What somebody gave, behind all that was put around it by `standing_for`."""
+    """The function that the user gave, without the wrappers that `standing_for` put around it."""
     while hasattr(function, STANDS_FOR):
         within = getattr(function, STANDS_FOR)
         if getattr(function, "__wrapped__", None) is not within:
@@ -105,7 +105,7 @@ def _shape(prompts: Any, completions: Any) -> _Shape | None:
 
 
 def _is_group(entry: Any) -> bool:
-    """Whether it is several completions, and not the messages of one."""
+    """True if it is several completions, and not the messages of one."""
     if not isinstance(entry, list | tuple):
         return False
     members = cast("Sequence[Any]", entry)

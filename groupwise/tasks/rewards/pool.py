@@ -56,7 +56,7 @@ _REAP_LIMIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the workers of a pool are called in messages, and how their failure to work at all is raised."""
+    """Name of a pool's workers in messages, and the error raised when they do not work at all."""
 
     name: str
     """`reward worker`."""
@@ -308,7 +308,7 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it is gone."""
+        """True if the process is gone."""
         return has_ended(self._process)
 
     def begin(self, setup: bytes, limit: float) -> Ended:
@@ -328,7 +328,7 @@ class _Process:
         )
 
     def last_words(self) -> str:
-        """What it printed last, for a message."""
+        """The end of its printed output, for a message."""
         return self._output.last_words()
 
     def kill(self) -> None:

@@ -96,7 +96,7 @@ class Rubric:
 
     @property
     def stateful(self) -> bool:
-        """Whether a function says (`f.stateful = True`) that it must stay in one process."""
+        """True if a function declares (`f.stateful = True`) that it must stay in one process."""
         return any(getattr(function, "stateful", False) is True for function in self.functions)
 
     @property
@@ -128,7 +128,7 @@ class Rubric:
                 _check_each(check, rows, f"{self.where}: `{name}`")
 
     def check_machine(self, *, refuse: bool = True) -> list[str]:
-        """What the rewards say of this machine before a run. Raises TaskError where it lacks what one of them needs, if it is to `refuse`.
+        """The rewards' remarks on this machine before a run. Raises TaskError if it lacks what one of them needs and `refuse` is set.
 
         A reward that needs something of the machine has a method `check_machine()`, which returns a sentence, or raises ValueError.
         """
@@ -200,7 +200,7 @@ class Rubric:
 
 
 def _notes(answers: Sequence[FunctionResult], index: int) -> dict[str, Any]:
-    """What the functions recorded beside one rollout; of one name the last value that is there."""
+    """Notes that the functions recorded beside one rollout; if several use a name, the last value counts."""
     notes: dict[str, Any] = {}
     for answer in answers:
         for name, values in answer.logged.extras.items():
@@ -291,7 +291,7 @@ def checked_weights(
 
 
 def _module_of(function: RewardCallable) -> str:
-    """Where a function, or the class of an object that is called, is defined; empty where that is no module."""
+    """Module that defines a function, or the class of a callable object; empty if there is none."""
     inner: Any = inspect.unwrap(function)
     return (inner if inspect.isroutine(inner) else type(inner)).__module__ or ""
 

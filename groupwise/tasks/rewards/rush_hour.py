@@ -41,7 +41,7 @@ from groupwise.tasks.rewards.registry import reward
 EMPTY, WALL, LEAVING = "o", "x", "A"
 
 LOOKS_LIKE_A_MOVE = 0.01
-"""What a completion earns that holds something like a move, but no list of moves."""
+"""Reward of a completion that holds something like a move, but no list of moves."""
 
 _DIRECTIONS = {"<": "<", ">": ">", "^": "^", "V": "v", "L": "<", "R": ">", "U": "^", "D": "v"}
 _MOVE = r"[A-Za-z] ?[<>^VvLlRrUuDd] ?0{0,9}[1-9]\d{0,3}(?!\d)"
@@ -89,7 +89,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """What came of playing moves on a board."""
+    """The outcome of playing moves on a board."""
 
     board: Board
     """As it stood when the play ended."""
@@ -124,7 +124,7 @@ def _one_spelling(completion: CompletionText) -> str:
 
 
 def looks_like_a_move(completion: CompletionText) -> bool:
-    """Whether something like `A>2` stands anywhere."""
+    """True if something like `A>2` stands anywhere."""
     return _LIKE.search(completion_text(completion)) is not None
 
 
@@ -140,7 +140,7 @@ def read_moves(text: str) -> Moves | None:
 
 
 def merged(moves: Moves) -> Moves:
-    """With steps of one car in one direction that follow each other as one move: the form in which solutions are compared."""
+    """Joins consecutive steps of one car in one direction into one move: the form in which solutions are compared."""
     return tuple(
         Move(car, direction, sum(step.cells for step in steps))
         for (car, direction), steps in groupby(moves, key=lambda move: (move.car, move.direction))

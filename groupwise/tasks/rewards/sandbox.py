@@ -1,4 +1,4 @@
-"""A box for Python code that nobody vouches for: a process of its own with nothing to see, little to use and an end.
+"""A sandbox for untrusted Python code: a process of its own with nothing to see, little to use and an end.
 
 `run` runs a text as a script; a `Box` runs a text or a function of this package, with sockets to talk through. A fresh interpreter
 (`sandbox_child`) builds the box with what this system offers and says which protections hold: each has a name in `PROTECTIONS`, and
@@ -47,7 +47,7 @@ PROTECTIONS = {
     "user": "it runs as a user who owns nothing",
     "calls": "system calls that reach other processes or rare parts of the kernel are refused",
 }
-"""What a box protects, as far as the system lets it."""
+"""Protections of a box and their meaning; the system decides which of them hold."""
 
 MECHANISMS = ("namespaces", "user", "landlock", "seccomp")
 """What provides the protections. Leaving one out shows what holds without it."""
@@ -60,7 +60,7 @@ _END_LIMIT = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use. Sizes in bytes."""
+    """Resources that a program may use. Sizes in bytes."""
 
     seconds: float = 5.0
     """By the clock, from when the program begins."""
@@ -91,7 +91,7 @@ class Result:
     output: bytes
     errors: bytes
     cut: bool
-    """Whether there was more on standard output than is kept."""
+    """True if standard output had more than is kept."""
     seconds: float
     """By the clock, from when it began."""
     held: Mapping[str, tuple[str, ...]]
@@ -233,7 +233,7 @@ class Box:
         return Result(ending, code, output, errors, cut, seconds, held)
 
     async def _exit_code(self) -> int:
-        """What the warden says once nothing of the program is left; what ended the first process ended the program."""
+        """The program's exit code, read until the warden has reported that nothing is left; −SIGKILL if its first process was killed."""
         code = -signal.SIGKILL
         while (report := await self._report()) is not None and "over" not in report:
             code = report["ended"]
@@ -329,7 +329,7 @@ class _Stream:
         await asyncio.shield(self._task)
 
     def text(self) -> str:
-        """What is kept."""
+        """The kept output as text."""
         return self.kept.decode(errors="replace")
 
     def close(self) -> None:
@@ -352,7 +352,7 @@ _ENVIRONMENT = {
 _KEPT = ("LD_LIBRARY_PATH",)
 """Without it some interpreters do not start."""
 _PACKAGE = Path(__file__).parents[3]
-"""Where this package is common_imports from."""
+"""Folder that this package is imported from."""
 _USERS = range(1 << 30, 1 << 31)
 """Numbers that belong to nobody, as a rule."""
 

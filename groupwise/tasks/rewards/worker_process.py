@@ -1,4 +1,4 @@
-"""What a worker process does: make once what serves, then answer one request after the other.
+"""A worker process: it builds its server object once, then answers one request after the other.
 
 The first message says what to import. One thread reads the socket, so that its end is noticed while user code runs: then
 the parent is gone, or wants this process to be, and the whole process group goes. Answers are JSON, because the parent

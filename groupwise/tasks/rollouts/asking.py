@@ -29,12 +29,12 @@ class Ask:
     members: int
     seed: SeedOf
     params: SamplingParams
-    """Of one completion; kinds with several stages or turns change its length and stop texts as configured."""
+    """Sampling parameters of one completion; kinds with several stages or turns change its length and stop texts as configured."""
 
     def request(
         self, prompt_ids: tuple[int, ...], seeds: Iterable[int], **params: Any
     ) -> GroupRequest:
-        """What the sampler is asked for a part of the rollouts; `params` replaces single sampling parameters."""
+        """The request to the sampler for a part of the rollouts; `params` replaces single sampling parameters."""
         return GroupRequest(self.draw, prompt_ids, tuple(seeds), replace(self.params, **params))
 
 

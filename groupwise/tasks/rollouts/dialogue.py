@@ -1,4 +1,4 @@
-"""What was said in a rollout of several turns, as the tokens that the sampler sees.
+"""The conversation of a rollout of several turns, as the tokens that the sampler sees.
 
 The tokens that were sampled stay as they were sampled. What the environment says is appended to them: text as it stands, or, in a chat,
 the difference between what the chat template made of the conversation before and what it makes of it now. That difference
@@ -106,7 +106,7 @@ def first_ids(
 
 
 def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
-    """What a chat's template receives: the tools of the task, or else those of the row."""
+    """Inputs of a chat's template: the tools of the task, or else those of the row. Raises TaskError if both have tools."""
     own = for_template(columns, "a row")
     if not tools:
         return own
@@ -119,7 +119,7 @@ def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTem
 
 
 def knows_tools(tokenizer: Any) -> bool:
-    """Whether the chat template has a place for tools."""
+    """True if the chat template has a place for tools."""
     return "tools" in str(tokenizer.chat_template or "")
 
 
@@ -256,7 +256,7 @@ class ChatDialogue:
         return tuple(self._messages)
 
     def _added(self, rendered: str) -> str | None:
-        """What the template put after the policy's words; None if it wrote anew what stands before."""
+        """The text that the template put after the policy's words; None if it rewrote the text before them."""
         if not rendered.startswith(self._rendered):
             return None
         rest = rendered[len(self._rendered) :]

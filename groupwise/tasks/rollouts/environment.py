@@ -49,7 +49,7 @@ LEAST_LIMIT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one rollout."""
+    """Limits of one rollout."""
 
     max_turns: int
     max_tokens: int
@@ -80,7 +80,7 @@ class _Attempt:
     seconds: float = 0.0
     ended_by: EndedBy | None = None
     lives: bool = True
-    """Whether its environment is still there."""
+    """False once its environment has ended."""
     outcome: Outcome = "pending"
     reason: str | None = None
 
@@ -229,7 +229,7 @@ class EnvironmentRollouts:
             attempt.fail("failed", str(problem))
 
     async def _finish(self, ask: Ask, attempt: _Attempt) -> None:
-        """What the environment gives for the whole, and its end."""
+        """Gets the environment's reward for the whole rollout, and ends it."""
         call = replace(self._call_of(ask, attempt), ending=True)
         self._take(attempt, await self._host.ask(call, self._limits.time_limit))
 
@@ -267,7 +267,7 @@ class EnvironmentRollouts:
     # --- sampling -----------------------------------------------------------------------------------
 
     def _params(self, ask: Ask, attempt: _Attempt) -> SamplingParams:
-        """Of the next completion: as long as asked for, or as there is room."""
+        """Parameters of the next completion: as long as asked for, or as there is room."""
         room = attempt.longest - len(attempt.dialogue.context)
         return replace(ask.params, max_tokens=min(ask.params.max_tokens, room))
 

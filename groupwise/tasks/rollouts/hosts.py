@@ -1,4 +1,4 @@
-"""Where environments live: in worker processes that can be killed, or in a thread of the run.
+"""Hosts of environments: worker processes that can be killed, or a thread of the run.
 
 An environment is user code. It hangs, crashes and forks, so each worker process does one call at a time within a limit, and one that
 exceeds it is killed and replaced; the other rollouts that lived there go on in the new one (see `sessions`). All rollouts of a

@@ -1,4 +1,4 @@
-"""Environments at work: one session for each rollout, each call told all that went before.
+"""Runs environments: one session for each rollout; each call repeats all earlier completions.
 
 A `SessionCall` carries every completion so far. Where the session is at hand, only the last one is news. Where it is not, because the
 process that held it is gone, the environment is made anew and hears the completions again; its answers must be those that it
@@ -45,7 +45,7 @@ class Started(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SessionCall:
-    """What is asked of the environment of one rollout: its first prompt, the next turn, or its end."""
+    """A request to the environment of one rollout: its first prompt, the next turn, or its end."""
 
     session: int
     """Names the rollout."""
@@ -67,7 +67,7 @@ class SessionCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment said, or why it said nothing."""
+    """An environment's answer, or the reason why there is none."""
 
     prompt: Prompt | None = None
     """The first prompt, where `reset` gave one."""
@@ -180,7 +180,7 @@ class Sessions:
         return Reply(observation=step.observation, done=step.done, parts=parts)
 
     async def _ended(self, session: _Session, call: SessionCall, started: Started) -> Reply:
-        """What the whole rollout earned."""
+        """The reward parts of the whole rollout."""
         begun = time.perf_counter()
         parts: list[RewardPart] = []
         for method, weight in (("reward", 1.0), ("metrics", 0.0)):
@@ -205,7 +205,7 @@ class Sessions:
 
 @contextmanager
 def _checked(name: str) -> Generator[None]:
-    """What is wrong with an answer is told beside the method that gave it."""
+    """Names the method whose answer raised ValueError."""
     try:
         yield
     except ValueError as problem:
