@@ -1,4 +1,4 @@
-"""What a function comes to its values by, each thing by its name, as short fingerprints: a notebook's functions stand in no file.
+"""Short fingerprints, by name, of everything that a function computes its values with: a notebook's functions are in no file.
 
 A function is its compiled code, so that a comment may change, and a number or an operator may not. What it takes of the names around it
 stands beside it under these names; what it holds, as defaults and closure, and what objects and classes of the user's hold, under names
@@ -50,10 +50,10 @@ from groupwise.notebook.values import (
 DEEPEST = 4
 """Parts below each other, `a.b.c.d`; what is further down belongs to the last of them."""
 MOST_NAMES = 2000
-"""Of a reward; where objects know each other in many ways, what comes later belongs to the names that there are."""
+"""Most names of a reward; if objects refer to each other in many ways, later ones belong to the names that exist."""
 
 Within = dict[int, tuple[int, Any]]
-"""What was told of a value so far, by identity: its number, and itself, so that no other gets its identity."""
+"""Values described so far, by identity: number and value. Holding the value keeps its identity from being reused."""
 _BUILT_IN = (
     *(BuiltinFunctionType, ClassMethodDescriptorType),
     *(MethodDescriptorType, MethodWrapperType, WrapperDescriptorType),
@@ -100,7 +100,7 @@ class Look:
         self._taken: set[str] = set()
         self._around: set[str] = set()
         self._classes: dict[str, type] = {}
-        """By the names under which they are told."""
+        """Classes by the names under which they are described."""
         self._met: dict[int, type] = {}
         self._next: deque[tuple[str, Any, int]] = deque()
         self._name("", function)
@@ -149,7 +149,7 @@ class Look:
         return self._itself(value)
 
     def _itself(self, value: Any) -> Any:
-        """What it is, without its parts."""
+        """The thing itself, without its parts."""
         if isinstance(value, type):
             above = [self._class(each) for each in (*value.__bases__, type(value))]
             return [place_of(value), above]
@@ -173,7 +173,7 @@ class Look:
         return place
 
     def _of_class(self, value: type) -> str:
-        """What classes of one name are told apart by."""
+        """A fingerprint that distinguishes classes of one name."""
         within = {id(value): (0, value)}
         parts, unseen = parts_of(value) or {}, dict(self.unseen)
         told = [[name, self._content("", parts[name], within)] for name in sorted(parts)]
@@ -219,7 +219,7 @@ class Look:
         return [tell(missing), [[tell(key), tell(each)] for key, each in pairs]]
 
     def _single(self, value: Any, tell: Callable[[Any], Any]) -> Any:
-        """What a value that is no collection says of itself; None where that is nothing."""
+        """Description of a value that is no collection; None if there is nothing to say."""
         if isinstance(value, CONSTANTS):  # of a class below one of them
             plain: Any = next(each for each in type(value).__mro__ if each in CONSTANTS)
             return [plain.__repr__(value), tell(state_of(value))]
@@ -248,7 +248,7 @@ class Look:
 
 
 def _code(code: CodeType, doc: str | None = None) -> Any:
-    """What it computes. `doc`: the text that tells people what it is for."""
+    """Plain values that identify the code's behaviour. `doc`: the docstring, which is left out."""
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     first, *others = code.co_consts or (None,)
     constants = [None if doc is not None and first == doc else first, *others]
@@ -274,7 +274,7 @@ def _array(value: Any, tell: Callable[[Any], Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is made of constants, lists, tuples and dictionaries alone: these say all of themselves, and word lists are large."""
+    """True if it consists of constants, lists, tuples and dictionaries alone: these need no closer look, and word lists are large."""
     met: set[int] = set()
     left: list[Any] = [value]
     while left:

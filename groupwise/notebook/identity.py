@@ -1,4 +1,4 @@
-"""Whether a training is the same as an earlier one: its rows, its marks and its rewards with all that they use, as short fingerprints.
+"""Fingerprints that show if a training equals an earlier one: its rows, its marks and its rewards with all that they use.
 
 `groupwise.notebook.reward_state` tells what of the latter a training itself changed, as where a function collects or counts.
 """
@@ -27,7 +27,7 @@ ROWS = ("rows to train on", "rows to test")
 def facts_of(
     config: TrainingConfig, train: Sequence[Row], test: Sequence[Row], rewards: Rubric | None = None
 ) -> dict[str, Any]:
-    """What two trainings must agree in to be one, beside the core's config; of `rewards` where they are known.
+    """Facts that two trainings must share to be the same, beside the core's config; those of `rewards` if they are known.
 
     A look at rewards follows all that they use.
     """
@@ -67,7 +67,7 @@ def _of_one_alone(*facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In what the facts of `now` differ, in words; parts of the reward by their names."""
+    """Differences of the facts in `now`, in words; parts of the reward by their names."""
     found: list[str] = []
     for name, value in now.items():
         was = before.get(name) if name != UNSEEN else value

@@ -23,7 +23,7 @@ from groupwise.training.config import RunConfig, resolved
 FACTS = "notebook"
 """The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
 LENGTH = "training.max_steps"
-"""Of the keys that may change while a run goes on, the one that a notebook's schedule hangs on."""
+"""The one key that a notebook's schedule depends on, among those that may change while a run goes on."""
 PLACES = ("run.name", "run.dir")
 """Keys that say nothing about what a run came to."""
 
@@ -58,7 +58,7 @@ def newest_alike(
 
 
 def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
-    """In what a run differs: keys of the config, and facts; where nothing else does, the weights that it began from.
+    """Differences of a run: keys of the config, and facts; if there are none, the weights that it began from.
 
     One that goes on may have other evaluations and callbacks, or another number of processes; one that was finished would have to be
     trained again for them.
@@ -83,7 +83,7 @@ def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
 
 
 def described(run: RunInfo) -> str:
-    """For a table."""
+    """The run's state, for a table."""
     if run.state == "finished":
         return f"{run.path}: finished after {run.steps} steps"
     if run.state == "running":

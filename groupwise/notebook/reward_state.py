@@ -1,4 +1,4 @@
-"""Which lists, dictionaries and objects of rewards a training itself changed: functions collect things in them.
+"""Finds the lists, dictionaries and objects of rewards that a training itself changed: functions collect things in them.
 
 They are no difference between two trainings. Each run notes its own in a file of its folder, whenever it saves and when it ends, because
 what was collected may come back from a file of the user's in another kernel.
@@ -20,7 +20,7 @@ from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 FILE = "collected.json"
 _HERE: dict[str, set[str]] = {}
-"""What trainings of this process changed, by the fingerprint of their rewards: a model that the first one loaded is there for the next."""
+"""Names changed by this process's trainings, by the fingerprint of their rewards: a model that one of them loaded is there for the next."""
 
 
 class Collected(Callback):
@@ -58,7 +58,7 @@ def collected(run: Path) -> set[str]:
 
 @contextmanager
 def noticed(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
-    """What rewards change within, as an evaluation before any training, is no difference for trainings of this process.
+    """Notes changes that rewards make within, as in an evaluation before any training: they are no difference for this process's trainings.
 
     `facts`: those of the start, as for `Collected`.
     """

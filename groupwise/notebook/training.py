@@ -30,7 +30,7 @@ from groupwise.training.loops.rl_start import AFTER, BEFORE, RlResult, rl
 
 @dataclass
 class TrainerState:
-    """What a training came to."""
+    """The result of a training."""
 
     grpo_trainer: RlResult = field(repr=False)
     """Its result: summary, and the held-out evaluations before and after it."""
@@ -39,9 +39,9 @@ class TrainerState:
     checkpoint_dir: str
     """The run's folder."""
     test_answer: str | None = None
-    """What `run_full_pipeline` was answered in its quick test."""
+    """The model's answer in the quick test of `run_full_pipeline`."""
     config: TrainingConfig | None = field(default=None, repr=False)
-    """What was trained."""
+    """The config that was trained."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -112,7 +112,7 @@ def run_training(
 
 
 def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
-    """What may have changed without being noticed."""
+    """A note on what may have changed without being noticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
     changed = sorted(collected(earlier.path).intersection(facts[USED]))
     return "".join(

@@ -113,9 +113,9 @@ class Task:
         """Spec by which `load_task` finds the same task in another process; None if there is none."""
         self.file = file
         self.accounts: dict[str, Account] = {}
-        """By hook: what it left out of its rows, where it says so."""
+        """Account of the rows that a hook left out, by hook, if it gives one."""
         self.shares: dict[str, tuple[Share, ...]] = {}
-        """By hook: how much of an epoch its rows are, where that is not each of them once."""
+        """Shares of an epoch of a hook's rows, by hook; empty if an epoch has each row once."""
         self._hooks = hooks
 
     def with_hook(self, hook: str, function: Callable[..., Any]) -> Task:
@@ -124,7 +124,7 @@ class Task:
         return Task(hooks, self.name, self.spec, self.file)
 
     def has(self, hook: str) -> bool:
-        """Whether the task has this hook."""
+        """True if the task has this hook."""
         return callable(getattr(self._hooks, hook, None))
 
     @property

@@ -58,7 +58,7 @@ class Step:
     observation: Observation = None
     """Shown to the policy next. After the last turn it is only recorded."""
     done: bool = False
-    """Whether the rollout has ended."""
+    """True if the rollout has ended."""
     reward: float | Mapping[str, float] | None = None
     """Earned in this turn: a number, or several by name. Those of all turns, and of `reward()`, add up."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])

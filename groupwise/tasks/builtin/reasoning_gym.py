@@ -148,7 +148,7 @@ def score(
     log_extra: LogExtra | None = None,
     **_: Any,
 ) -> list[float]:
-    """What each row's own grader says of the answer, which stands in the last answer tags, or else is all behind the reasoning."""
+    """Scores by each row's own grader. The answer is the text in the last answer tags, or else all text behind the reasoning."""
     answers = [answer_in(completion_text(completion)) for completion in completions]
     record_answers(log_extra, answers)
     rows = zip(answers, dataset, entry, strict=True)

@@ -26,7 +26,7 @@ READ_AS_FORMULA = SIMPLIFIED | {"polynomial_multiplication"}
 """All whose graders read it as a formula."""
 _CHANCE = re.compile(r"(\d{1,20}(\.\d{1,20})?|\.\d{1,20})([eE][-+]?\d\d?)?(/\d{1,20})?")
 CHANCE_TOLERANCE = 1e-4
-"""Largest difference of equal probabilities, as in the package; a hundredth of smaller ones, so that 0 equals none of them."""
+"""Largest difference of equal probabilities, as in the package; at most a hundredth of the right one, so that 0 never matches it."""
 RELATIVE_TOLERANCE = 1e-3
 """Largest relative difference of two values that are one number, rounded."""
 POINT = 1.37

@@ -1,4 +1,4 @@
-"""Problems of the package reasoning-gym: made here, in a process of their own, and graded wherever rewards are computed.
+"""Makes problems of the package reasoning-gym, in a process of its own; they are graded wherever rewards are computed.
 
 `python -m groupwise.tasks.builtin.reasoning_gym_problems` reads a request from standard input and answers it on standard output, both JSON:
 

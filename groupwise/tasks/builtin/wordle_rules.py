@@ -45,7 +45,7 @@ _NUMBERS = (
 
 
 def rules(guesses: int = GUESSES) -> str:
-    """The rules, as the policy's system prompt."""
+    """The rules, which the policy reads first."""
     return _RULES.format(guesses=_NUMBERS[guesses - 1])
 
 

@@ -173,7 +173,7 @@ def _is_array(kind: Any) -> bool:
 
 
 def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
-    """What a thing consists of, where that is certain; None for anything else."""
+    """The parts of a value, if they are certain; None for anything else."""
     if issubclass(kind, BaseModel):
         # Past its attributes, which warn where a field is deprecated, and its `__iter__`, which may be redefined.
         held = cast("dict[str, Any]", value.__dict__)

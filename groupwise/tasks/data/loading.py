@@ -62,7 +62,7 @@ def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
 
 
 def place_of(data: DatasetConfig, number: int) -> str:
-    """What a set is called in messages, by its number in the mixture."""
+    """Name of a set in messages, by its number in the mixture."""
     name = data.mixture[number].name
     return name if data.dataset_mixture is None else f"data.dataset_mixture, set {number} ({name})"
 

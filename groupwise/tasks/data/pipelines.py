@@ -56,7 +56,7 @@ class Pipeline:
 
     @property
     def may_make_prompts(self) -> bool:
-        """Whether rows without a prompt may have one behind it."""
+        """True if rows without a prompt may get one from it."""
         return self.name not in BUILT_IN
 
     def __call__(self, row: Row) -> Row:

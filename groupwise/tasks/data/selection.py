@@ -38,7 +38,7 @@ class Choice:
     index: int
     """Position of the example in its pool."""
     again: int | None = None
-    """The draw whose completions are trained again; None: the policy answers the prompt again."""
+    """The draw whose completions are trained again; None: new completions are sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def _inside(text: str, found: re.Match[str]) -> tuple[int, str] | None:
 
 
 def closing(text: str, start: int) -> int | None:
-    """Where the brace that was opened just before `start` closes; None: nowhere."""
+    """Index of the brace that closes the one opened just before `start`; None if there is none."""
     depth = 1
     for brace in re.compile(r"(?<!\\)[{}]").finditer(text, start):
         depth += 1 if brace.group() == "{" else -1

@@ -193,7 +193,7 @@ def matches_any(golds: Sequence[str], answer: str) -> bool:
 
 
 def in_words(text: str) -> bool:
-    """Whether it is written in letters alone, or has a word among its symbols."""
+    """True if it is written in letters alone, or has a word among its symbols."""
     spelt = re.sub(r"\\text\{[^{}]*\}", " text ", text)
     plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)
     words = set(re.findall(r"[^\W\d_]{3,}", plain)) - _FUNCTIONS

@@ -256,7 +256,7 @@ def _matches(gold: Node, answer: Node) -> bool:
 
 
 def _meant(node: Node) -> Node:
-    """What there is to compare: without brackets that only group, chains as the one value that they come to, and `±` as the list of both
+    """The tree to compare: without brackets that only group, chains as their one value, and `±` as the list of both
     values. Raises Undecided for a chain of different values."""
     if node.kind == "group":
         return _meant(node.parts[0])

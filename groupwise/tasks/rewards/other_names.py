@@ -17,9 +17,9 @@ class Meant:
     rewards: tuple[str, ...]
     """Names of our rewards, the likeliest first; empty if there is nothing of the kind."""
     remark: str
-    """What these do, or what to do without one."""
+    """An explanation of these, or advice if there is none."""
     parameters: tuple[tuple[str, str | float], ...] = ()
-    """What the first of ours needs to do the same."""
+    """Parameters by which the first of ours does the same."""
 
     @property
     def told(self) -> str:

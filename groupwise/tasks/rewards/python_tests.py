@@ -167,7 +167,7 @@ class Case:
     output: str
 
     def passes(self, result: Result) -> bool:
-        """Whether the program ended well and printed that; see `_same_line`."""
+        """True if the program ended well and printed the expected output; see `_same_line`."""
         if result.ending != "finished" or result.cut:
             return False
         printed = result.output.decode(errors="replace").rstrip().splitlines()
@@ -352,7 +352,7 @@ def _are_cases(value: Any) -> bool:
 
 
 def _are_asserts(value: Any) -> bool:
-    """Whether a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
+    """True if a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
     return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
 
@@ -602,7 +602,7 @@ def _joined(text: Any, *, numbers: bool) -> str:
 _BESIDE = {"type", "testtype", "fn_name", "metadata"}
 """Keys that some data sets have beside a case."""
 _PROGRAMS = (None, "stdin", "stdin_stdout")
-"""What they call one of a program."""
+"""Kinds of a case for a program."""
 
 
 # The verdict on one completion

@@ -92,7 +92,7 @@ class Play:
     """The outcome of playing moves on a board."""
 
     board: Board
-    """As it stood when the play ended."""
+    """The board at the end of the play."""
     begun: int
     """Moves that were begun: the legal ones, and the one that stopped the play."""
     legal: int
@@ -100,7 +100,7 @@ class Play:
     solved: bool
 
     def length(self, moves: Moves) -> int:
-        """As how many these moves count, of which it is the play: steps of one car in one direction as one as far as they were played."""
+        """Length of these moves, whose play this is: begun steps of one car in one direction count as one, each move after them as one."""
         return len(merged(moves[: self.begun])) + len(moves[self.begun :])
 
 

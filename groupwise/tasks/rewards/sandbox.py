@@ -50,7 +50,7 @@ PROTECTIONS = {
 """Protections of a box and their meaning; the system decides which of them hold."""
 
 MECHANISMS = ("namespaces", "user", "landlock", "seccomp")
-"""What provides the protections. Leaving one out shows what holds without it."""
+"""Mechanisms that provide the protections. Leaving one out shows what holds without it."""
 
 START_LIMIT = 30.0
 """Seconds in which a box must be built; a busy machine needs a few."""
@@ -63,17 +63,17 @@ class Limits:
     """Resources that a program may use. Sizes in bytes."""
 
     seconds: float = 5.0
-    """By the clock, from when the program begins."""
+    """Wall-clock time, counted from when the program begins."""
     memory: int = 512 << 20
     """Address space of each process."""
     processes: int = 16
-    """At once, threads included."""
+    """Most processes at once, threads included."""
     disk: int = 16 << 20
-    """Of all files together where protection `disk` holds."""
+    """Limit of all files together, if protection `disk` holds."""
     file_size: int = 8 << 20
     open_files: int = 64
     output: int = 64 << 10
-    """Of each of both outputs; the rest is thrown away."""
+    """Limit of standard output and of standard error each; the rest is thrown away."""
 
     @property
     def cpu_seconds(self) -> int:
@@ -93,7 +93,7 @@ class Result:
     cut: bool
     """True if standard output had more than is kept."""
     seconds: float
-    """By the clock, from when it began."""
+    """Wall-clock time since it began."""
     held: Mapping[str, tuple[str, ...]]
     """Protection → what provided it; nothing: it did not hold."""
 
@@ -354,7 +354,7 @@ _KEPT = ("LD_LIBRARY_PATH",)
 _PACKAGE = Path(__file__).parents[3]
 """Folder that this package is imported from."""
 _USERS = range(1 << 30, 1 << 31)
-"""Numbers that belong to nobody, as a rule."""
+"""Numbers of users that do not exist, as a rule."""
 
 
 def _free_user() -> int:

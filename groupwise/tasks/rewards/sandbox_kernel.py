@@ -230,7 +230,7 @@ _A_THREAD = 0x10000
 """Flag of `clone` that makes a thread."""
 
 _FIRST_WITH_FALLBACK = 424
-"""From this number on ENOSYS is answered: programs then fall back to an older call."""
+"""Calls from this number on get ENOSYS: programs then fall back to an older call."""
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000

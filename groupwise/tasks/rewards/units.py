@@ -61,7 +61,7 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
-    """Whether a phrase behind a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known`, the words
+    """True if a phrase behind a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known`, the words
     of the gold answer. Behind a number of at most one (`one`) any noun can be counted."""
     words = re.findall(r"[a-zA-Z$€£¥°¢]+", phrase)
     return one or any(
@@ -102,7 +102,7 @@ def is_rate(word: str, per: str) -> bool:
 
 
 def is_joined_unit(word: str) -> bool:
-    """Whether a word is a unit even where no space stands before it, as in `72km`."""
+    """True if a word is a unit even without a space before it, as in `72km`."""
     return bool(re.fullmatch("km|cm|mm|kg|lbs?|oz|mph", word))
 
 

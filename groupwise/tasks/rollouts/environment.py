@@ -80,13 +80,13 @@ class _Attempt:
     seconds: float = 0.0
     ended_by: EndedBy | None = None
     lives: bool = True
-    """False once its environment has ended."""
+    """True while its environment still exists."""
     outcome: Outcome = "pending"
     reason: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is to be sampled any more."""
+        """True if no more is to be sampled."""
         return self.ended_by is not None or self.outcome != "pending"
 
     def fail(self, outcome: Outcome, reason: str | None) -> None:

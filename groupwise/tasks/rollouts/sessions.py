@@ -205,7 +205,7 @@ class Sessions:
 
 @contextmanager
 def _checked(name: str) -> Generator[None]:
-    """Names the method whose answer raised ValueError."""
+    """Turns a ValueError into `_Unusable` with the name of the method whose answer is wrong."""
     try:
         yield
     except ValueError as problem:

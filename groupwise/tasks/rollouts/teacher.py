@@ -238,7 +238,7 @@ def _chat(tokenizer: Any, content: Conversation) -> Chat:
 
 
 def _of_tokens(tokens: Tokens) -> Masked:
-    """Rows whose tokens come ready-made, so that their end is known."""
+    """A row of ready-made tokens, whose end is taken as given."""
     return Masked(tokens.ids, tokens.mask, ends=1)
 
 
