@@ -3,9 +3,9 @@
     config = TrainingConfig(dataset="arithmetic", num_batches=60, learning_rate=1e-4)
     config.num_generations = 8
 
-It is checked at once, each value again when it is changed, and can be changed until `prepare_session` has been given it. `overrides`
+It is checked at once, and each value again when it is changed. It can be changed until it is passed to `prepare_session`. `overrides`
 takes any key of the core (docs/configuration.md) under its dotted name. A subclass may add fields of its own, for datasets and rewards
-that are told the config.
+that receive the config.
 """
 
 from __future__ import annotations

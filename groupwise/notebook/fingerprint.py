@@ -1,9 +1,9 @@
 """Short fingerprints, by name, of everything that a function computes its values with: a notebook's functions are in no file.
 
-A function is its compiled code, so that a comment may change, and a number or an operator may not. What it takes of the names around it
-stands beside it under these names; what it holds, as defaults and closure, and what objects and classes of the user's hold, under names
-below theirs, `SCORER.words`. What is in a list, a dictionary or another value belongs to that value. So it is known by name what was
-edited, and what changes while the function is used.
+A function is identified by its compiled code, so that a comment may change, and a number or an operator may not. Globals that it reads
+get entries under their names; its defaults and closure, and the parts of the user's objects and classes, get names below
+theirs, `SCORER.words`. The content of a list, a dictionary or another value belongs to that value. So edits, and changes while the
+function is used, can be reported by name.
 """
 
 from __future__ import annotations

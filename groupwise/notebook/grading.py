@@ -1,8 +1,8 @@
 """Measures answers, independently of their rewards.
 
-Rewards want the marks of the config; a measure should tell a model that does not know from one that writes no marks. So the answer is what
-stands between the marks (or in a \\boxed{}). Where nothing does, it is the last number of the text if the gold answer is a number, and else
-the last line. A gold answer in words is also right where it ends what is said, as in `The capital is Tokyo.`
+Rewards require the config's marks; a metric should distinguish a model that does not know from one that writes no marks. So the answer is
+the text between the marks (or in a \\boxed{}). If there is none, it is the last number of the text if the gold answer is a number, else
+the last line. A gold answer in words is also right if the text ends with it, as in `The capital is Tokyo.`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fingerprints that show if a training equals an earlier one: its rows, its marks and its rewards with all that they use.
 
-`groupwise.notebook.reward_state` tells what of the latter a training itself changed, as where a function collects or counts.
+`groupwise.notebook.reward_state` finds which of these a training itself changed, for example a list that a function fills.
 """
 
 from __future__ import annotations

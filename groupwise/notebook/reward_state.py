@@ -1,7 +1,7 @@
 """Finds the lists, dictionaries and objects of rewards that a training itself changed: functions collect things in them.
 
-They are no difference between two trainings. Each run notes its own in a file of its folder, whenever it saves and when it ends, because
-what was collected may come back from a file of the user's in another kernel.
+They do not count as a difference between two trainings. Each run lists its own in a file of its folder, whenever it saves and when it
+ends, because the collected values may come back from a file of the user's in another kernel.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ def train_grpo(
 ) -> TrainerState:
     """Train, with checkpoints on the way and at the end.
 
-    Goes on where an earlier training with the same config, rows and rewards was cut off; one that was finished is given back as it is,
-    since another would come to the same bits; `resume=False` trains anew beside either. `reward_functions` replaces those of the config,
-    `extra_reward_functions` stand beside them; each may be a pair with its weight. An interrupted cell leaves a checkpoint of the last
-    whole step and raises `Stopped`. Where no kernel draws its page, some completions are told as text.
+    Resumes an earlier training with the same config, rows and rewards that was cut off. If one was finished, its result is returned,
+    since a new one would be the same bit by bit; `resume=False` starts a new one in a folder of its own. `reward_functions` replaces
+    those of the config, `extra_reward_functions` adds to them; each function may be a pair with its weight. An interrupted cell leaves a
+    checkpoint of the last whole step and raises `Stopped`. If no kernel draws its page, some completions are printed as text.
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)

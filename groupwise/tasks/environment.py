@@ -16,9 +16,9 @@ More methods are optional: `reward()` gives a number or a dict of named numbers 
 however it ended; `metrics()` gives named numbers that are recorded and do not count; `close()` frees what the environment holds. Every
 method may be async.
 
-An environment must be a function of what `reset` is given and of the completions: where its process is lost, another one makes
-it anew and tells it the same completions again. `seed` is the same for all members of a group, so that they begin alike; chance
-that is to differ between them comes from `seed` and `member` together.
+An environment must depend only on the arguments of `reset` and on the completions: if its process is lost, another process creates
+it again and repeats the same completions. `seed` is the same for all members of a group, so that they begin alike; for random
+numbers that differ between members, use `seed` and `member` together.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ A process of its own, because some generators walk through sets of text, whose o
 fixed, some draw from Python's global generator or print, and a slow one can be ended.
 
 An entry travels as a Python literal: graders need its tuples and its keys that are numbers, which JSON would change. It is never made
-anew from a seed: that would bind a reward to the process that computes it.
+again from a seed: that would bind a reward to the process that computes it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Describes the content of any value in a dataset in the same way in every process, so that a change of the data is noticed.
 
-Plain values tell themselves. Of other kinds those are told, by their parts, whose content is certain: bytes, sets, dates, paths,
+Plain values describe themselves. Other values are described by their parts if their content is certain: bytes, sets, dates, paths,
 numbers and some more of the standard library (`PARTS`), enums, dataclasses, attrs, pydantic models, arrays, pictures, and the times
-of pandas. Nothing is guessed of the rest, nor of classes derived from those of libraries: what `repr`, pickle or `__dict__` would
-say may be abridged, hold caches and addresses, or follow the order of a set. Other data would look equal, or equal data changed.
+of pandas. For the rest, and for classes derived from those of libraries, nothing is guessed: `repr`, pickle or `__dict__` may
+abridge, include caches and addresses, or follow the order of a set. Different data would look equal, or equal data different.
 
-Objects come from whoever wrote the task, and may hold themselves, lack fields, or raise when they are asked. Such things are told
-by name, and never raise here.
+Objects come from the author of the task, and may contain themselves, lack fields, or raise when they are read. Such objects are
+described by name, and never raise here.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ only with the probability
     revisit + (1 − revisit) · (1 − |p − target| / d),      d = target where p < target, else 1 − target
 
 where p is the success rate that its own groups had, older ones counting less (Σ memoryᵃ · successes / Σ memoryᵃ · members, a the
-age in groups). So those that are never or always solved are drawn with probability `revisit`, those at the target always, as
-are those that nobody has seen. Filtering by the learner's own success: Bae et al. 2025, arXiv 2504.03380.
+age in groups). So examples that are never or always solved are drawn with probability `revisit`; examples at the target, and those
+that were not drawn before, are always drawn. Filtering by the learner's own success: Bae et al. 2025, arXiv 2504.03380.
 """
 
 from __future__ import annotations

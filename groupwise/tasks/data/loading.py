@@ -1,7 +1,7 @@
 """Loads the rows of a config's sources: as prompts or lessons, labelled, and split into training and held-out rows.
 
-`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task is none
-of a source's, and left to whoever knows tasks.
+`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that
+is a task is skipped here: `groupwise.tasks.configured` reads it.
 """
 
 from __future__ import annotations

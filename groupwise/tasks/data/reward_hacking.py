@@ -1,11 +1,11 @@
 """Watches a run for signals of reward hacking: turns each step's groups into metrics, and warns when a signal begins or ends.
 
-A committed step tells its groups, those that nobody chose for their reward: fresh ones, rejected ones among them. Others (of the
-easy pool, drawn again) would show what was chosen, not what the policy does. A signal begins when its strength reaches 1 and ends
-when it falls below `ENDS`, so that one at its threshold does not come and go.
+A committed step reports its groups. Only those that were not chosen for their reward count: fresh ones, including rejected ones.
+Others (from the easy pool, drawn again) would show the choice, not the policy. A signal begins when its strength reaches 1 and ends
+when it falls below `ENDS`, so that a signal at its threshold does not come and go.
 
-Nothing here draws anything, raises anything or stops anything. What is known is part of the checkpoint, so that a resumed run warns
-where the uninterrupted one did.
+Nothing here draws anything, raises anything or stops anything. The state is part of the checkpoint, so that a resumed run warns
+at the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Statistics of a step's groups that show how the policy earns its reward: lengths, repetition, diversity, contribution of each part.
 
-Texts count where the policy wrote something, whatever became of their scoring; rewards count where a rollout was scored. A group of
-one has nothing to compare within, so a step of such groups lacks those numbers, as every step lacks a number that nobody has a value
-for. Of rollouts of several turns, only what the policy wrote counts: n-grams do not span turns.
+Texts count if the policy wrote something, even if scoring failed; rewards count if the rollout was scored. A number without any
+value is left out of a step; groups of one, for example, have nothing to compare within. In rollouts of several turns, only the
+policy's own text counts, and n-grams do not span turns.
 
     length                 mean number of tokens that the policy wrote
     truncated              share of rollouts that a limit cut off

@@ -1,12 +1,12 @@
 """Selects the example of each draw of a run: the next one, an easy one, or one that was solved before.
 
-The draws of a block (a step, or so many draws as a step has) are chosen together, by what is known when the block begins. Its slots
-are first given to the easy pool, each with its probability; of the others the last ones to the replay buffer; the rest to
-the examples in the order of their epoch, which a curriculum may pass over. What a block has been given and did not use, because
-few of its groups had to be drawn anew, is the next block's.
+The draws of a block (a step, or as many draws as a step has) are chosen together, from what is known when the block begins. Each slot
+first goes to the easy pool with that pool's probability; of the remaining slots, the last ones go to the replay buffer; the rest go to
+the examples in the order of their epoch, some of which a curriculum may pass over. Examples that a block did not use, because few of
+its groups had to be drawn again, go to the next block.
 
-A committed step tells what came of its draws. Everything random follows from the config's seed and the block, everything else is
-part of the checkpoint: the choices of blocks under way among it, so that a resume draws them again.
+A committed step reports the results of its draws. Everything random follows from the config's seed and the block. Everything else is
+part of the checkpoint, including the choices of blocks under way, so that a resume draws them again.
 """
 
 from __future__ import annotations

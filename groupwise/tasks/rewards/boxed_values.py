@@ -1,10 +1,10 @@
-"""How two boxes talk: the tests in one of them call functions that stand in the other.
+"""The protocol between two boxes: the tests in one of them call functions in the other.
 
-Plain values (numbers, text, bytes, lists, dictionaries, dates and their kin) go over as what they say: whoever receives them holds
-objects of Python itself, whatever they were before. So the side that compares is the side whose `==` is used. Anything else stays
+Plain values (numbers, text, bytes, lists, dictionaries, dates and the like) are sent by content: the receiver gets objects of Python's
+own types, whatever their type was before. So the side that compares is the side whose `==` is used. Any other object stays
 where it is, and the other side gets its number: `mine` is an object of the sender, `yours` one of the receiver.
 
-A line carries one JSON message after the other, in turns: whoever waits for an answer serves what the other asks meanwhile.
+A line carries one JSON message after the other, in turns: a side that waits for an answer serves the other's requests meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewards for layout: reasoning in one pair of tags, the answer in another, in that order.
 
 Tags that enclose nothing earn nothing: `<answer></answer>` is as good as no tag at all, and so are tags around nothing but such tags.
-White space is nothing, and so are signs that nobody sees. Case matters in the strict layout only.
+White space counts as nothing, and so do invisible signs. Case matters in the strict layout only.
 """
 
 from __future__ import annotations

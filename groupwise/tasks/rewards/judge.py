@@ -2,12 +2,12 @@
 
     {name: judge, endpoint: "https://api.example.com/v1", model: some-model, rubric: "Correct, short, polite."}
 
-`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, so that a judge who prefers the first
-place prefers nobody; `group` about all of them in one question. Equal completions are asked about once and score the same.
+`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, so that a judge's preference
+for the first place cancels out; `group` about all of them in one question. Equal completions are asked about once and score the same.
 
-Only a verdict is a score: an answer that cannot be read is asked for once more, and then it is a failure of the completions that it was
-about, as are an endpoint that does not answer and time that runs out. What was answered is kept on disk, so a resumed run does not pay
-for it again. `judge_prompts` says what is asked and how a completion is kept from answering for the judge.
+Only a verdict is a score: if an answer cannot be read, the judge is asked once more; after that, its completions have failed, as they
+have if the endpoint does not answer or time runs out. Answers are kept on disk, so a resumed run does not pay for them again.
+`judge_prompts` builds the questions, and keeps a completion from answering for the judge.
 """
 
 from __future__ import annotations

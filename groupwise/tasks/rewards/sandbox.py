@@ -1,15 +1,15 @@
 """A sandbox for untrusted Python code: a process of its own with nothing to see, little to use and an end.
 
 `run` runs a text as a script; a `Box` runs a text or a function of this package, with sockets to talk through. A fresh interpreter
-(`sandbox_child`) builds the box with what this system offers and says which protections hold: each has a name in `PROTECTIONS`, and
-the result tells for each what provides it. Linux offers most of them to anybody; what it does not offer here is missing and said, not
-replaced. Inside there are the standard library, one empty folder, an environment without anything of this one, and limits on time,
-memory, processes, files and output.
+(`sandbox_child`) builds the box with what this system offers and reports which protections hold: each has a name in `PROTECTIONS`, and
+the result says for each what provides it. Linux offers most of them to any user; a protection that it does not offer here is reported
+as missing, not replaced. Inside there are the standard library, one empty folder, none of this process's environment variables, and
+limits on time, memory, processes, files and output.
 
-What a program does never raises; `SandboxError` says that the box itself could not be built.
+Nothing that a program does raises an error here; `SandboxError` means that the box itself could not be built.
 
-It is a guard against what a model writes in the course of its training, by accident or for reward. It is no security boundary against
-somebody who attacks the kernel, and none of what it does limits the memory of all processes of a box together.
+A box guards against code that a model writes during its training, by accident or for reward. It is no security boundary against
+attacks on the kernel, and it does not limit the memory of all processes of a box together.
 """
 
 from __future__ import annotations

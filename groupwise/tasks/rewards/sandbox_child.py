@@ -2,8 +2,8 @@
 
 The *warden* gets its orders on a socket and reports there. It makes the namespaces and adopts orphans; when the program has ended, or
 the socket has, it ends whatever is left and reports. The *first* process is number 1 of the namespace, where there is one: with it
-the kernel ends everything in it. It starts the *program*, which gives up one right after the other and then runs code that nobody
-trusts. Only the standard library is imported here, and nothing that this process holds in its memory is secret.
+the kernel ends everything in it. It starts the *program*, which gives up one right after the other and then runs untrusted
+code. Only the standard library is imported here, and nothing that this process holds in its memory is secret.
 
 Reports: `broken` (the box could not be built) or `refused` (it lacks what is required), and nothing is run; else `begun` with the
 protections that hold, `ended` with the program's exit code (negative: the signal that ended it; absent if the first process was

@@ -1,12 +1,12 @@
 """The conversation of a rollout of several turns, as the tokens that the sampler sees.
 
-The tokens that were sampled stay as they were sampled. What the environment says is appended to them: text as it stands, or, in a chat,
-the difference between what the chat template made of the conversation before and what it makes of it now. That difference
-begins where the policy's words end, so it holds whatever the template puts between two turns.
+Sampled tokens stay as they were sampled. The environment's answer is appended to them: text as it stands, or, in a chat,
+the difference between the chat template's output for the conversation before and its output now. That difference
+begins where the policy's words end, so it includes everything that the template puts between two turns.
 
-Some templates write earlier turns anew, for example without their reasoning. Then there is no such difference: the conversation is
-tokenised afresh, and a new row begins, whose prompt is all that the policy sees. White space that a template trims at the ends
-of the policy's words is no reason for that.
+Some templates rewrite earlier turns, for example without their reasoning. Then there is no such difference: the conversation is
+tokenised again, and a new row begins, whose prompt is all that the policy sees. A template that only trims white space at the ends
+of the policy's words does not cause that.
 """
 
 from __future__ import annotations

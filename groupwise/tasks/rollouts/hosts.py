@@ -1,8 +1,8 @@
 """Hosts of environments: worker processes that can be killed, or a thread of the run.
 
-An environment is user code. It hangs, crashes and forks, so each worker process does one call at a time within a limit, and one that
-exceeds it is killed and replaced; the other rollouts that lived there go on in the new one (see `sessions`). All rollouts of a
-group live in the same worker, chosen by the draw.
+An environment is user code. It hangs, crashes and forks, so each worker process does one call at a time within a limit, and a worker that
+exceeds it is killed and replaced; its other rollouts continue in the new one (see `sessions`). All rollouts of a
+group run in the same worker, chosen by the draw.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turns scored rollouts and their weights into the rows that are trained.
 
-A rollout is one row, or several where the chat template wrote earlier turns anew: each segment that has a prompt of its own begins
-one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts. They are computed apart from each other; what is
-one for the rollout as a whole, a ratio or an importance weight, needs `with_others`.
+A rollout is one row, or several if the chat template rewrote earlier turns: each segment that has a prompt of its own begins
+one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts. Rows are computed separately; a value for
+the rollout as a whole, such as a ratio or an importance weight, needs `with_others`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Runs environments: one session for each rollout; each call repeats all earlier completions.
 
-A `SessionCall` carries every completion so far. Where the session is at hand, only the last one is news. Where it is not, because the
-process that held it is gone, the environment is made anew and hears the completions again; its answers must be those that it
-gave before (`heard`), or the rollout fails. What it does again has a limit of its own (`repeat_limit`), because the
-rollout may have little time left for what is new. So a process that is killed costs the one rollout that hung in it, and nobody
-has to keep account of the others.
+A `SessionCall` carries every completion so far. If the session exists, only the last one is new to it. If it does not, because its
+process is gone, the environment is created again and gets all completions again; its answers must be those that it
+gave before (`heard`), or the rollout fails. The repeated part has a limit of its own (`repeat_limit`), because the
+rollout may have little time left for its new part. So killing a process costs only the rollout that hung in it, and the other
+rollouts need no bookkeeping.
 
 `Sessions` runs in a worker process or in a thread of the run, and never raises for what an environment does.
 """
