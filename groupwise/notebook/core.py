@@ -188,7 +188,7 @@ def _overrides(config: TrainingConfig) -> list[str]:
 
 
 def _why_not(key: str, value: Any) -> str | None:
-    """Why it cannot be overridden; None where it can."""
+    """The reason why a key cannot be overridden; None if it can."""
     if key == "lora":
         return _NO_ADAPTER
     if (key, value) == ("rollout.type", "environment"):

@@ -86,7 +86,7 @@ def _plain(value: Any) -> Any:
 
 
 class Look:
-    """All that a function uses, followed as far as it is the user's; of other code the name is taken.
+    """Everything that a function uses, followed as far as it is the user's; other code is identified by name.
 
     Functions and classes that their module knows by their own names are told under these, whatever other names they have: so a name that is
     given to another one while the function is used takes nothing with it.
@@ -96,7 +96,7 @@ class Look:
         self.found: dict[str, str] = {}
         """Fingerprints by name; that of the function itself under an empty one."""
         self.unseen: dict[str, str] = {}
-        """The types of what nothing else is known of, by the name that it stands under."""
+        """Types of things of which nothing else is known, by name."""
         self._taken: set[str] = set()
         self._around: set[str] = set()
         self._classes: dict[str, type] = {}
@@ -108,7 +108,7 @@ class Look:
             self._tell(*self._next.popleft())
 
     def _name(self, name: str, value: Any, depth: int = 0) -> str:
-        """It is to be told under this name, with a number where that is taken."""
+        """Queues a value to be described under this name, with a number if that is taken."""
         free, number = name, 1
         while free in self._taken:
             number += 1
@@ -162,7 +162,7 @@ class Look:
         return [place_of(value), _code(value.__code__, value.__doc__)]
 
     def _class(self, value: type) -> str:
-        """Its name, under which it is told if it is the user's."""
+        """The class's name, under which it is described if it is the user's."""
         place = place_of(value)
         if is_users_class(value) and id(value) not in self._met:
             self._met[id(value)] = value

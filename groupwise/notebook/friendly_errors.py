@@ -1,4 +1,4 @@
-"""Models that people make in a notebook: what is wrong with their values is told in words, all of it at once, as for a config file."""
+"""Models that users create in a notebook: errors in their values are explained in words, all at once, as for a config file."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def facts_of(
 
 
 def reward_facts(rewards: Rubric) -> dict[str, Any]:
-    """Those of `facts_of` that are about rewards, and what of them is known by its type alone (`UNSEEN`)."""
+    """The facts of `facts_of` about rewards, and things in them that are known by type alone (`UNSEEN`)."""
     parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
     looks = [(name, weight, Look(stood_for(function))) for name, weight, function in parts]
     return {
@@ -61,7 +61,7 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
 
 
 def _of_one_alone(*facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of things end that are used by rewards which only one of both has."""
+    """Endings of the names of things that belong to rewards which only one of both has."""
     one, other = (set[str](each.get(REWARDS, ())) for each in facts)
     return tuple(f" of the reward {each}" for each in one ^ other)
 

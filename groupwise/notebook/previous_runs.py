@@ -25,11 +25,11 @@ FACTS = "notebook"
 LENGTH = "training.max_steps"
 """The one key that a notebook's schedule depends on, among those that may change while a run goes on."""
 PLACES = ("run.name", "run.dir")
-"""Keys that say nothing about what a run came to."""
+"""Keys that do not affect a run's result."""
 
 
 def runs_of(core: RunConfig) -> list[RunInfo]:
-    """All that can be read, the newest first; a record that is missing or damaged is mended from the checkpoints."""
+    """All readable runs, the newest first; a missing or damaged record is repaired from the checkpoints."""
     name = str(core.run.name)
     found = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
     for broken in [run for run in found if run.broken is not None]:
@@ -43,7 +43,7 @@ def runs_of(core: RunConfig) -> list[RunInfo]:
 def newest_alike(
     core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> RunInfo | None:
-    """The newest run that agrees with config and facts. `say` is told of unfinished ones that are passed over."""
+    """The newest run that agrees with config and facts. `say` gets messages about unfinished or emptied runs that are passed over."""
     for run in runs_of(core):
         found = changes(run, core, facts)
         gone = run.state == "finished" and find.newest_weights(run.path) is None

@@ -146,7 +146,7 @@ def refuse_odd_answer(cell: object) -> None:
 
 
 def accepted_forms(cell: object) -> list[Any]:
-    """Those of an answer: several, or it alone."""
+    """The accepted forms of an answer: the entries of a list, or the answer alone."""
     return [*cast("Sequence[Any]", cell)] if isinstance(cell, list | tuple) else [cell]
 
 

@@ -268,7 +268,7 @@ class RubricSet(Worded):
         )
 
     def of_type(self, question_type: str | None) -> list[Rubric]:
-        """Those for a type of question; those for any, where there are none of its own or it has no type."""
+        """The rubrics for a type of question; if there are none, or it has no type, the rubrics for any question."""
         own = [each for each in self.rubrics if question_type in each.question_types]
         return own or [each for each in self.rubrics if not each.question_types]
 

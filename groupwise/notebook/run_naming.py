@@ -20,5 +20,5 @@ def sibling(first: Path, number: int) -> Path:
 
 
 def siblings(first: Path) -> Iterator[Path]:
-    """All that there could be, in their order."""
+    """The folders of all possible runs, in order, without end."""
     return (sibling(first, number) for number in count(1))

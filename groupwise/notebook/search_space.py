@@ -101,7 +101,7 @@ def _number(name: str, end: Any) -> float:
 
 
 def size(distribution: Any) -> int | None:
-    """How many values there are; None: any number."""
+    """The number of different values; None if it is unlimited."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     if isinstance(distribution, CategoricalDistribution):

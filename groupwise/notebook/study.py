@@ -23,7 +23,7 @@ JOURNAL = "trials.jsonl"
 REPEATED = "repeated"
 """The number of the trial that had the same values."""
 REASON = "reason"
-"""Why a trial failed."""
+"""The reason why a trial failed."""
 
 
 def refuse_without_optuna() -> None:
@@ -132,7 +132,7 @@ def fail(study: Study, trial: Trial, error: Exception) -> None:
 
 
 def why_over(study: Study, trials: int) -> str:
-    """Why there are fewer trials than were asked for."""
+    """The explanation for fewer trials than the user asked for."""
     failed = sum(trial.state.name == "FAIL" for trial in study.trials)
     again = "; those that failed are tried again under another experiment_name" if failed else ""
     return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{again}."

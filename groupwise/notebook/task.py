@@ -62,7 +62,7 @@ class NotebookTask:
         return self._test
 
     def get_reward_funcs(self, config: Any, tokenizer: Any) -> Rubric:
-        """Those of the notebook."""
+        """The notebook's rewards."""
         return self._rewards
 
     def get_rl_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> list[object]:

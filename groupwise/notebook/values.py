@@ -33,7 +33,7 @@ from groupwise.notebook.code_dependencies import (
 CONSTANTS: tuple[type, ...] = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType),
 )
-"""Those that never change, where a value is of one of them and of no class below it."""
+"""Types whose values never change, if a value is of exactly this type and of no subclass."""
 SAID: tuple[type, ...] = (
     *(bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
     *(itemgetter, attrgetter),

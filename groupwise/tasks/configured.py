@@ -255,7 +255,7 @@ class _Hooks:
         self._rewards: Rubric | None = None
 
     def possible(self, config: View) -> set[str]:
-        """Those for which the config has what they need."""
+        """The hooks that this config can provide."""
         if _is_supervised(config):
             return {"get_sft_dataset", *self._if_held_out("get_sft_eval_dataset")}
         hooks = {"get_rl_dataset", "compute_metrics", *self._if_held_out("get_eval_dataset")}
@@ -331,7 +331,7 @@ class _Hooks:
         return Router.of(rubrics, where="rewards of data.dataset_mixture")
 
     def _own_rewards(self, config: View) -> Rubric | None:
-        """Those that the config names itself: made once, because making them may take long."""
+        """The rewards that the config itself names: made once, because making them may take long."""
         if self._rewards is None:
             section = config["rewards"].to_dict()
             if not self._tasks:
@@ -342,7 +342,7 @@ class _Hooks:
         return self._rewards
 
     def _unscorable(self, config: View) -> Unscorable:
-        """Why a source's row cannot be scored."""
+        """The function that says why a source's row cannot be scored."""
         rewards = self._own_rewards(config)
         return scorable if rewards is None else rewards.unscorable
 
@@ -357,7 +357,7 @@ class _Hooks:
         return {entry.label or entry.name: _weighted(own) for entry in sources}
 
     def get_rl_callbacks(self, config: View, tokenizer: Any, output_dir: str) -> list[object]:
-        """Those of all tasks."""
+        """The callbacks of all tasks."""
         return [
             callback
             for one in self._tasks
@@ -372,7 +372,7 @@ class _Hooks:
         config: View,
         tokenizer: Any,
     ) -> dict[str, Any]:
-        """How many samples there are; of each task its own metrics, under its label."""
+        """The number of samples, and each task's own metrics under its label."""
         metrics: dict[str, Any] = {"total_samples": len(dataset_rows)}
         details: dict[str, Any] = {}
         for one in self._with("compute_metrics"):

@@ -129,7 +129,7 @@ class Task:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Those with its hooks."""
+        """The files with its hooks."""
         return (self.file,) if self.file else ()
 
     @property

@@ -44,11 +44,11 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     problem: str | None = None
-    """Why it cannot be made, where it is no proper call."""
+    """The reason why a malformed call cannot be made; None for a proper call."""
 
 
 class CallForm(Protocol):
-    """How calls are written, and how results are told."""
+    """The notation of calls and of their results."""
 
     def find(self, text: str) -> list[ToolCall]:
         """The calls in a completion, in order; also those that are malformed."""
@@ -106,7 +106,7 @@ class TextCalls:
     tool: str
     pattern: str
     result: str = "{result}"
-    """How a result is told; `{result}` stands for it."""
+    """Template of a result's text; `{result}` stands for the result."""
 
     renders_schemas = False
 

@@ -219,7 +219,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """All rows, of which no two are the same problem; each part says what was left out of its source."""
+    """The rows of each split, no two of the same problem; each split has an account of rows left out of its source."""
 
     test: Rows
     validation: Rows
@@ -364,7 +364,7 @@ _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
 
 
 def generate(own: TaskConfig, count: int) -> list[Problem]:
-    """So many different problems of the levels that the config says. Raises TaskError where there seem to be fewer."""
+    """Makes `count` different problems of the config's levels. Raises TaskError if there seem to be fewer."""
     return list(_distinct(own.min_level, own.max_level, own.seed, count))
 
 

@@ -139,7 +139,7 @@ def _first_seed(seed: int, source: int, split: str) -> int:
 
 
 def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> list[dict[str, Any]]:
-    """So many problems whose question is not in `seen`, which they enter."""
+    """Makes `count` problems whose question is not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         before, failure = len(rows), None

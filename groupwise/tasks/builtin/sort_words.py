@@ -229,7 +229,7 @@ def _rows(own: TaskConfig) -> list[dict[str, Any]]:
 def _drawn(
     stream: Stream, own: TaskConfig, count: int, seen: set[frozenset[str]]
 ) -> list[dict[str, Any]]:
-    """So many rows with sets of words that are not in `seen`, which they enter."""
+    """Draws `count` rows with sets of words that are not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         words = stream.sample(WORDS, own.counts[stream.below(len(own.counts))])

@@ -305,7 +305,7 @@ class Turn:
 
 
 def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
-    """So many rows of a split, no two with the same prompt; more of them begin alike."""
+    """The first `size` rows of a split, no two with the same prompt; a larger size begins with the same rows."""
     words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
     turns = _drawn(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
     return [turn.row for turn in turns]
@@ -321,7 +321,7 @@ def _drawn(
     choices: int | None,
     size: int,
 ) -> tuple[Turn, ...]:
-    """So many different ones, each with `least` to `most` guesses, and with `choices` words to choose from."""
+    """Draws `size` different turns, each with `least` to `most` guesses, and with `choices` words to choose from."""
     stream = Stream("wordle", split, seed)
     rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0

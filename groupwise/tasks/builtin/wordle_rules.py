@@ -83,7 +83,7 @@ def offered(choices: Sequence[str]) -> list[str]:
 
 
 def left(guesses: int) -> str:
-    """How many guesses are left, in words."""
+    """The number of guesses left, in words."""
     return "1 guess left." if guesses == 1 else f"{guesses} guesses left."
 
 
@@ -96,9 +96,9 @@ class Knowledge:
     banned: frozenset[tuple[int, str]]
     """Letters that do not stand in a place: yellows, and greys."""
     least: Mapping[str, int]
-    """How often a letter occurs at the least: as often as one guess had it green or yellow."""
+    """Least number of times a letter occurs: as often as one guess had it green or yellow."""
     most: Mapping[str, int]
-    """How often it occurs at the most, where a guess had it grey as well."""
+    """Most times a letter occurs, known if a guess had it grey as well."""
 
     @classmethod
     def of(cls, guesses: Iterable[str], marks: Iterable[str]) -> Knowledge:
@@ -138,14 +138,14 @@ class Knowledge:
 
     @property
     def elsewhere(self) -> list[str]:
-        """Letters that occur in places which are not known, each as often as it does so for sure."""
+        """Letters known to occur in unknown places, each as often as is certain."""
         known = list(self.fixed.values())
         counts = {letter: times - known.count(letter) for letter, times in self.least.items()}
         return sorted(letter for letter, times in counts.items() for _ in range(times))
 
 
 def turns_met(word: str, guesses: Sequence[str], marks: Sequence[str]) -> int:
-    """How many of the turns, each taken by itself, allow the word; it is all of them where all together allow it."""
+    """Number of turns that allow the word, each taken by itself; if all together allow it, that is all of them."""
     turns = zip(guesses, marks, strict=True)
     return sum(Knowledge.of([guess], [marked]).allows(word) for guess, marked in turns)
 
@@ -188,7 +188,7 @@ class Words:
 
 @cache
 def words_of(secrets: str | None, dictionary: str | None) -> Words:
-    """Those of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""
+    """Words of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""
     chosen = _read(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
     if len(chosen) < FEWEST_SECRETS:
         raise TaskError(

@@ -235,7 +235,7 @@ def _taught(value: Any, way: PromptWay, changes: list[str]) -> list[Message]:
 
 
 def _stripped(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
-    """Without blocks of the tags in what the roles say that the config names."""
+    """Removes blocks of the config's `strip_tags` from messages of its `strip_roles`."""
     made: list[Message] = []
     for message in messages:
         said = message.get("content", "")

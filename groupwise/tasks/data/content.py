@@ -66,7 +66,7 @@ def untold(told: Any) -> Iterator[str]:
 
 
 class _TangledError(Exception):
-    """There are too many ways through the loops of a value to tell them all."""
+    """A value has too many paths through its loops to describe them all."""
 
 
 class _Walk:
@@ -197,7 +197,7 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
 
 
 def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Those of its attributes that are set."""
+    """The attributes that are set."""
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 

@@ -57,7 +57,7 @@ class Gauge:
             self.running = self.mean
 
     def errors(self, memory: float) -> float:
-        """How many standard errors it has moved, down below 0; `MANY` at most."""
+        """Its movement in standard errors, negative if it fell; `MANY` at most."""
         moved, error = self.now - self.mean, self._error(memory)
         if not moved:
             return 0.0

@@ -31,7 +31,7 @@ KNOWN_BY = ("prompt", "messages", "text", "input_ids")
 
 Found = tuple[list[Part], Account]
 Unscorable = Callable[[Row], str | None]
-"""Why the rewards cannot score a row, which has its label but no prompt; None where they can."""
+"""Says why the rewards cannot score a row, which has its label but no prompt; None if they can."""
 
 
 def scorable(row: Row) -> None:

@@ -215,7 +215,7 @@ def joined(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
 
 
 def begun_words(prompt: Sequence[Message], said: Sequence[Message]) -> str | None:
-    """The words at the end of a prompt that what is said next goes on with; None where that is no answer, or a call ends it."""
+    """The assistant's words at the end of a prompt that `said` continues; None if `said` is no such answer, or they end in a call."""
     if not ends_begun(prompt) or prompt[-1].get("tool_calls"):
         return None
     return prompt[-1].get("content", "") if said and said[0].get("role") == "assistant" else None

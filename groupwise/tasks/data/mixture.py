@@ -63,7 +63,7 @@ def _those(part: Part, belongs: Callable[[Row], bool]) -> Part:
 
 
 def mixed(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share, ...]]:
-    """All rows, and what share of an epoch they have; several parts are shuffled together. Raises TaskError where a share is none."""
+    """All rows, and their shares of an epoch; several parts are shuffled together. Raises TaskError if a share has no rows."""
     rows = [row for part in parts for row in part.rows]
     order = range(len(rows))
     if len(parts) > 1:
@@ -88,7 +88,7 @@ def _share(part: Part, places: tuple[int, ...]) -> Share:
 
 
 def in_turn(parts: Sequence[Part]) -> list[Row]:
-    """One row of each part after the other, so that the first ones stand for all parts."""
+    """Takes one row of each part in turn, so that the first rows represent all parts."""
     rounds = zip_longest(*(part.rows for part in parts))
     return [row for each in rounds for row in each if row is not None]
 

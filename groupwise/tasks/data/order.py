@@ -81,16 +81,16 @@ class Share:
     places: tuple[int, ...]
     """Positions of its examples, among all."""
     weight: float
-    """How often they come: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
+    """Times that they come in an epoch: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
 
     @property
     def left(self) -> int:
-        """How many come once more than the others."""
+        """Number of examples that come once more than the others."""
         count = round(self.weight % 1 * len(self.places))
         return count if self.weight >= 1 else max(1, count)
 
     def dealt(self, epoch: int, seed: int) -> Iterator[int]:
-        """Those that come once more: each epoch the next ones in an order that goes round."""
+        """Examples that come once more: each epoch takes the next ones in a cyclic order."""
         order = Stream("weight", seed, self.name).sample(self.places, len(self.places))
         return (order[(epoch * self.left + n) % len(order)] for n in range(self.left))
 

@@ -45,7 +45,7 @@ BUILT_IN: Mapping[str, Callable[[Row], Row]] = {"generic": generic, "deepseek": 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One that was found by its name."""
+    """A pipeline that was found by its name."""
 
     name: str
     function: Callable[[Row], object]

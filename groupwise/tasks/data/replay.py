@@ -185,7 +185,7 @@ class ReplayBuffer:
         return True
 
     def sample(self, count: int, stream: Stream) -> list[Entry]:
-        """So many different entries, fewer where there are fewer, the best first."""
+        """Draws `count` different entries, or all if there are fewer: each the best that is left, by mean or by bound."""
         by_mean = sorted(self._entries.values(), key=lambda entry: -_known_mean(entry))
         total = sum(entry.count for entry in by_mean)
         in_order = list(self._entries.values())

@@ -57,13 +57,13 @@ class Signals:
     """The watch over one run."""
 
     def __init__(self, config: SignalsConfig, rewards: Collection[Argument] = ()) -> None:
-        """`rewards` are the arguments that reward functions mean columns by."""
+        """`rewards`: the arguments of reward functions that name columns."""
         self.config = config
         self._unfilled = dict.fromkeys(rewards)
-        """Those that have got nothing but None so far."""
+        """Arguments that have been None in every row so far."""
         self._gauges: dict[str, Gauge] = {}
         self._rewards: tuple[float, float] | None = None
-        """The lowest and the highest so far."""
+        """The lowest and the highest reward so far."""
         self._least: dict[str, float] = {}
         """Least value of each part so far, weight × value."""
         self._active: set[str] = set()

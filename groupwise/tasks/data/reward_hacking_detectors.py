@@ -126,19 +126,19 @@ class SignalsConfig(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How far a signal is from being given."""
+    """A detector's result: the strength of a signal, and its explanation."""
 
     strength: float
-    """1 or more: it is."""
+    """The signal is active at 1 or more."""
     text: str
     """The meaning of the signal, in words for the user."""
     values: dict[str, float] = field(default_factory=dict[str, float])
-    """The numbers behind it, by names for people."""
+    """The numbers behind it, under readable names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """All that is known of the steps so far."""
+    """The statistics of the steps so far."""
 
     config: SignalsConfig
     gauges: Mapping[str, Gauge]

@@ -41,7 +41,7 @@ TIED = 1e-9
 
 
 def symptoms(groups: Sequence[Group]) -> dict[str, float]:
-    """All of the above that these groups have, and that are finite."""
+    """The statistics above that these groups have, if finite."""
     written = [[_Written.of(r) for r in group.rollouts if r.written] for group in groups]
     found = {
         **_lengths(groups),
@@ -208,7 +208,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _centred(values: Sequence[float]) -> list[float]:
-    """Less their mean; zeros where they do not differ but for rounding."""
+    """The values minus their mean; zeros if they differ by rounding only."""
     if not values:
         return []
     size = max(map(abs, values))

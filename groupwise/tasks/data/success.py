@@ -30,7 +30,7 @@ SOLVED = (
 
 
 def successes(group: Group, threshold: float, part: str | None) -> tuple[int, int]:
-    """How many of the scored members reached `threshold`, and how many there are."""
+    """The number of scored members that reached `threshold`, and the number of scored members."""
     values = [success_value(rollout, part) for rollout in group.scored]
     return sum(value is not None and value >= threshold for value in values), len(values)
 
@@ -63,12 +63,12 @@ def check_part(key: str, part: str | None, names: Collection[str], described: st
 
 @dataclass(slots=True)
 class SoughtPart:
-    """A part that a key names, looked for in a run's groups: what parts an environment gives, nothing else tells."""
+    """A part that a key names, looked for in a run's groups: nothing else shows which parts an environment gives."""
 
     key: str
     name: str | None
     settled: bool = False
-    """It was found, or the user was told."""
+    """True once it was found, or the user was warned."""
 
     def missing(self, groups: Sequence[Group]) -> str | None:
         """A warning that rollouts were scored and none of them has the part; given once, in case the name is wrong."""

@@ -107,7 +107,7 @@ def _without_bold(text: str) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    r"""Without the delimiters of mathematics, `$` and `\(`; a dollar before a number that has no partner is money."""
+    r"""Removes the delimiters of mathematics, `$` and `\(`; a dollar without a partner is money."""
     if re.search(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL):
         text = re.sub(r"\\[()\[\]]", " ", text)
     hidden = text.replace(r"\$", "\0").replace("$$", "$")
@@ -117,7 +117,7 @@ def _without_dollars(text: str) -> str:
 
 
 def _without_empty_end(text: str) -> str:
-    r"""Without `\text{.}`, `\text{(final answer)}` or a lone backslash at the end."""
+    r"""Removes `\text{.}`, `\text{(final answer)}` or a lone backslash at the end."""
     return re.sub(
         r"(?:\\q?quad\s*)?\\text\s*\{[\s.,;]*\(?(?:final answer)?\)?[\s.]*\}$|(?<!\\)\\$", "", text
     )
@@ -202,7 +202,7 @@ _TAKEN_BACK = re.compile(
 )
 """Behind the letter of a choice: another choice, or that it is none."""
 _GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
-"""How a gold answer begins that is a choice with its text, `(B) 12`; names such as `E. coli` do not."""
+"""The beginning of a gold answer that is a choice with its text, `(B) 12`; names such as `E. coli` do not match."""
 
 
 def _choices_match(gold: str, answer: str) -> bool | None:
@@ -292,7 +292,7 @@ MOST_DIGITS = 4_000
 
 
 def voting_key(answer: str) -> str | None:
-    """A text that is the same for answers that mean the same, as far as that can be told of each alone; None where nothing is said."""
+    """A text that is the same for answers that mean the same, as far as each shows by itself; None for an empty answer."""
     if len(answer) > LONGEST:
         return None
     number = literal_number(answer)

@@ -43,7 +43,7 @@ from groupwise.tasks.rewards.sandbox_child import COMMON_MODULES
 from groupwise.tasks.rewards.sandbox_kernel import FIRST_CHANNEL
 
 _MAX_CHARACTERS_OF_TEST = 300
-"""Characters of a failed test that are told."""
+"""Most characters of a failed test in messages."""
 _BUILTINS = frozenset(vars(builtins))
 _TEST = "test_"
 _CHECK = "check"
@@ -94,7 +94,7 @@ class Plan:
 
     steps: tuple[Step, ...]
     names: frozenset[str]
-    """Those that they read; the solution may have them."""
+    """Names that the tests read; the solution may have them."""
     modules: frozenset[str]
     """Modules of the standard library whose attributes they read; the solution's names of that kind are not meant."""
     library: Mapping[str, str]
@@ -457,7 +457,7 @@ def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
 
 
 def _failure(step: Step, names: dict[str, Any]) -> str | None:
-    """Why a step fails, if it does."""
+    """The reason why a step fails; None if it passes."""
     names["__builtins__"] = builtins
     try:
         step.run(names)

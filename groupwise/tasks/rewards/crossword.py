@@ -173,7 +173,7 @@ def occurs(gold: str, text: str, mode: Mode) -> bool:
 
 
 def tag_share(tags: Tags, text: str) -> float:
-    """How many of the four tags occur, of four; those of an empty pair do not count."""
+    """The share of the four tags that occur; those of an empty pair do not count."""
     return tags.share(without_empty_pairs(tags, text))
 
 
@@ -240,7 +240,7 @@ def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
 
 
 def _length(row: Mapping[str, Any]) -> int | None:
-    """How many letters the row says that its answer has; None where it does not say."""
+    """The number of letters that the row gives for its answer; None if it gives none."""
     for name in ENUMERATIONS:
         value = row.get(name)
         said = (

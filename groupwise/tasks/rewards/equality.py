@@ -24,7 +24,7 @@ mpmath: Any = cast("Any", untyped)
 ROUNDING_RELATIVE = Fraction(1, 1_000_000)
 """Relative rounding error allowed between a decimal and the exact value that it stands for: six digits."""
 ROUNDING_ABSOLUTE = Fraction(1, 100)
-"""And at most, however large the number is."""
+"""Largest rounding error allowed, however large the number is."""
 
 _MAX_BITS = 40_000
 """Size of an exact numerator or denominator that is computed."""
@@ -391,7 +391,7 @@ def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> 
 
 
 def _difference(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
-    """How far two values are apart, and how large the larger one is."""
+    """The distance of two values, and the size of the larger one."""
     left, right = _real(left, point), _real(right, point)
     return abs(left - right), max(abs(left), abs(right))
 

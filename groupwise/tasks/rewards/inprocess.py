@@ -193,7 +193,7 @@ class Work:
     begun: Future[None] = field(default_factory=Future[None])
     running: str = "?"
     since: float = 0.0
-    """When the function that is `running` was begun, on the monotonic clock."""
+    """Start of the function that is `running`, on the monotonic clock."""
     left_behind: bool = False
 
     def note(self, name: str, *, repeated: bool = False) -> None:

@@ -317,7 +317,7 @@ class _Session:
 
 
 def _problem(asked: Question, said: str) -> str | None:
-    """Why an answer is not the whole verdict."""
+    """The reason why an answer is not the whole verdict; None if it is."""
     try:
         missing = [name for name in asked.names if name not in asked.read(said)]
     except Malformed as malformed:

@@ -65,7 +65,7 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question to the judge, and what its answer has to be like."""
+    """One question to the judge, and the required form of its answer."""
 
     mode: Mode
     mark: str

@@ -167,7 +167,7 @@ class Token:
 
 
 def tokens_of(text: str) -> list[Token]:
-    """All of a text. Raises ParseError at a sign that is none of mathematics."""
+    """The tokens of a text. Raises ParseError at a sign that is not mathematical."""
     tokens: list[Token] = []
     place, spaced, depth = 0, False, 0
     while place < len(text):
@@ -270,11 +270,11 @@ class _Parser:
         self._place = 0
         self._depth = 0
         self._bars = 0
-        """How many `|…` are open, where a bar closes the last one and opens no other."""
+        """Number of open `|…`: inside one, a bar closes it and opens no other."""
         self._in_function = 0
-        """How many arguments of functions the place is in: only there are degrees numbers."""
+        """Depth of function arguments at this place: only there are degrees numbers."""
         self._in_set = 0
-        """How many sets the place is in: only there `:` means `such that`."""
+        """Depth of sets at this place: only there `:` means `such that`."""
 
     # Looking and moving on
 

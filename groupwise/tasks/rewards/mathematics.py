@@ -201,5 +201,5 @@ def in_words(text: str) -> bool:
 
 
 def _off(gold: Fraction, answer: Fraction) -> Fraction:
-    """How far a number is from the gold one, as a share of that; 1 for all but 0 itself where the gold one is 0."""
+    """The distance of a number from the gold one, relative to that; if the gold one is 0, 1 for any other number."""
     return abs(answer - gold) / abs(gold) if gold else Fraction(answer != 0)

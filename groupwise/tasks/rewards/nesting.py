@@ -60,7 +60,7 @@ def stood_for(function: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How many completions each prompt has, and whether they came nested."""
+    """The number of completions of each prompt, and whether they came nested."""
 
     sizes: tuple[int, ...]
     is_nested: bool

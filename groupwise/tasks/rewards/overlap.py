@@ -1,4 +1,4 @@
-"""How much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
+"""Measures how much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
 
 A cheap stand-in for a judge: it knows words, not what is said with them. To repeat the prompt would win, so runs of words that a
 completion copies from it do not count. Where the rubric itself stands in the prompt, no word of the prompt counts, in whatever order:

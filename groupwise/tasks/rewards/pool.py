@@ -45,7 +45,7 @@ from groupwise.core.processes.threads import DaemonThreads
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
-"""How often a worker may crash while it starts before the run gives up."""
+"""Crashes of a starting worker after which the run gives up."""
 _LOOK_EVERY = 0.05
 """Seconds between two looks at whether a silent worker still lives. An answer never waits for it."""
 _LAST_BREATH = 1.0

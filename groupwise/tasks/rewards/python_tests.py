@@ -150,7 +150,7 @@ def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
 
 
 def _dedented(lines: Sequence[str], indent: int) -> str:
-    """Without the indent of the fence, as far as all lines have it."""
+    """Removes the fence's indent, as far as all lines have it."""
     widths = [len(line) - len(line.lstrip(" \t")) for line in lines if line.strip()]
     cut = min([indent, *widths])
     return "\n".join(line[cut:] for line in lines)
@@ -610,7 +610,7 @@ _PROGRAMS = (None, "stdin", "stdin_stdout")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many tests a piece of code passes, and why not the first that it fails."""
+    """The number of tests that a piece of code passes, and the reason why it fails the first that it does not."""
 
     passed: int
     of: int

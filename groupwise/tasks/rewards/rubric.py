@@ -157,7 +157,7 @@ class Rubric:
         return list(empty) if rows else []
 
     def unscorable(self, row: Row) -> str | None:
-        """Why a reward cannot score this row; None where none of them says so. Tells what `check_rows` would refuse."""
+        """The reason why a reward cannot score this row; None if all can. `check_rows` refuses the same rows."""
         for function in self.functions:
             try:
                 if check := getattr(function, "check_row", None):

@@ -83,7 +83,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a program ended."""
+    """The exit, output and protections of a program that has ended."""
 
     ending: Ending
     code: int | None

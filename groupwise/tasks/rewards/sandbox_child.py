@@ -46,7 +46,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _HIGH = 512
 """Descriptors from here on are free."""
 _SWEEPS = 200
-"""How often the table of processes is searched for what is left, where no namespace ends it all at once."""
+"""Searches of the process table for remaining processes, if no namespace ends them all at once."""
 
 
 def main() -> Callable[[], None]:

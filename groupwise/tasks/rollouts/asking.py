@@ -1,4 +1,4 @@
-"""How a group comes about: one question, whichever kind of rollout answers it.
+"""The interface by which groups are made: one question, whichever kind of rollout answers it.
 
 Training and evaluation make an `Ask` for each draw and give it to the `RolloutKind` that the config names. What comes back is a group
 whose rollouts are pending, or failed or timed out with a reason; the rewards come afterwards.

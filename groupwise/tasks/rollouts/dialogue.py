@@ -38,7 +38,7 @@ class Dialogue(Protocol):
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All that the sampler sees next."""
+        """The tokens that the sampler sees next."""
         ...
 
     def say(self, completion: Completion, params: SamplingParams) -> str:
@@ -58,7 +58,7 @@ class Dialogue(Protocol):
 
     @property
     def text(self) -> str:
-        """All that was said after the prompt, for rewards and people."""
+        """The conversation after the prompt, for rewards and readers."""
         ...
 
     @property
@@ -282,7 +282,7 @@ class ChatDialogue:
         return self._tokenizer.decode(list(self._last[-1:]), skip_special_tokens=False)
 
     def _as_template_knows(self, message: Message) -> Message:
-        """A tool's result in a chat whose template knows no tools is told by the user."""
+        """Turns a tool's result into a user's message if the chat's template knows no tools."""
         if not self._told or message["role"] != "tool":
             return message
         brought = spelled(self._tokenizer, message["content"], of_tool=True)

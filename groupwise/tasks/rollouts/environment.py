@@ -44,7 +44,7 @@ from groupwise.tasks.rollouts.sessions import Reply, SessionCall
 from groupwise.tasks.tools import Schema
 
 LEAST_LIMIT = 0.05
-"""Seconds that a turn has in any case, however little is left of `max_seconds`."""
+"""Least time limit of a turn in seconds, however little is left of `max_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Limits:
 
     max_turns: int
     max_tokens: int
-    """After the first prompt, observations included."""
+    """Most tokens after the first prompt, observations included."""
     time_limit: float
     """Seconds for one turn of the environment."""
     max_seconds: float
@@ -199,7 +199,7 @@ class EnvironmentRollouts:
     async def _played(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
     ) -> None:
-        """All turns, from the first completion on."""
+        """Plays all turns, from the first completion on."""
         while completion is not None:
             await self._answered(ask, attempt, completion)
             completion = await self._next_completion(sampler, ask, attempt)
@@ -207,7 +207,7 @@ class EnvironmentRollouts:
             await self._finish(ask, attempt)
 
     async def _answered(self, ask: Ask, attempt: _Attempt, completion: Completion) -> None:
-        """One turn of the environment."""
+        """Plays one turn of the environment."""
         params = self._params(ask, attempt)
         attempt.completions.append(attempt.dialogue.say(completion, params))
         left = self._limits.max_seconds - attempt.seconds
@@ -274,7 +274,7 @@ class EnvironmentRollouts:
     async def _first_completions(
         self, sampler: Sampler, ask: Ask, attempts: Sequence[_Attempt]
     ) -> list[Completion | None]:
-        """Those of all members in one request, because they share their prompt; None for those that ended before."""
+        """First completions of all members, in one request, because they share their prompt; None for members that ended before."""
         alive = [attempt for attempt in attempts if not attempt.ended]
         if not alive:
             return [None] * len(attempts)

@@ -30,7 +30,7 @@ class EnvironmentHost(Protocol):
         ...
 
     async def ask(self, call: SessionCall, limit: float) -> Reply:
-        """One call, in which each piece of user code may take `limit` seconds, or `call.repeat_limit` if it is repeated.
+        """Make a call, in which each piece of user code may take `limit` seconds, or `call.repeat_limit` if it is repeated.
 
         Never raises for what the environment does.
         """

@@ -37,7 +37,7 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
 
 
 def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None) -> list[Row]:
-    """The rows, each told of the other rows of its rollout, where there are any; those must all be given.
+    """The rows, each with sums over the other rows of its rollout, if it has any; all of these must be given.
 
     `policy` holds the log-probabilities of each row's tokens by the weights of this update; None: they are the old ones.
     """

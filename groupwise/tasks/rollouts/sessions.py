@@ -56,11 +56,11 @@ class SessionCall:
     prompt: Prompt
     columns: dict[str, Any]
     completions: tuple[str, ...] = ()
-    """All so far; none: the first prompt is asked for."""
+    """All completions so far; empty in the request for the first prompt."""
     heard: tuple[str, ...] = ()
     """Digests of the replies so far, one for the beginning and one for each turn."""
     repeat_limit: float | None = None
-    """Seconds for each piece that is repeated: it was fast enough before, whatever time is left. None: as for what is new."""
+    """Seconds for each repeated piece: it was fast enough before, whatever time is left. None: the limit of new pieces."""
     ending: bool = False
     """The rollout has ended; nothing is to be answered any more."""
 
@@ -75,7 +75,7 @@ class Reply:
     done: bool = False
     parts: tuple[RewardPart, ...] = ()
     seconds: float = 0.0
-    """How long the environment took; a repetition after the loss of its process is not counted."""
+    """Time that the environment took; a repetition after the loss of its process is not counted."""
     digest: str = ""
     outcome: Outcome = "pending"
     """`failed` or `timed_out` with a reason, or `pending`."""

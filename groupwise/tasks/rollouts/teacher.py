@@ -42,7 +42,7 @@ TruncationMode = Literal["keep_start", "keep_end", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class TeacherWay:
-    """How a teacher's rows are read."""
+    """Settings for reading a teacher's rows."""
 
     text_field: str = "text"
     completion_only: bool | None = None
@@ -86,7 +86,7 @@ class LessonSet:
 
     @property
     def trained_tokens(self) -> int:
-        """Those that teach."""
+        """Number of tokens that teach."""
         return sum(sum(row.mask) for lesson in self.lessons for row in lesson.rows)
 
     @property
