@@ -26,7 +26,7 @@ from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 MOUNT = "/content/drive"
 MARK = "run.txt"
-"""Says in a mirror when its run was begun, by which runs of one name are told apart."""
+"""File in a mirror with the start time of its run, which distinguishes runs of one name."""
 
 logger = logging.getLogger(__name__)
 

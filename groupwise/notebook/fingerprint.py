@@ -88,8 +88,8 @@ def _plain(value: Any) -> Any:
 class Look:
     """Everything that a function uses, followed as far as it is the user's; other code is identified by name.
 
-    Functions and classes that their module knows by their own names are told under these, whatever other names they have: so a name that is
-    given to another one while the function is used takes nothing with it.
+    Functions and classes that their module has under their own names are described under these, whatever other names they have: so
+    nothing changes if another name is reassigned while the function is used.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -181,7 +181,7 @@ class Look:
         return _short(told)
 
     def _content(self, name: str, value: Any, within: Within) -> Any:
-        """Plain values for all that is in it. `within`: what was told there already, as happens where things know each other."""
+        """Plain values for everything in it. `within`: values described already, which may recur if objects refer to each other."""
         kind = cast("type[object]", type(value))
         if kind in CONSTANTS:
             return repr(value)

@@ -60,7 +60,7 @@ def newest_alike(
 def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
     """Differences of a run: keys of the config, and facts; if there are none, the weights that it began from.
 
-    One that goes on may have other evaluations and callbacks, or another number of processes; one that was finished would have to be
+    A run that resumes may have other evaluations and callbacks, or another number of processes; a finished run would have to be
     trained again for them.
     """
     found = compare(read_config(run.path), resolved(core), RunConfig)

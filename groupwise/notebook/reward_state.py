@@ -88,7 +88,7 @@ def _passing(name: str) -> str:
 def comparable(
     before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts of two trainings but for what the first one changed of what its rewards use: `names`, as `collected` tells them."""
+    """The facts of two trainings without the things that the first one's rewards changed: `names`, as `collected` returns them."""
     used = [each.get(USED, {}) for each in (before, now)]
     passing = {name for name in {*used[0]} ^ {*used[1]} if _passing(name) in names}
     left_out = passing.union(names)

@@ -1,4 +1,4 @@
-"""Training in a notebook: the core's loop on the notebook's rows and rewards, which goes on by itself where an earlier one was cut off."""
+"""Training in a notebook: the core's loop on the notebook's rows and rewards, which resumes an earlier one that was cut off."""
 
 from __future__ import annotations
 

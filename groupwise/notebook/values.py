@@ -1,4 +1,4 @@
-"""Kinds of values that a reward may use: what they are made of, and of which nothing is known."""
+"""Kinds of values that a reward may use: the parts that they are made of, and the kinds whose content is unknown."""
 
 from __future__ import annotations
 

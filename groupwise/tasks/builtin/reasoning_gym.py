@@ -180,7 +180,7 @@ def graded(answer: str, spec: Mapping[str, Any], entry: str) -> float:
 
 
 def _check_entry(grade: Callable[..., Any], entry: str) -> None:
-    read = entry_of_text(entry)  # anew: a grader may have changed the one that it stumbled with
+    read = entry_of_text(entry)  # parsed again: a grader that failed may have changed the first one
     try:
         grade(read["answer"], read)
     except Exception as error:  # a grader may raise anything

@@ -158,7 +158,7 @@ compute_metrics.reads_messages = True  # pyright: ignore[reportFunctionMemberAcc
 
 @dataclass(slots=True)
 class Game:
-    """The environment of one rollout, and the one place that knows how a game goes on."""
+    """The environment of one rollout, and the only place with the rules for the course of a game."""
 
     real: frozenset[str]
     limit: int = GUESSES

@@ -78,7 +78,7 @@ def spelt(guess: str, marks: str) -> str:
 
 
 def offered(choices: Sequence[str]) -> list[str]:
-    """A line that tells which words the secret is one of, where the policy is shown some."""
+    """A line that lists the words that the secret is one of, if the policy is shown some."""
     return [f"The secret is one of: {', '.join(choices)}."] if choices else []
 
 

@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 UNTOLD = "untold"
 DEEPEST = 100
-"""Levels of nesting that are told: with the calls of each they stay within Python's limit, wherever the walk begins."""
+"""Levels of nesting that are described: with the calls of each they stay within Python's limit, wherever the walk begins."""
 MOST_ROUNDABOUT = 10_000
 """Times that the walk may come again to things in loops. The ways through a few dozen of them that all know each other are endless."""
 LONGEST_INTEGER = 14_284
@@ -72,8 +72,8 @@ class _TangledError(Exception):
 class _Walk:
     """A walk through a value and all that is in it.
 
-    What comes back to itself is told by how many levels up it stands, which is the same in whatever order sets give
-    their entries. All that was met is kept here until the end, because its `id` would otherwise be given to something else.
+    A value that contains itself is described by the number of levels up to it, which does not depend on the order in
+    which sets give their entries. All values met are kept here until the end, because their `id` could otherwise be reused.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ from groupwise.tasks.data.pipelines import Pipeline, find_pipeline
 from groupwise.tasks.data.sources import no_column, read_source
 
 KNOWN_BY = ("prompt", "messages", "text", "input_ids")
-"""The columns by which rows are the same, of which none may be trained on and held out."""
+"""The columns by which rows are compared; equal rows may not be both trained on and held out."""
 
 Found = tuple[list[Part], Account]
 Unscorable = Callable[[Row], str | None]

@@ -21,7 +21,7 @@ FORMLESS = ("messages", "prompt", "completion", "input_ids", "labels")
 def format_rows(
     rows: Sequence[dict[str, Any]], function: Callable[[Any], Any], *, text_field: str, where: str
 ) -> list[dict[str, Any]]:
-    """The rows as a formatting function makes them, which takes one row or a batch of columns, as its answer to one row tells."""
+    """The rows made by a formatting function, which takes one row or a batch of columns; its answer to one row shows which."""
     first = _answer(function, rows[0], where)
     if _is_formatted(first):
         made = [first, *(_answer(function, row, where) for row in rows[1:])]

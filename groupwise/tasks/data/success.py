@@ -13,7 +13,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.types import Group, Rollout
 
 ACCURACY = "accuracy"
-"""A reward part with this in its name tells success, where no part is named."""
+"""A reward part with this in its name measures success, unless the config names a part."""
 SOLVED = (
     "correct",
     "correctness",

@@ -366,7 +366,7 @@ def builtin_of(kind: type[BaseException]) -> str:
 
 
 class Errors:
-    """Makes exceptions of what the other side tells; those that Python does not have are one class for each name."""
+    """Turns the other side's messages into exceptions; those that Python does not have get one class for each name."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -1,9 +1,9 @@
 """A rubric with the task's metrics, and its scoring in one thread of this process.
 
 The thread is for functions that another process cannot import (closures of a notebook) and for those that keep state
-between calls. A thread cannot be killed: one with a call that exceeds its limit is left behind, its group comes back unscored as
-from a worker, and the next call has a fresh thread. That ends the run where too many of them hang. Nor are they waited for when the
-run ends: they are daemons and go with the process.
+between calls. A thread cannot be killed: if a call exceeds its limit, its thread is left behind, its group comes back unscored as
+from a worker, and the next call gets a fresh thread. If too many threads hang, the run ends. The end of the run does not wait for
+them: they are daemon threads.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LimitedThread:
             await _ended(job, done, limit)
             if done.done() and not done.cancelled():
                 return done.result()
-            done.cancel()  # nobody hears what the thread may still answer
+            done.cancel()  # a late answer of the thread is ignored
             job.left_behind = True
             if thread is self._thread and self._given_up is None:
                 self._leave_behind(job.running, limit or 0.0)

@@ -60,7 +60,7 @@ TASKS: dict[Mode, str] = {
 
 
 class Malformed(ValueError):
-    """An answer that is no verdict; its text tells the judge what is wrong."""
+    """An answer that is no verdict; its text explains to the judge what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

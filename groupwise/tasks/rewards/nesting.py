@@ -53,7 +53,7 @@ def stood_for(function: Any) -> Any:
     while hasattr(function, STANDS_FOR):
         within = getattr(function, STANDS_FOR)
         if getattr(function, "__wrapped__", None) is not within:
-            break  # somebody's own wrapper around such a function, which `functools.wraps` gave its attributes
+            break  # the user's own wrapper around such a function, with attributes copied by `functools.wraps`
         function = within
     return function
 

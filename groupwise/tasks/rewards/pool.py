@@ -186,11 +186,11 @@ class _Slot:
         self._calls = 0
 
     def begin(self) -> None:
-        """Start the first process; `ready` tells how that went."""
+        """Start the first process; `ready` gets the result."""
         try:
             self._start()
             self.ready.set_result(None)
-        except BaseException as error:  # noqa: BLE001 — belongs to whoever waits for it
+        except BaseException as error:  # noqa: BLE001 — raised in the caller that waits for it
             self.ready.set_exception(error)
 
     def do(self, job: _Call) -> Ended:

@@ -1,7 +1,7 @@
 """A weighted set of reward functions: what a task's `get_reward_funcs` gives, and how a group is scored with it.
 
 Each function gives one part of the reward. The total of a rollout is Σ weight × value over the parts that apply to it. A
-part of weight 0 is recorded and nothing else: it neither counts as applying nor fails anybody.
+part of weight 0 is only recorded: it neither counts as applying nor fails a rollout.
 """
 
 from __future__ import annotations

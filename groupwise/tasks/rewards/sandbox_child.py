@@ -143,7 +143,7 @@ def _watch(control: socket.socket, status: int, child: int) -> None:
     with os.fdopen(status, "rb", buffering=0) as pipe:
         while not ended:
             ready, _, _ = select.select([control, pipe], [], [])
-            if control in ready:  # whoever ordered this wants its end, or has ended
+            if control in ready:  # the parent wants this to end, or has ended itself
                 break
             piece = pipe.read(1 << 16)
             ended = not piece
@@ -157,7 +157,7 @@ def _watch(control: socket.socket, status: int, child: int) -> None:
 
 
 def _tell(control: socket.socket, report: Report) -> None:
-    with suppress(OSError):  # nobody listens any more
+    with suppress(OSError):  # the parent has gone
         send_frame(control, json.dumps(report).encode())
 
 
@@ -229,7 +229,7 @@ def _program(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None
         os.setsid()
         os.chdir(f"{orders['folder']}/home")
         _confine(orders, held)
-    except BaseException:  # noqa: BLE001 — told to whoever asked; nothing is run
+    except BaseException:  # noqa: BLE001 — reported to the parent; nothing is run
         _say(told, {"broken": traceback.format_exc()})
         os._exit(1)
     refused = [name for name in orders["require"] if not held[name]]

@@ -69,7 +69,7 @@ def with_learner_logprobs(
 ) -> Group:
     """The group with the learner's log-probabilities of the trained tokens, for the record.
 
-    `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: nobody kept any.
+    `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: none were kept.
     """
     left = iter(told or ())
     learnt = [weight is not None and told is not None for weight in weights]

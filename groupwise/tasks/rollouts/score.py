@@ -1,8 +1,8 @@
 """Scoring a group: its rollouts go to the rewards, and come back with parts, total and outcome.
 
-Only rollouts that are pending are scored: one that failed or timed out in its environment has no reward to be found. What the
-environment gave and what the reward functions give add up. Where there are no reward functions, an environment that gave
-nothing gave 0: leaving such rollouts out would leave out those that lost.
+Only pending rollouts are scored: a rollout that failed or timed out in its environment has no reward. Rewards of the
+environment and of the reward functions add up. If there are no reward functions, an environment without a reward counts as 0:
+leaving such rollouts out would leave out those that lost.
 """
 
 from __future__ import annotations
