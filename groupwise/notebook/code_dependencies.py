@@ -1,4 +1,4 @@
-"""What a function takes of the names and modules around it, and whose these are."""
+"""Finds the names and modules that a function uses, and decides if they are the user's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ OURS = "groupwise"
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
 _INSTALLED = ("site-packages", "dist-packages")
 _COMPILED = 1 << 8
-"""Of the flags of a class: it is of C, and cannot be changed (Py_TPFLAGS_IMMUTABLETYPE)."""
+"""Class flag Py_TPFLAGS_IMMUTABLETYPE: the class is written in C, and cannot be changed."""
 
 
 def around(function: FunctionType) -> dict[str, Any]:
-    """What a function of the user's takes of the names around it, and of the user's modules, each under its whole name."""
+    """Globals that a user's function reads, and what it uses of the user's modules, each under its full name."""
     own = function.__globals__
     loaded: dict[str, Any] = {}
     every = [*codes(function.__code__)]
@@ -39,7 +39,7 @@ def around(function: FunctionType) -> dict[str, Any]:
 
 
 def captured(function: FunctionType) -> dict[str, Any]:
-    """What a function holds: its closure, its defaults by the names of the parameters, and its attributes."""
+    """Values that a function holds: its closure, its defaults by the names of the parameters, and its attributes."""
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     defaults = function.__defaults__ or ()
@@ -78,7 +78,7 @@ def _import_below(package: str, names: Sequence[str]) -> None:
 def _parts(
     module: ModuleType, names: Sequence[str], above: tuple[ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """What code takes of a module of the user's, and of the modules in it."""
+    """Names that code may use of a user's module and of the modules in it, with their values."""
     if not _is_of_the_user(module.__name__) or module in above:
         return
     for name in names:
@@ -115,29 +115,29 @@ def place_of(value: FunctionType | type) -> str:
 
 
 def is_global(value: FunctionType) -> bool:
-    """Whether its module knows it by its own name."""
+    """True if its module has it under its own name."""
     return value.__globals__.get(value.__qualname__) is value
 
 
 def of_this_package(value: FunctionType | type) -> bool:
-    """Whether it is Groupwise's own."""
+    """True if it is Groupwise's own."""
     users = is_users_class(value) if isinstance(value, type) else is_users_function(value)
     return not users and str(value.__module__).partition(".")[0] == OURS
 
 
 def is_users_function(value: FunctionType) -> bool:
-    """Whether the user wrote it, or what it wraps; `functools.wraps` says of a wrapper that it is of the other's module."""
+    """True if the user wrote it, or the function it wraps; `functools.wraps` gives a wrapper the module of the wrapped function."""
     modules = (value.__module__, value.__globals__.get("__name__", "__main__"))
     return any(_is_of_the_user(str(module)) for module in modules)
 
 
 def is_users_class(value: type) -> bool:
-    """Whether the user wrote it, and in Python."""
+    """True if the user wrote it, and in Python."""
     return not value.__flags__ & _COMPILED and _is_of_the_user(str(value.__module__))
 
 
 def _is_of_the_user(module: str) -> bool:
-    """Neither of this package, nor of Python, nor installed."""
+    """True for a module that is neither of this package, nor of Python, nor installed."""
     if module == "__main__":
         return True
     package = module.partition(".")[0]
@@ -147,7 +147,7 @@ def _is_of_the_user(module: str) -> bool:
 
 
 def _file_of(module: str) -> str:
-    """Of one that is imported, or would be; empty for what has none, as cells of a notebook."""
+    """File of a module, imported or not; empty if it has none, like the cells of a notebook."""
     if module in sys.modules:
         return str(getattr(sys.modules[module], "__file__", None) or "")
     with suppress(ImportError, ValueError):

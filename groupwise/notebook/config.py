@@ -1,11 +1,11 @@
-"""What a notebook sets: one flat, typed config with the names that notebooks of GRPO use, and what it means to the core.
+"""The config of a notebook: one flat, typed config with the names that GRPO notebooks use, and its meaning for the core.
 
     config = TrainingConfig(dataset="arithmetic", num_batches=60, learning_rate=1e-4)
     config.num_generations = 8
 
-It is checked at once, each value again when it is changed, and can be changed until `prepare_session` has been given it. `overrides`
+It is checked at once, and each value again when it is changed. It can be changed until it is passed to `prepare_session`. `overrides`
 takes any key of the core (docs/configuration.md) under its dotted name. A subclass may add fields of its own, for datasets and rewards
-that are told the config.
+that receive the config.
 """
 
 from __future__ import annotations
@@ -83,16 +83,16 @@ PRESETS: Mapping[PresetName, Mapping[str, Any]] = {
         "total_generation_steps": 1024,
     },
 }
-"""What each preset sets besides the defaults: a look at whether it works, the defaults themselves, and a long run."""
+"""Values of each preset that differ from the defaults: a quick trial, the defaults themselves, and a long run."""
 
 DRIVE = Path("/content/drive/MyDrive")
-"""Where Google Drive is in Colab, once it is mounted."""
+"""Folder of Google Drive in Colab, once it is mounted."""
 CHECKPOINTS = Path("checkpoints")
-"""What holds the folders of experiments elsewhere."""
+"""Parent folder of experiments if they are not on Drive."""
 SECRETS = ("wandb_api_key", "kaggle_username", "kaggle_key", "hf_token")
 """The fields that are credentials; their environment variables have the same names in capitals."""
 MASK = "*" * 10
-"""What pydantic writes in place of a credential."""
+"""Pydantic's placeholder for a credential."""
 
 
 class TrainingConfig(Worded):
@@ -198,7 +198,7 @@ class TrainingConfig(Worded):
 
     @classmethod
     def fields(cls) -> Table:
-        """What can be set, with default and meaning, a subclass's own fields too: `help` would show all of pydantic and no meanings."""
+        """A table of all settings with default and meaning, a subclass's own too: `help` would show all of pydantic and no meanings."""
         rows = [
             (
                 name,
@@ -210,7 +210,7 @@ class TrainingConfig(Worded):
         return Table("", rows, ("field", "default", "meaning"))
 
     def prepared(self) -> None:
-        """From now on it cannot be changed."""
+        """Makes the config read-only."""
         vars(self)["overrides"] = _Fixed(copy.deepcopy(self.overrides))
         self._prepared = True
 
@@ -245,7 +245,7 @@ class TrainingConfig(Worded):
         return "tunix" if accelerator() == "tpu" else "torch"
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What of the fields does not go together."""
+        """Yields conflicts between fields."""
         if self.max_steps < 1:
             yield Conflict(
                 f"num_batches {self.num_batches} × train_fraction {self.train_fraction} is less than one step. Raise num_batches.",
@@ -267,7 +267,7 @@ class TrainingConfig(Worded):
             yield name, without_secrets(value, name or "")
 
     def __getstate__(self) -> dict[Any, Any]:
-        """For pickle, whose files are shared: without credentials, which a session looks for in its other sources. Copies keep them."""
+        """State for pickle, whose files are shared: without credentials, which a session finds in its other sources. Copies keep them."""
         state = super().__getstate__()
         held = state["__dict__"].items()
         hidden = {name for name, value in held if isinstance(value, SecretStr) or name in SECRETS}
@@ -298,7 +298,7 @@ class TrainingConfig(Worded):
     @field_validator("*", mode="before")
     @classmethod
     def _number_as_the_field_has_it(cls, given: Any, info: ValidationInfo) -> Any:
-        """Of numpy as of Python, and 10.0 as 10 where numbers are whole."""
+        """Converts numbers of numpy to Python's, and 10.0 to 10 if the field takes whole numbers."""
         value = plain_number(given)
         whole = isinstance(value, float) and value.is_integer()
         field = cls.model_fields[str(info.field_name)]
@@ -341,7 +341,7 @@ class TrainingConfig(Worded):
 
     @model_validator(mode="after")
     def _compute(self) -> Self:
-        """What is None, and what was computed before, is computed from the other fields."""
+        """Computes the fields that are None, and those computed before, from the other fields."""
         values = vars(self)
         for name in ("system_prompt", "checkpoint_dir"):
             if values[name] is None or (name == "checkpoint_dir" and not values[name]):
@@ -354,7 +354,7 @@ class TrainingConfig(Worded):
 
     @model_validator(mode="after")
     def _suits_the_core(self, info: ValidationInfo) -> Self:
-        """By the names that stand here, where no key of the core was given."""
+        """Checks the core's config; errors use the names of this class unless a key of the core was given."""
         from groupwise.notebook.core import by_own_names, core_config  # it needs this module
 
         if info.context is EACH_VALUE_ALONE:
@@ -440,13 +440,13 @@ def _closed(name: str) -> ConfigError:
 
 
 def takes_whole_alone(*fields: FieldInfo) -> bool:
-    """Whether of numbers they take whole ones alone."""
+    """True if the only numbers they take are whole."""
     taken = {kind for each in fields for kind in _kinds(each.annotation)}
     return int in taken and float not in taken
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """Of values that an annotation admits: int and None of `int | None`."""
+    """Types of values that an annotation admits: int and None of `int | None`."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -455,7 +455,7 @@ def _kinds(annotation: Any) -> set[Any]:
 
 
 def _tag(opens: str, closes: str) -> Tag:
-    """By its name where the marks are `<name>` and `</name>`."""
+    """The tag's name if the marks are `<name>` and `</name>`, else both marks."""
     name = opens[1:-1]
     plain = name and (opens, closes) == (f"<{name}>", f"</{name}>") and not set(name) & set("<>/")
     return name if plain else (opens, closes)

@@ -35,9 +35,9 @@ from groupwise.notebook.session import Session, prepare_session
 from groupwise.notebook.training import TrainerState, train_grpo
 
 _given: set[str | None] = set()
-"""Keys that somebody gave with a URL; no other server hears them."""
+"""Keys that the user gave with a URL; they are sent to no other server."""
 _outside: list[str | None] = [None]
-"""The key that was in the environment of its own."""
+"""The key that was in the environment before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a notebook's config means to the core: the same run as a YAML file would describe."""
+"""Converts a notebook's config into the core's: the run is the same as one described by a YAML file."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def core_config(
 
 @contextmanager
 def by_own_names(config: TrainingConfig) -> Generator[None]:
-    """What is said of keys of the core is said by the names that they have here, unless the user gave the key."""
+    """Replaces keys of the core in error messages by the names that they have here, unless the user gave the key."""
     try:
         yield
     except GroupwiseError as error:
@@ -129,12 +129,12 @@ def by_own_names(config: TrainingConfig) -> Generator[None]:
 
 
 def _save_steps(config: TrainingConfig) -> int:
-    """Of a short training a quarter: a machine that goes away shall not take all of it."""
+    """Steps between checkpoints; in a short training a quarter of it, so that a lost machine does not take all of it."""
     return min(SAVE_STEPS, max(LEAST_SAVE_STEPS, config.max_steps // 4))
 
 
 def run_folder(config: TrainingConfig) -> Path:
-    """Where the run is recorded: checkpoint_dir, unless that is on Drive, where no database may live."""
+    """Folder of the run's record: checkpoint_dir, unless that is on Drive, where no database may live."""
     if config.save_to_drive:
         return CHECKPOINTS / config.experiment_name
     return Path(config.checkpoint_dir)
@@ -188,7 +188,7 @@ def _overrides(config: TrainingConfig) -> list[str]:
 
 
 def _why_not(key: str, value: Any) -> str | None:
-    """Why it cannot be overridden; None where it can."""
+    """The reason why a key cannot be overridden; None if it can."""
     if key == "lora":
         return _NO_ADAPTER
     if (key, value) == ("rollout.type", "environment"):

@@ -1,10 +1,10 @@
-"""Where a notebook's credentials come from, and where the libraries that need them look for them.
+"""Finds a notebook's credentials, and puts them where the libraries that need them look.
 
-Each is looked for in the config, the environment, the secrets of Colab, those of Kaggle; the first that has it counts. It is then in the
-environment of this process, under the name that huggingface_hub, wandb and kagglehub know, and nowhere else: in no file, no output.
+Each is looked for in the config, the environment, the secrets of Colab, those of Kaggle; the first that has it counts. It is then put
+into the environment of this process, under the name that huggingface_hub, wandb and kagglehub read, and into no file or output.
 
-There it stays, since an earlier session may still train with it. So a later session that finds none has that one, and is told of an
-earlier config; but what stood in the environment before, and what is found elsewhere, comes first.
+It stays there, since an earlier session may still train with it. So a later session that finds none uses that one, and reports an
+earlier config or session as its source; but the environment's own value, and values from other sources, come first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONFIG = "the config"
 
 @dataclass(frozen=True, slots=True)
 class _Put:
-    """What an environment variable was given here."""
+    """An environment variable's value that was set here."""
 
     value: str
     place: str
@@ -34,7 +34,7 @@ class _Put:
 
 
 _put: dict[str, _Put] = {}
-"""By variable."""
+"""Values set here, by variable."""
 
 
 def provide(config: TrainingConfig) -> dict[str, str]:
@@ -60,7 +60,7 @@ def provide(config: TrainingConfig) -> dict[str, str]:
 
 
 def _from_outside(name: str) -> str | None:
-    """What the variable has, or had before a value was put there."""
+    """The variable's value, or the one it had before a value was put there."""
     value, put = os.environ.get(name), _put.get(name)
     return put.before if put is not None and put.value == value else value
 

@@ -37,7 +37,7 @@ from groupwise.tasks.data.sources import ENDINGS, is_local, read_source, sample
 Loaded: TypeAlias = (
     Iterable[Mapping[str, Any]] | tuple[Iterable[Mapping[str, Any]], Iterable[Mapping[str, Any]]]
 )
-"""What a loader gives: rows, or those to train on and those of the test part."""
+"""The result of a loader: rows, or a pair of training rows and test rows."""
 Loader: TypeAlias = Callable[[TrainingConfig], Loaded]
 
 OPENRUBRICS = "OpenRubrics/OpenRubrics"
@@ -52,7 +52,7 @@ KNOWN = {
 GENERATED = 2000
 """Problems of `arithmetic`, where dataset_max does not say how many."""
 LEVEL = 1
-"""Of its problems: sums and differences of numbers up to 50."""
+"""Level of its problems: sums and differences of numbers up to 50."""
 
 _REGISTERED: dict[str, Loader] = {}
 
@@ -164,7 +164,7 @@ def _loaded(config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
 
 
 def _in_lower_case(rows: Sequence[Row]) -> list[Row]:
-    """With `question` for `Question`, where there is no column of that name."""
+    """Renames known columns to lower case, such as `Question` to `question`, unless a column has that name."""
     there = list(dict.fromkeys(column for row in rows for column in row))
     first = {column.lower(): column for column in reversed(there)}
     ours = {first[name]: name for name in KNOWN & first.keys() - {*there}}
@@ -211,7 +211,7 @@ def _of_answers(rows: Sequence[Row], name: str) -> Rows:
 def _names(
     rows: Sequence[Row], name: str, known: Mapping[str, Sequence[str]], wanted: Sequence[str]
 ) -> dict[str, str]:
-    """What the wanted columns are called there. `prompt` is the question where nothing else is."""
+    """The wanted columns' names there. `prompt` is the question only if nothing else is."""
     there = dict.fromkeys(column for row in rows for column in row)
     found: dict[str, str] = {}
     for ours in wanted:

@@ -26,7 +26,7 @@ from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 MOUNT = "/content/drive"
 MARK = "run.txt"
-"""Says in a mirror when its run was begun, by which runs of one name are told apart."""
+"""File in a mirror with the start time of its run, which distinguishes runs of one name."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def ensure(config: TrainingConfig) -> None:
 
 
 def mirror(config: TrainingConfig) -> Path | None:
-    """Where checkpoints are copied; None where they are not."""
+    """Folder to which checkpoints are copied; None if they are not."""
     if not config.save_to_drive:
         return None
     place = Path(config.checkpoint_dir)
@@ -61,7 +61,7 @@ def mirror(config: TrainingConfig) -> Path | None:
 
 
 def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
-    """What copies the checkpoints of a run; each run of an experiment has a folder of its own, as here."""
+    """The callback that copies a run's checkpoints; each run of an experiment has a folder of its own, as here."""
     place = mirror(config)
     if place is None:
         return None
@@ -71,7 +71,7 @@ def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
 
 
 def names(config: TrainingConfig) -> set[str]:
-    """Of runs of the experiment that are on Drive."""
+    """Names of the experiment's runs that are on Drive."""
     place = mirror(config)
     first = run_folder(config)
     return set() if place is None else {sibling(first, each).name for each in _numbers(place)}
@@ -106,7 +106,7 @@ def _bring_newest(mirrored: Path, own: Path) -> int | None:
 
 
 def _numbers(place: Path) -> list[int]:
-    """Of the experiment's runs that are there."""
+    """Numbers of the experiment's runs that are there."""
     found = (
         number_of(each.parent.name, place.name) for each in place.parent.glob(f"*/{CHECKPOINTS}")
     )
@@ -180,7 +180,7 @@ def _mount() -> None:
 
 
 def _copy_file(file: Path, to: Path) -> None:
-    """Where there is one."""
+    """Copies a file if it exists."""
     if file.is_file():
         atomic_files.write_file(to, file.read_bytes())
 

@@ -1,4 +1,4 @@
-"""How well the newest weights do on the test part."""
+"""Evaluates the newest weights on the test part."""
 
 from __future__ import annotations
 

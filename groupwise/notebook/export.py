@@ -25,7 +25,7 @@ from groupwise.training.review.export import export
 HF_LORA = "hf_lora"
 """The folder within a checkpoint that holds the exported adapter."""
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as the largest rank of an adapter; it refuses larger ones than it was told."""
+"""Values that vLLM accepts as the largest rank of an adapter; it refuses adapters of a larger rank."""
 
 
 def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Session) -> str:
@@ -76,7 +76,7 @@ def _run_of(config: TrainingConfig, told: object) -> Path:
 
 
 def _refuse_state_of_another(config: TrainingConfig, state: TrainerState) -> None:
-    """By its config; a state that does not know one, by the name of its folder."""
+    """Raises UsageError for a state of another config; if the state has no config, the name of its folder decides."""
     run, first = Path(state.checkpoint_dir), run_folder(config).name
     if state.config is not None and (changed := differing(config, state.config)):
         raise UsageError(
@@ -122,7 +122,7 @@ def _serving(model: ModelConfig, rank: int, name: str, adapter: Path) -> str:
 
 
 def _zipped(config: TrainingConfig, run: Path, adapter: Path) -> list[tuple[str, str]]:
-    """On Drive, in the folder of this run there."""
+    """Zips the adapter into this run's folder on Drive; nothing if there is none."""
     mirror = drive.mirror_of(config, run.name)
     place = None if mirror is None else mirror.place_of(run)
     if place is None:

@@ -1,9 +1,9 @@
-"""What a function comes to its values by, each thing by its name, as short fingerprints: a notebook's functions stand in no file.
+"""Short fingerprints, by name, of everything that a function computes its values with: a notebook's functions are in no file.
 
-A function is its compiled code, so that a comment may change, and a number or an operator may not. What it takes of the names around it
-stands beside it under these names; what it holds, as defaults and closure, and what objects and classes of the user's hold, under names
-below theirs, `SCORER.words`. What is in a list, a dictionary or another value belongs to that value. So it is known by name what was
-edited, and what changes while the function is used.
+A function is identified by its compiled code, so that a comment may change, and a number or an operator may not. Globals that it reads
+get entries under their names; its defaults and closure, and the parts of the user's objects and classes, get names below
+theirs, `SCORER.words`. The content of a list, a dictionary or another value belongs to that value. So edits, and changes while the
+function is used, can be reported by name.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from groupwise.notebook.values import (
 DEEPEST = 4
 """Parts below each other, `a.b.c.d`; what is further down belongs to the last of them."""
 MOST_NAMES = 2000
-"""Of a reward; where objects know each other in many ways, what comes later belongs to the names that there are."""
+"""Most names of a reward; if objects refer to each other in many ways, later ones belong to the names that exist."""
 
 Within = dict[int, tuple[int, Any]]
-"""What was told of a value so far, by identity: its number, and itself, so that no other gets its identity."""
+"""Values described so far, by identity: number and value. Holding the value keeps its identity from being reused."""
 _BUILT_IN = (
     *(BuiltinFunctionType, ClassMethodDescriptorType),
     *(MethodDescriptorType, MethodWrapperType, WrapperDescriptorType),
@@ -86,21 +86,21 @@ def _plain(value: Any) -> Any:
 
 
 class Look:
-    """All that a function uses, followed as far as it is the user's; of other code the name is taken.
+    """Everything that a function uses, followed as far as it is the user's; other code is identified by name.
 
-    Functions and classes that their module knows by their own names are told under these, whatever other names they have: so a name that is
-    given to another one while the function is used takes nothing with it.
+    Functions and classes that their module has under their own names are described under these, whatever other names they have: so
+    nothing changes if another name is reassigned while the function is used.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.found: dict[str, str] = {}
         """Fingerprints by name; that of the function itself under an empty one."""
         self.unseen: dict[str, str] = {}
-        """The types of what nothing else is known of, by the name that it stands under."""
+        """Types of things of which nothing else is known, by name."""
         self._taken: set[str] = set()
         self._around: set[str] = set()
         self._classes: dict[str, type] = {}
-        """By the names under which they are told."""
+        """Classes by the names under which they are described."""
         self._met: dict[int, type] = {}
         self._next: deque[tuple[str, Any, int]] = deque()
         self._name("", function)
@@ -108,7 +108,7 @@ class Look:
             self._tell(*self._next.popleft())
 
     def _name(self, name: str, value: Any, depth: int = 0) -> str:
-        """It is to be told under this name, with a number where that is taken."""
+        """Queues a value to be described under this name, with a number if that is taken."""
         free, number = name, 1
         while free in self._taken:
             number += 1
@@ -149,7 +149,7 @@ class Look:
         return self._itself(value)
 
     def _itself(self, value: Any) -> Any:
-        """What it is, without its parts."""
+        """The thing itself, without its parts."""
         if isinstance(value, type):
             above = [self._class(each) for each in (*value.__bases__, type(value))]
             return [place_of(value), above]
@@ -162,7 +162,7 @@ class Look:
         return [place_of(value), _code(value.__code__, value.__doc__)]
 
     def _class(self, value: type) -> str:
-        """Its name, under which it is told if it is the user's."""
+        """The class's name, under which it is described if it is the user's."""
         place = place_of(value)
         if is_users_class(value) and id(value) not in self._met:
             self._met[id(value)] = value
@@ -173,7 +173,7 @@ class Look:
         return place
 
     def _of_class(self, value: type) -> str:
-        """What classes of one name are told apart by."""
+        """A fingerprint that distinguishes classes of one name."""
         within = {id(value): (0, value)}
         parts, unseen = parts_of(value) or {}, dict(self.unseen)
         told = [[name, self._content("", parts[name], within)] for name in sorted(parts)]
@@ -181,7 +181,7 @@ class Look:
         return _short(told)
 
     def _content(self, name: str, value: Any, within: Within) -> Any:
-        """Plain values for all that is in it. `within`: what was told there already, as happens where things know each other."""
+        """Plain values for everything in it. `within`: values described already, which may recur if objects refer to each other."""
         kind = cast("type[object]", type(value))
         if kind in CONSTANTS:
             return repr(value)
@@ -219,7 +219,7 @@ class Look:
         return [tell(missing), [[tell(key), tell(each)] for key, each in pairs]]
 
     def _single(self, value: Any, tell: Callable[[Any], Any]) -> Any:
-        """What a value that is no collection says of itself; None where that is nothing."""
+        """Description of a value that is no collection; None if there is nothing to say."""
         if isinstance(value, CONSTANTS):  # of a class below one of them
             plain: Any = next(each for each in type(value).__mro__ if each in CONSTANTS)
             return [plain.__repr__(value), tell(state_of(value))]
@@ -248,7 +248,7 @@ class Look:
 
 
 def _code(code: CodeType, doc: str | None = None) -> Any:
-    """What it computes. `doc`: the text that tells people what it is for."""
+    """Plain values that identify the code's behaviour. `doc`: the docstring, which is left out."""
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     first, *others = code.co_consts or (None,)
     constants = [None if doc is not None and first == doc else first, *others]
@@ -274,7 +274,7 @@ def _array(value: Any, tell: Callable[[Any], Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is made of constants, lists, tuples and dictionaries alone: these say all of themselves, and word lists are large."""
+    """True if it consists of constants, lists, tuples and dictionaries alone: these need no closer look, and word lists are large."""
     met: set[int] = set()
     left: list[Any] = [value]
     while left:

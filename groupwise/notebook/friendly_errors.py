@@ -1,4 +1,4 @@
-"""Models that people make in a notebook: what is wrong with their values is told in words, all of it at once, as for a config file."""
+"""Models that users create in a notebook: errors in their values are explained in words, all at once, as for a config file."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Worded(Strict):
 
     @classmethod
     def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What was given, as messages may show it."""
+        """The given values, as messages may show them."""
         return {name: _plain(value) for name, value in values.items()}
 
     def changed(self, **changes: Any) -> Self:
-        """The same with other values; what was not given is found anew."""
+        """The same with other values; values that were not given are computed again."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**given, **changes})
 

@@ -1,8 +1,8 @@
-"""What is measured of an answer, beside what is rewarded.
+"""Measures answers, independently of their rewards.
 
-Rewards want the marks of the config; a measure should tell a model that does not know from one that writes no marks. So the answer is what
-stands between the marks (or in a \\boxed{}). Where nothing does, it is the last number of the text if the gold answer is a number, and else
-the last line. A gold answer in words is also right where it ends what is said, as in `The capital is Tokyo.`
+Rewards require the config's marks; a metric should distinguish a model that does not know from one that writes no marks. So the answer is
+the text between the marks (or in a \\boxed{}). If there is none, it is the last number of the text if the gold answer is a number, else
+the last line. A gold answer in words is also right if the text ends with it, as in `The capital is Tokyo.`
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from groupwise.tasks.rewards.overlap import words
 def grades(
     tags: Tags, completions: Sequence[CompletionText], *, tolerant: bool, **columns: Any
 ) -> list[float]:
-    """As `math_answer` gives them."""
+    """The grades of `math_answer`."""
     golds = gold_answers(columns, len(completions), tag=tags.answer, boxes=True)
     said = zip(completions, golds, strict=True)
     grade = MathAnswer(tolerant=tolerant, answer_tag=tags.answer)
@@ -29,7 +29,7 @@ def grades(
 
 
 def is_numeric(tags: Tags, answer: Any) -> bool:
-    """Whether a gold answer is a number."""
+    """True if a gold answer is a number."""
     return _has_number(gold_of_row({"answer": answer}, tag=tags.answer, boxes=True))
 
 

@@ -144,7 +144,7 @@ def _tried(
 
 
 def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> dict[str, Any]:
-    """What trials must agree in to be compared: the metric, the fields and keys that are not varied, rows and rewards."""
+    """Facts that trials must share to be compared: the metric, the fields and keys that are not varied, rows and rewards."""
     config = session.config
     fields = config.model_dump(mode="json", exclude={*FIXED, *space})
     set_here = {
@@ -160,7 +160,7 @@ def _question(session: Session, rewards: Rubric, space: Space, metric: str) -> d
 
 
 def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Path) -> None:
-    """What the trials' rewards collected in lists is no other question."""
+    """Raises ConfigError if the study answers another question. Lists that the trials' rewards filled make no difference."""
     before = study.user_attrs.get(QUESTION)
     if before is None:
         study.set_user_attr(QUESTION, question)
@@ -176,7 +176,7 @@ def _refuse_other_question(study: Study, question: Mapping[str, Any], folder: Pa
 
 
 def _collected(study: Study, folder: Path) -> set[str]:
-    """What the trials' rewards changed; the study keeps it, since the trials' folders stay on this machine."""
+    """Names that the trials' rewards changed; the study keeps them, since the trials' folders stay on this machine."""
     kept = {*study.user_attrs.get(COLLECTED, ())}
     found = kept.union(*map(collected, folder.glob("trial-*")))
     if found != kept:
@@ -185,7 +185,7 @@ def _collected(study: Study, folder: Path) -> set[str]:
 
 
 def _bring_back(config: TrainingConfig, folder: Path) -> None:
-    """Take the journal of Drive where it tells more than the one here, but for a last line that was cut off."""
+    """Replace the journal by the one on Drive if that holds more; a last line that was cut off does not count."""
     kept = _journal_on_drive(config)
     if kept is None or not kept.is_file():
         return
@@ -203,7 +203,7 @@ def _journal_on_drive(config: TrainingConfig) -> Path | None:
 
 
 def _copy_to_drive(config: TrainingConfig, folder: Path) -> None:
-    """What was tried; a Drive that refuses is warned of, since all of it stands here."""
+    """Copies the journal; if Drive refuses, this only warns, since the original is here."""
     kept = _journal_on_drive(config)
     if kept is None:
         return

@@ -1,6 +1,6 @@
-"""Whether a training is the same as an earlier one: its rows, its marks and its rewards with all that they use, as short fingerprints.
+"""Fingerprints that show if a training equals an earlier one: its rows, its marks and its rewards with all that they use.
 
-`groupwise.notebook.reward_state` tells what of the latter a training itself changed, as where a function collects or counts.
+`groupwise.notebook.reward_state` finds which of these a training itself changed, for example a list that a function fills.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS = ("rows to train on", "rows to test")
 def facts_of(
     config: TrainingConfig, train: Sequence[Row], test: Sequence[Row], rewards: Rubric | None = None
 ) -> dict[str, Any]:
-    """What two trainings must agree in to be one, beside the core's config; of `rewards` where they are known.
+    """Facts that two trainings must share to be the same, beside the core's config; those of `rewards` if they are known.
 
     A look at rewards follows all that they use.
     """
@@ -41,7 +41,7 @@ def facts_of(
 
 
 def reward_facts(rewards: Rubric) -> dict[str, Any]:
-    """Those of `facts_of` that are about rewards, and what of them is known by its type alone (`UNSEEN`)."""
+    """The facts of `facts_of` about rewards, and things in them that are known by type alone (`UNSEEN`)."""
     parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
     looks = [(name, weight, Look(stood_for(function))) for name, weight, function in parts]
     return {
@@ -61,13 +61,13 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
 
 
 def _of_one_alone(*facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of things end that are used by rewards which only one of both has."""
+    """Endings of the names of things that belong to rewards which only one of both has."""
     one, other = (set[str](each.get(REWARDS, ())) for each in facts)
     return tuple(f" of the reward {each}" for each in one ^ other)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """In what the facts of `now` differ, in words; parts of the reward by their names."""
+    """Differences of the facts in `now`, in words; parts of the reward by their names."""
     found: list[str] = []
     for name, value in now.items():
         was = before.get(name) if name != UNSEEN else value

@@ -49,7 +49,7 @@ def _enough(rows: Sequence[Row], dataset: str) -> Sequence[Row]:
 
 
 def in_place_of(part: str, given: object, config: TrainingConfig) -> Rows:
-    """Rows that somebody puts in place of a part, whose name is for messages: as `with_prompts` makes them."""
+    """Rows that the user assigns to a part, as `with_prompts` makes them; the part's name is for messages."""
     rows = given if isinstance(given, Rows) else listed(given, f"{part} was given")
     if not rows:
         raise TaskError(f"{part} was given no rows. Expected at least one.")

@@ -23,13 +23,13 @@ from groupwise.training.config import RunConfig, resolved
 FACTS = "notebook"
 """The fact about a run that holds `groupwise.notebook.identity.facts_of`."""
 LENGTH = "training.max_steps"
-"""Of the keys that may change while a run goes on, the one that a notebook's schedule hangs on."""
+"""The one key that a notebook's schedule depends on, among those that may change while a run goes on."""
 PLACES = ("run.name", "run.dir")
-"""Keys that say nothing about what a run came to."""
+"""Keys that do not affect a run's result."""
 
 
 def runs_of(core: RunConfig) -> list[RunInfo]:
-    """All that can be read, the newest first; a record that is missing or damaged is mended from the checkpoints."""
+    """All readable runs, the newest first; a missing or damaged record is repaired from the checkpoints."""
     name = str(core.run.name)
     found = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
     for broken in [run for run in found if run.broken is not None]:
@@ -43,7 +43,7 @@ def runs_of(core: RunConfig) -> list[RunInfo]:
 def newest_alike(
     core: RunConfig, facts: Mapping[str, Any], say: Callable[[str], None] | None = None
 ) -> RunInfo | None:
-    """The newest run that agrees with config and facts. `say` is told of unfinished ones that are passed over."""
+    """The newest run that agrees with config and facts. `say` gets messages about unfinished or emptied runs that are passed over."""
     for run in runs_of(core):
         found = changes(run, core, facts)
         gone = run.state == "finished" and find.newest_weights(run.path) is None
@@ -58,9 +58,9 @@ def newest_alike(
 
 
 def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence[str]:
-    """In what a run differs: keys of the config, and facts; where nothing else does, the weights that it began from.
+    """Differences of a run: keys of the config, and facts; if there are none, the weights that it began from.
 
-    One that goes on may have other evaluations and callbacks, or another number of processes; one that was finished would have to be
+    A run that resumes may have other evaluations and callbacks, or another number of processes; a finished run would have to be
     trained again for them.
     """
     found = compare(read_config(run.path), resolved(core), RunConfig)
@@ -83,7 +83,7 @@ def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
 
 
 def described(run: RunInfo) -> str:
-    """For a table."""
+    """The run's state, for a table."""
     if run.state == "finished":
         return f"{run.path}: finished after {run.steps} steps"
     if run.state == "running":

@@ -1,4 +1,4 @@
-"""What a question looks like to the model."""
+"""Formats a question for the model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from groupwise.notebook.config import TrainingConfig
 
 
 def format_prompt(question: str, config: TrainingConfig, rubric: str | None = None) -> str:
-    """What the user says: the system prompt and the question. The model's chat template is laid around it later.
+    """The user's message: the system prompt and the question. The model's chat template is applied later.
 
     The system prompt stands in the user's turn, because Gemma's template has no other. `rubric` is shown to the model where it is given:
     what is then rewarded for its words may be repeated, so nothing gives it by default. Raises UsageError for a question that is no text,

@@ -25,13 +25,13 @@ MAX_CHARACTERS_IN_TABLE = 300
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A run folder, read anew at each question; also while the run goes on."""
+    """A run folder, read again at each question; also while the run goes on."""
 
     folder: Path
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """What the run came to; empty before its end."""
+        """The run's results; empty before its end."""
         return read_summary(self.folder) or {}
 
     def metrics(self, *names: str) -> dict[str, list[tuple[int, float]]]:
@@ -46,7 +46,7 @@ class Record:
             return store.metrics(names or None)
 
     def metric_names(self) -> list[str]:
-        """Of all that was measured."""
+        """Names of all metrics."""
         with self._store() as store:
             return store.metric_names()
 
@@ -131,7 +131,7 @@ def completions_table(
     prompts: Mapping[int, Prompt],
     longest: int = MAX_CHARACTERS_IN_TABLE,
 ) -> Table:
-    """What was asked, once for each group of completions; reward, its parts, and what was said. `prompts`: by the draw."""
+    """A table of rollouts: the prompt once for each group, reward, its parts, completion. `prompts`: by the draw."""
     draws = [None, *(each.draw for each in rollouts)]
     rows = [
         (

@@ -1,7 +1,7 @@
-"""Which lists, dictionaries and objects of rewards a training itself changed: functions collect things in them.
+"""Finds the lists, dictionaries and objects of rewards that a training itself changed: functions collect things in them.
 
-They are no difference between two trainings. Each run notes its own in a file of its folder, whenever it saves and when it ends, because
-what was collected may come back from a file of the user's in another kernel.
+They do not count as a difference between two trainings. Each run lists its own in a file of its folder, whenever it saves and when it
+ends, because the collected values may come back from a file of the user's in another kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
 FILE = "collected.json"
 _HERE: dict[str, set[str]] = {}
-"""What trainings of this process changed, by the fingerprint of their rewards: a model that the first one loaded is there for the next."""
+"""Names changed by this process's trainings, by the fingerprint of their rewards: a model that one of them loaded is there for the next."""
 
 
 class Collected(Callback):
@@ -58,7 +58,7 @@ def collected(run: Path) -> set[str]:
 
 @contextmanager
 def noticed(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
-    """What rewards change within, as an evaluation before any training, is no difference for trainings of this process.
+    """Notes changes that rewards make within, as in an evaluation before any training: they are no difference for this process's trainings.
 
     `facts`: those of the start, as for `Collected`.
     """
@@ -88,7 +88,7 @@ def _passing(name: str) -> str:
 def comparable(
     before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The facts of two trainings but for what the first one changed of what its rewards use: `names`, as `collected` tells them."""
+    """The facts of two trainings without the things that the first one's rewards changed: `names`, as `collected` returns them."""
     used = [each.get(USED, {}) for each in (before, now)]
     passing = {name for name in {*used[0]} ^ {*used[1]} if _passing(name) in names}
     left_out = passing.union(names)

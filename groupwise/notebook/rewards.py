@@ -1,4 +1,4 @@
-"""What a notebook rewards: functions that the config makes, and those that somebody gives instead or beside them."""
+"""The rewards of a notebook: functions that the config makes, and those that the user gives instead or in addition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Given: TypeAlias = Sequence[One | tuple[One, float]]
 ACCURACY = "accuracy"
 """The part that says whether an answer is right, recorded beside the others and not counted."""
 NO_CHAT = "string indices must be integers"
-"""What Python says to `completion[0]["content"]`."""
+"""Python's error message for `completion[0]["content"]`."""
 TEXTS = "Prompts and completions are texts in a notebook, no chats: take `completion`, not `completion[0]['content']`."
 _KINDS: dict[str, Kind] = {"openrubrics": "rubric", "gsm8k": "numeric", "arithmetic": "numeric"}
 
@@ -82,7 +82,7 @@ def rewards_of(
     reward_functions: Given | None = None,
     extra_reward_functions: Given | None = (),
 ) -> Rubric:
-    """What a training rewards: `reward_functions` instead of those of the config, `extra_reward_functions` beside either."""
+    """The rewards of a training: `reward_functions` instead of those of the config, `extra_reward_functions` beside either."""
     if reward_functions is None:
         chosen = create_reward_functions(config, rows)
     else:

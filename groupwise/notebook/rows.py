@@ -1,4 +1,4 @@
-"""What a row of a notebook is: which can be used, what they are scored by, and what the model is given for one."""
+"""The rows of a notebook: selects the usable ones, and finds what they are scored by and their prompts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from groupwise.tasks.rewards.mathematics import MathAnswer
 from groupwise.tasks.rewards.overlap import RubricOverlap
 
 Kind = Literal["numeric", "rubric"]
-"""What rows are scored by: an answer, or a rubric and a reference."""
+"""Basis of the rows' scores: an answer, or a rubric and a reference."""
 
 RUBRIC = ("rubric", "reference")
-"""What a row has that has no answer."""
+"""Columns of a row that has no answer."""
 
 
 def kind_of(rows: Sequence[Row]) -> Kind:
-    """What all of the rows are scored by. Raises TaskError where there are none, or no one thing."""
+    """The basis of all rows' scores. Raises TaskError if there are no rows, or they have no common basis."""
     if not rows:
         raise TaskError("There are no rows: a part of the data is empty.")
     rubrics = sum(row.get("rubric") is not None for row in rows)
@@ -42,7 +42,7 @@ def kind_of(rows: Sequence[Row]) -> Kind:
 def usable_rows(
     rows: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], Row], where: str
 ) -> Rows:
-    """What `make` makes of rows, without those for which it raises Unusable, and without repeated questions. Raises TaskError for none."""
+    """The results of `make`, without rows for which it raises Unusable, and without repeated questions. Raises TaskError for none."""
     found, left_out = usable(
         rows,
         make,
@@ -66,7 +66,7 @@ def _again(earlier: Row, later: Row) -> str:
 
 
 def listed(given: Any, told: str, also: str = "") -> list[Any]:
-    """What is given as rows, a table of pandas too; of that the cells as Python has them. `told` and `also` are for the message."""
+    """The given rows as a list; cells of a pandas table become Python values. `told` and `also` are for the message."""
     kind = type(given).__name__
     if kind == "DataFrame":
         records = cast("list[Row]", given.to_dict("records"))
@@ -116,7 +116,7 @@ def row_of(given: object, config: TrainingConfig) -> Row:
 
 
 def _scored(row: Mapping[str, Any], config: TrainingConfig) -> Row:
-    """Of answer, rubric and reference those that can be scored by; None, NaN and empty text are nothing."""
+    """The columns among answer, rubric and reference that can be scored by; None, NaN and empty text do not count."""
     answers = MathAnswer("answer", answer_tag=config.tags.answer)
     found = (
         ["answer"]
@@ -146,17 +146,17 @@ def refuse_odd_answer(cell: object) -> None:
 
 
 def accepted_forms(cell: object) -> list[Any]:
-    """Those of an answer: several, or it alone."""
+    """The accepted forms of an answer: the entries of a list, or the answer alone."""
     return [*cast("Sequence[Any]", cell)] if isinstance(cell, list | tuple) else [cell]
 
 
 def is_chat(cell: object) -> bool:
-    """Whether a prompt is messages rather than a text."""
+    """True if a prompt is messages rather than a text."""
     return not isinstance(cell, str) and holds(cell)
 
 
 def said_last(chat: object) -> str:
-    """What the user says last. Raises Unusable where no message is the user's."""
+    """The user's last message. Raises Unusable if there is none."""
     said = [message["content"] for message in messages_of(chat) if message["role"] == "user"]
     if not said:
         raise Unusable("no message of its prompt is the user's")
@@ -164,7 +164,7 @@ def said_last(chat: object) -> str:
 
 
 def holds(cell: object) -> bool:
-    """Whether it is a text or a list with something in it, or a chat."""
+    """True for a chat, a text or a list that is not empty."""
     if isinstance(cell, str):
         return bool(cell.strip())
     return isinstance(cell, Mapping | list | tuple) and len(cast("Any", cell)) > 0

@@ -45,11 +45,11 @@ Texts = Held[str]
 LogMetric = Callable[[str, float], None]
 
 EXPECTED = "a rubric has a `name:` and `criteria:`, a set of them has `rubrics:`"
-"""What a file should hold."""
+"""The expected content of a file, for messages."""
 ROUNDING = 1e-9
-"""By which a sum of weighted scores may miss what it should be."""
+"""Largest rounding error of a sum of weighted scores."""
 LONG = 3
-"""Letters of a word of a description from which on it says something."""
+"""Least letters of a description's word that carries meaning."""
 
 
 class Criterion(Worded):
@@ -228,7 +228,7 @@ class Rubric(Worded):
                 )
 
     def __str__(self) -> str:
-        """As a judge reads it."""
+        """The rubric's text for a judge."""
         heavy = [f"- {criterion} (weight {criterion.weight:g})" for criterion in self.criteria]
         example = (
             [f"An answer as it should be:\n{self.reference_response}"]
@@ -257,7 +257,7 @@ class RubricSet(Worded):
             )
 
     def __getitem__(self, which: int | str) -> Rubric:
-        """By place or by name."""
+        """The rubric at a position or with a name. Raises TaskError for an unknown name."""
         if isinstance(which, int):
             return self.rubrics[which]
         for rubric in self.rubrics:
@@ -268,7 +268,7 @@ class RubricSet(Worded):
         )
 
     def of_type(self, question_type: str | None) -> list[Rubric]:
-        """Those for a type of question; those for any, where there are none of its own or it has no type."""
+        """The rubrics for a type of question; if there are none, or it has no type, the rubrics for any question."""
         own = [each for each in self.rubrics if question_type in each.question_types]
         return own or [each for each in self.rubrics if not each.question_types]
 

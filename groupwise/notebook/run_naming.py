@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def number_of(run: str, name: str) -> int | None:
-    """Which of the experiment's runs a folder is by its own name: 1, 2, 3 …; None if it is none of them."""
+    """The number of an experiment's run, by its folder's name: 1, 2, 3 …; None if it is none of them."""
     found = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", run)
     return int(found[1] or 1) if found else None
 
@@ -20,5 +20,5 @@ def sibling(first: Path, number: int) -> Path:
 
 
 def siblings(first: Path) -> Iterator[Path]:
-    """All that there could be, in their order."""
+    """The folders of all possible runs, in order, without end."""
     return (sibling(first, number) for number in count(1))

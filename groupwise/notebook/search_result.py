@@ -1,4 +1,4 @@
-"""What a search has found: the best config, a table of the trials and a plot."""
+"""The result of a search: the best config, a table of the trials and a plot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was tried, and what came of it."""
+    """A search's trials and their results."""
 
     config: TrainingConfig = field(repr=False)
     metric: str
@@ -100,7 +100,7 @@ def _rank(trial: FrozenTrial) -> tuple[bool, float, int]:
 
 
 def _became(trial: FrozenTrial) -> str:
-    """What the table says of a trial beside its value."""
+    """The outcome of a trial, shown in the table beside its value."""
     told = _STATES[trial.state.name]
     if (earlier := trial.user_attrs.get(REPEATED)) is not None:
         return f"{told}, as trial {earlier}" if told else f"as trial {earlier}"

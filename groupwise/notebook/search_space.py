@@ -1,4 +1,4 @@
-"""What a search may try: for each field of a config, or key of the core, a range or a list of values."""
+"""The space of a search: for each field of a config, or key of the core, a range or a list of values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Between:
 
 
 Space: TypeAlias = Mapping[str, Between | Sequence[Any]]
-"""For each field, or dotted key of the core: a range, or a list of values."""
+"""Maps each field, or dotted key of the core, to a range or a list of values."""
 
 
 def with_values(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingConfig:
@@ -60,7 +60,7 @@ def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
 
 
 def _is_whole(config: TrainingConfig, name: str) -> bool:
-    """Whether a field, or a key of the core, takes whole numbers alone."""
+    """True if a field, or a key of the core, takes whole numbers alone."""
     own = type(config).model_fields.get(name)
     of_core = (leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name)
     return takes_whole_alone(*([own] if own else of_core))
@@ -101,7 +101,7 @@ def _number(name: str, end: Any) -> float:
 
 
 def size(distribution: Any) -> int | None:
-    """How many values there are; None: any number."""
+    """The number of different values; None if it is unlimited."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     if isinstance(distribution, CategoricalDistribution):
@@ -113,5 +113,5 @@ def size(distribution: Any) -> int | None:
 
 
 def is_credential(name: str) -> bool:
-    """Whether a field, or a key of the core, is a credential, which no journal may hold."""
+    """True if a field, or a key of the core, is a credential, which no journal may hold."""
     return is_secret(name.rpartition(".")[2])

@@ -37,7 +37,7 @@ from groupwise.training.config import LoadedConfig, RunConfig
 
 @dataclass
 class Session:
-    """What the functions of a notebook share. `train_dataset` and `test_dataset` may be replaced by other rows, with or without prompts."""
+    """State shared by a notebook's functions. `train_dataset` and `test_dataset` may be replaced by other rows, with or without prompts."""
 
     config: TrainingConfig
     train_dataset: Rows | Sequence[Row] = field(repr=False)
@@ -53,13 +53,13 @@ class Session:
 
     @property
     def core(self) -> LoadedConfig:
-        """What the config means to the core."""
+        """The core's config, which also depends on the rows."""
         graded = kind_of(self.train_dataset) == "numeric"
         return core_config(self.config, graded=graded, server=self.server)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What another training must agree in, beside the core's config, to be this one."""
+        """Facts that another training must share to be this one, beside the core's config."""
         return facts_of(self.config, self.train_dataset, self.test_dataset)
 
     @property
@@ -69,7 +69,7 @@ class Session:
 
     @property
     def next_folder(self) -> Path:
-        """That of a training that goes on with no earlier one."""
+        """The folder of a training that does not continue an earlier one."""
         name = free_name(self.settings, drive.names(self.config))
         return run_folder(self.config).with_name(name)
 
@@ -105,7 +105,7 @@ class Session:
 
     @property
     def lora_policy(self) -> dict[str, Any]:
-        """What is trained: rank, alpha, layers, number of parameters."""
+        """The trained adapter: rank, alpha, layers, number of parameters."""
         from groupwise.engine.distributed import prefork
 
         settings = self.settings
@@ -130,21 +130,21 @@ class Session:
 
     @property
     def policy(self) -> str:
-        """What answers, for people."""
+        """A label of the model that answers, for the user."""
         if self.weights is None:
             return "the model as it was, before any training"
         return find.label_of(self.folder, self.weights) if self.folder else ""
 
     @property
     def settings(self) -> RunConfig:
-        """What has nothing to do with the rows."""
+        """The settings that do not depend on the rows."""
         return core_config(self.config, server=self.server).config
 
     def _repr_html_(self) -> str:
         return self.table().as_html()
 
     def table(self) -> Table:
-        """What was prepared."""
+        """A table of the prepared session."""
         return Table("Session", list(_told(self)))
 
 
@@ -246,7 +246,7 @@ def _refuse_odd(steps: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any)
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1 on; true is none."""
+    """True for an int from 1 on; a bool is none."""
     return type(value) is int and value >= 1
 
 

@@ -23,7 +23,7 @@ JOURNAL = "trials.jsonl"
 REPEATED = "repeated"
 """The number of the trial that had the same values."""
 REASON = "reason"
-"""Why a trial failed."""
+"""The reason why a trial failed."""
 
 
 def refuse_without_optuna() -> None:
@@ -84,7 +84,7 @@ def next_trial(study: Study, distributions: dict[str, Any], trials: int, seed: i
 
 
 def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
-    """Whether no combination is left; of numbers that are not whole there are always more."""
+    """True if every combination was tried; a range of numbers that are not whole never ends."""
     sizes = [size(each) for each in distributions.values()]
     if None in sizes:
         return False
@@ -96,7 +96,7 @@ def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
 
 
 def repeats(study: Study, trial: Trial) -> bool:
-    """Whether a trial with these values has ended already; the study is told that this one came to the same."""
+    """Reports an earlier result if a trial with these values has ended already, and says if so."""
     ended = [each for each in study.trials if each.state.name in ("COMPLETE", "PRUNED")]
     earlier = next((each for each in ended if each.params == trial.params), None)
     if earlier is None:
@@ -111,7 +111,7 @@ def repeats(study: Study, trial: Trial) -> bool:
 
 
 def _report(study: Study, trial: Trial, earlier: FrozenTrial) -> None:
-    """Where an earlier trial was ended, by which the study ranks it; not again where this was cut off after it."""
+    """Reports the last step of an earlier, pruned trial, by which the study ranks it; not again after an interruption."""
     step = earlier.last_step
     if step is not None and step not in study.trials[trial.number].intermediate_values:
         trial.report(earlier.intermediate_values[step], step)
@@ -132,7 +132,7 @@ def fail(study: Study, trial: Trial, error: Exception) -> None:
 
 
 def why_over(study: Study, trials: int) -> str:
-    """Why there are fewer trials than were asked for."""
+    """The explanation for fewer trials than the user asked for."""
     failed = sum(trial.state.name == "FAIL" for trial in study.trials)
     again = "; those that failed are tried again under another experiment_name" if failed else ""
     return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{again}."

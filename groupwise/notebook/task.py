@@ -21,7 +21,7 @@ from groupwise.tasks.rewards.rubric import Rubric
 
 NUMERIC_METRICS = ("accuracy", "within_10_percent", "format_rate")
 RUBRIC_METRICS = ("format_rate", "rubric_overlap")
-"""What is measured beside the rewards, by the kind of the data."""
+"""Metrics measured beside the rewards, by the kind of the data."""
 
 
 class NotebookTask:
@@ -62,11 +62,11 @@ class NotebookTask:
         return self._test
 
     def get_reward_funcs(self, config: Any, tokenizer: Any) -> Rubric:
-        """Those of the notebook."""
+        """The notebook's rewards."""
         return self._rewards
 
     def get_rl_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> list[object]:
-        """What watches on behalf of the notebook."""
+        """The notebook's callbacks."""
         return list(self._callbacks)
 
     def compute_metrics(
@@ -97,7 +97,7 @@ class NotebookTask:
 
 
 def metric_names(tags: Tags, rows: Sequence[Row]) -> tuple[str, ...]:
-    """What is measured of such rows beside the rewards."""
+    """Metrics measured of such rows beside the rewards."""
     if kind_of(rows) == "rubric":
         return RUBRIC_METRICS
     if any(is_numeric(tags, row["answer"]) for row in rows):

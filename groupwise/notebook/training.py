@@ -1,4 +1,4 @@
-"""Training in a notebook: the core's loop on the notebook's rows and rewards, which goes on by itself where an earlier one was cut off."""
+"""Training in a notebook: the core's loop on the notebook's rows and rewards, which resumes an earlier one that was cut off."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from groupwise.training.loops.rl_start import AFTER, BEFORE, RlResult, rl
 
 @dataclass
 class TrainerState:
-    """What a training came to."""
+    """The result of a training."""
 
     grpo_trainer: RlResult = field(repr=False)
     """Its result: summary, and the held-out evaluations before and after it."""
@@ -39,9 +39,9 @@ class TrainerState:
     checkpoint_dir: str
     """The run's folder."""
     test_answer: str | None = None
-    """What `run_full_pipeline` was answered in its quick test."""
+    """The model's answer in the quick test of `run_full_pipeline`."""
     config: TrainingConfig | None = field(default=None, repr=False)
-    """What was trained."""
+    """The config that was trained."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -65,10 +65,10 @@ def train_grpo(
 ) -> TrainerState:
     """Train, with checkpoints on the way and at the end.
 
-    Goes on where an earlier training with the same config, rows and rewards was cut off; one that was finished is given back as it is,
-    since another would come to the same bits; `resume=False` trains anew beside either. `reward_functions` replaces those of the config,
-    `extra_reward_functions` stand beside them; each may be a pair with its weight. An interrupted cell leaves a checkpoint of the last
-    whole step and raises `Stopped`. Where no kernel draws its page, some completions are told as text.
+    Resumes an earlier training with the same config, rows and rewards that was cut off. If one was finished, its result is returned,
+    since a new one would be the same bit by bit; `resume=False` starts a new one in a folder of its own. `reward_functions` replaces
+    those of the config, `extra_reward_functions` adds to them; each function may be a pair with its weight. An interrupted cell leaves a
+    checkpoint of the last whole step and raises `Stopped`. If no kernel draws its page, some completions are printed as text.
     """
     refuse_other(config, session)
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
@@ -112,7 +112,7 @@ def run_training(
 
 
 def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
-    """What may have changed without being noticed."""
+    """A note on what may have changed without being noticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
     changed = sorted(collected(earlier.path).intersection(facts[USED]))
     return "".join(

@@ -1,4 +1,4 @@
-"""Kinds of values that a reward may use: what they are made of, and of which nothing is known."""
+"""Kinds of values that a reward may use: the parts that they are made of, and the kinds whose content is unknown."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from groupwise.notebook.code_dependencies import (
 CONSTANTS: tuple[type, ...] = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType),
 )
-"""Those that never change, where a value is of one of them and of no class below it."""
+"""Types whose values never change, if a value is of exactly this type and of no subclass."""
 SAID: tuple[type, ...] = (
     *(bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
     *(itemgetter, attrgetter),
 )
 """Values of Python that say all of themselves in words."""
 CACHED: Any = type(functools.lru_cache(len))
-"""What `functools.cache` makes of a function."""
+"""Type of a function wrapped by `functools.cache`."""
 _MADE_OF: tuple[tuple[Any, dict[str, str]], ...] = (
     (MethodType, {"function": "__func__", "self": "__self__"}),
     ((staticmethod, classmethod), {"function": "__func__"}),
@@ -61,11 +61,11 @@ _SILENT_MODULES = (
     *("_abc", "abc", "dataclasses", "typing", "inspect", "weakref", "_weakref", "contextvars"),
     *("threading", "_thread", "_contextvars", "asyncio.locks", "types", "torch.autograd.grad_mode"),
 )
-"""Whose objects hold nothing that a reward could come to another value by."""
+"""Modules whose objects hold nothing that could change a reward's value."""
 
 
 def parts_of(value: Any) -> Mapping[str, Any] | None:
-    """What code, an object of the user's, or plain data is made of, by name; None for anything else, as collections and numbers."""
+    """The parts of code, a user's object, or plain data, by name; None for anything else, such as collections and numbers."""
     if isinstance(value, FunctionType):
         return _of_function(value)
     if isinstance(value, type):
@@ -85,7 +85,7 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
 
 
 def _of_function(value: FunctionType) -> dict[str, Any]:
-    """What it holds; of a library's what the user may have given it: code, numbers, texts, collections."""
+    """The function's parts; of a library's, those that the user may have given it: code, numbers, texts, collections."""
     parts = captured(value)
     if is_users_function(value) or of_this_package(value):
         return parts
@@ -116,7 +116,7 @@ def _of_class(value: type[object]) -> dict[str, Any]:
 
 
 def _is_written(owner: type, name: str, value: Any) -> bool:
-    """Whether the user wrote it, and not Python for the class."""
+    """True if the user wrote it, rather than Python for the class."""
     if name.startswith("__"):
         return isinstance(value, (FunctionType, *_METHODS))
     made_by_enum = name.startswith("_") and name.endswith("_") and issubclass(owner, Enum)
@@ -129,7 +129,7 @@ def _of_partial(value: functools.partial[Any]) -> dict[str, Any]:
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
-    """Of data, or of the user's object all that it holds; None for data of this package that may change while it is used."""
+    """The fields of data, and all that a user's object holds; None for data of this package that may change while it is used."""
     model = isinstance(value, BaseModel)
     kind = cast("type[object]", type(value))
     if is_users_class(kind):
@@ -149,7 +149,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """What an object holds: its slots, and its attributes."""
+    """An object's slots and attributes."""
     found: dict[str, Any] = {}
     for kind in reversed(type(value).__mro__):
         named = kind.__dict__.get("__slots__", ())
@@ -169,22 +169,22 @@ def users_code_in(value: Any) -> dict[str, Any]:
 
 
 def is_collection(value: Any) -> bool:
-    """Whether it holds others one after the other."""
+    """True if it is a container of other values."""
     return isinstance(value, list | tuple | set | frozenset | dict)
 
 
 def is_array(value: Any) -> bool:
-    """Of numpy, or alike."""
+    """True for an array of numpy or the like."""
     return _has(value, "tobytes", "tolist", "shape", "dtype")
 
 
 def is_pattern(value: Any) -> bool:
-    """Of `re`, or of `regex`."""
+    """True for a pattern of `re` or `regex`."""
     return _has(value, "pattern", "flags", "fullmatch")
 
 
 def is_silent(value: Any) -> bool:
-    """Whether nothing needs to be known of it: it is no data, or its class is told elsewhere."""
+    """True if nothing needs to be known of it: it is no data, or its class is described elsewhere."""
     kind = cast("type[object]", type(value))
     return (
         isinstance(value, _SILENT)
@@ -196,5 +196,5 @@ def is_silent(value: Any) -> bool:
 
 
 def _has(value: Any, *names: str) -> bool:
-    """By its class: an object may answer to any name."""
+    """True if its class has all these names; the class decides, since an object may answer to any name."""
     return all(hasattr(cast("type[object]", type(value)), name) for name in names)

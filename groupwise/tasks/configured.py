@@ -46,7 +46,7 @@ from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 
 SPEC = "groupwise.tasks.configured"
-"""What stands for this task where tasks go by name: in the record of a run, and in workers."""
+"""This task's spec, by which runs' records and workers refer to it."""
 
 TEXT = "text"
 """The column of a formatted text that a mixture's tasks give to a teacher's rows."""
@@ -170,11 +170,11 @@ class _TaskSet:
 
     entry: MixtureEntry
     where: str
-    """In messages."""
+    """Name of the set in messages."""
     label: str
     task: Task
     config: View
-    """What its hooks see: the config with its own section `task`."""
+    """The config for its hooks, with its own section `task`."""
 
     def part(self, rows: Sequence[Row]) -> Part:
         return Part(
@@ -184,7 +184,7 @@ class _TaskSet:
         )
 
     def account(self, hook: str) -> Account:
-        """What the task's own hook left out."""
+        """The account of rows that the task's own hook left out."""
         return self.task.accounts.get(hook, Account()).under(self.where)
 
     def lessons(self, hook: str, tokenizer: Any, limit: int | None) -> list[Row]:
@@ -244,7 +244,7 @@ def _config_of_task(config: View, task: Task, entry: MixtureEntry, where: str) -
 
 
 class _Hooks:
-    """The hooks of a config's data. Each reads the data anew, as those of a task file do.
+    """The hooks of a config's data. Each reads the data again, as those of a task file do.
 
     `limit` is how much of a stream is read, which a task of a mixture may give.
     """
@@ -255,7 +255,7 @@ class _Hooks:
         self._rewards: Rubric | None = None
 
     def possible(self, config: View) -> set[str]:
-        """Those for which the config has what they need."""
+        """The hooks that this config can provide."""
         if _is_supervised(config):
             return {"get_sft_dataset", *self._if_held_out("get_sft_eval_dataset")}
         hooks = {"get_rl_dataset", "compute_metrics", *self._if_held_out("get_eval_dataset")}
@@ -331,7 +331,7 @@ class _Hooks:
         return Router.of(rubrics, where="rewards of data.dataset_mixture")
 
     def _own_rewards(self, config: View) -> Rubric | None:
-        """Those that the config names itself: made once, because making them may take long."""
+        """The rewards that the config itself names: made once, because making them may take long."""
         if self._rewards is None:
             section = config["rewards"].to_dict()
             if not self._tasks:
@@ -342,7 +342,7 @@ class _Hooks:
         return self._rewards
 
     def _unscorable(self, config: View) -> Unscorable:
-        """Why a source's row cannot be scored."""
+        """The function that says why a source's row cannot be scored."""
         rewards = self._own_rewards(config)
         return scorable if rewards is None else rewards.unscorable
 
@@ -357,7 +357,7 @@ class _Hooks:
         return {entry.label or entry.name: _weighted(own) for entry in sources}
 
     def get_rl_callbacks(self, config: View, tokenizer: Any, output_dir: str) -> list[object]:
-        """Those of all tasks."""
+        """The callbacks of all tasks."""
         return [
             callback
             for one in self._tasks
@@ -372,7 +372,7 @@ class _Hooks:
         config: View,
         tokenizer: Any,
     ) -> dict[str, Any]:
-        """How many samples there are; of each task its own metrics, under its label."""
+        """The number of samples, and each task's own metrics under its label."""
         metrics: dict[str, Any] = {"total_samples": len(dataset_rows)}
         details: dict[str, Any] = {}
         for one in self._with("compute_metrics"):
@@ -397,7 +397,7 @@ def _weighted(rubric: Rubric) -> list[Any]:
 
 
 def _is_supervised(config: View) -> bool:
-    """Whether it is a config of `groupwise sft`, which knows no rewards."""
+    """True for a config of `groupwise sft`, which has no rewards."""
     return "rewards" not in config
 
 

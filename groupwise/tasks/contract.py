@@ -1,4 +1,4 @@
-"""What a task is: a Python file, module, class or object with some of the functions below, its hooks.
+"""Defines a task: a Python file, module, class or object with some of the functions below, its hooks.
 
     get_rl_dataset(config)                      rows with a `prompt`; every other column reaches the rewards
     get_reward_funcs(config, tokenizer)         reward functions, (function, weight) pairs, or a Rubric
@@ -110,12 +110,12 @@ class Task:
     def __init__(self, hooks: object, name: str, spec: str | None, file: str | None) -> None:
         self.name = name
         self.spec = spec
-        """What `load_task` takes in another process to get the same; None where there is no such thing."""
+        """Spec by which `load_task` finds the same task in another process; None if there is none."""
         self.file = file
         self.accounts: dict[str, Account] = {}
-        """By hook: what it left out of its rows, where it says so."""
+        """Account of the rows that a hook left out, by hook, if it gives one."""
         self.shares: dict[str, tuple[Share, ...]] = {}
-        """By hook: how much of an epoch its rows are, where that is not each of them once."""
+        """Shares of an epoch of a hook's rows, by hook; empty if an epoch has each row once."""
         self._hooks = hooks
 
     def with_hook(self, hook: str, function: Callable[..., Any]) -> Task:
@@ -124,17 +124,17 @@ class Task:
         return Task(hooks, self.name, self.spec, self.file)
 
     def has(self, hook: str) -> bool:
-        """Whether the task has this hook."""
+        """True if the task has this hook."""
         return callable(getattr(self._hooks, hook, None))
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Those with its hooks."""
+        """The files with its hooks."""
         return (self.file,) if self.file else ()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a notebook's task says of itself, to be kept with the run's."""
+        """Facts that a notebook's task adds to those of the run."""
         return dict(getattr(self._hooks, "facts_of_the_notebook", {}))
 
     @property
@@ -170,7 +170,7 @@ class Task:
         )
 
     def sft_function(self, hook: str, config: Any, tokenizer: Any) -> Callable[[Any], Any] | None:
-        """What `get_sft_formatting_func` or `get_sft_data_collator` gives; None where there is no such hook, or it gives None."""
+        """The function that `get_sft_formatting_func` or `get_sft_data_collator` returns; None if the hook is missing or returns None."""
         if not self.has(hook):
             return None
         given = self._call(hook, config=config, tokenizer=tokenizer)
@@ -187,11 +187,11 @@ class Task:
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether rollouts can be scored: by reward functions, or by the environment itself."""
+        """True if rollouts can be scored: by reward functions, or by the environment itself."""
         return self.has("get_reward_funcs") or self.has("get_environment")
 
     def environment(self, config: Any) -> EnvironmentFactory:
-        """What makes the environment of a rollout; the hook is called once in each process."""
+        """The factory of a rollout's environment; the hook is called once in each process."""
         where = f"{self.described}: get_environment"
         factory = check_factory(self._call("get_environment", config=config), where)
         silent = isinstance(factory, Tools) and not factory.gives_rewards
@@ -254,7 +254,7 @@ class Task:
         return schema
 
     def rl_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> Sequence[object]:
-        """What the task wants to be told of its runs; see `groupwise.training.callbacks.registry`. Nothing without the hook."""
+        """The task's callbacks for its runs; see `groupwise.training.callbacks.registry`. Empty without the hook."""
         if not self.has("get_rl_callbacks"):
             return ()
         given = self._call(
@@ -315,7 +315,7 @@ class Task:
         return examples
 
     def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
-        """What a hook for rows returns; no more than `limit` rows of a stream will be read."""
+        """A hook's rows; the caller reads no more than `limit` rows of a stream."""
         return self._call(hook, **arguments)
 
     def _note(self, hook: str, rows: object) -> None:
@@ -332,7 +332,7 @@ class Task:
 
 
 class _Hooks:
-    """The hooks of a task, some of them given by somebody else."""
+    """The hooks of a task, some of them replaced by given functions."""
 
     def __init__(self, own: object, given: Mapping[str, Callable[..., Any]]) -> None:
         self._own = own
@@ -413,7 +413,7 @@ def _load_by_name(spec: str) -> Task:
 
 
 def _importable(module: str) -> bool:
-    """Whether another process can import it: not a script, a notebook or a file loaded by path."""
+    """True if another process can import it: not a script, a notebook or a file loaded by path."""
     return module != "__main__" and not module.startswith("groupwise_user_")
 
 
@@ -431,7 +431,7 @@ def _file_of(kind: type) -> str | None:
 def _call_style(
     function: Callable[..., Any], names: Sequence[str]
 ) -> Literal["names", "order"] | None:
-    """Whether a hook is called with keywords (it uses our names, in any order) or by position, or cannot be."""
+    """`names` if a hook is called with keywords (it uses our names, in any order), `order` if by position, None if it cannot be called."""
     signature = inspect.signature(function)
     if _binds(signature, (), names):
         return "names"

@@ -1,4 +1,4 @@
-"""What an environment is: an object for one rollout, which answers the policy turn by turn.
+"""Defines an environment: an object for one rollout, which answers the policy turn by turn.
 
     class Guess:
         def reset(self, secret):                 # optional: columns of the row by name, `prompt`, `seed`, `member`
@@ -16,9 +16,9 @@ More methods are optional: `reward()` gives a number or a dict of named numbers 
 however it ended; `metrics()` gives named numbers that are recorded and do not count; `close()` frees what the environment holds. Every
 method may be async.
 
-An environment must be a function of what `reset` is given and of the completions: where its process is lost, another one makes
-it anew and tells it the same completions again. `seed` is the same for all members of a group, so that they begin alike; chance
-that is to differ between them comes from `seed` and `member` together.
+An environment must depend only on the arguments of `reset` and on the completions: if its process is lost, another process creates
+it again and repeats the same completions. `seed` is the same for all members of a group, so that they begin alike; for random
+numbers that differ between members, use `seed` and `member` together.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from groupwise.core.plugins import printable
 from groupwise.core.types import Message, Prompt, RewardPart
 
 Observation = str | list[Message] | None
-"""What an environment answers: text, or messages of a chat. Text in a chat is a message of the user."""
+"""An environment's answer: text, or messages of a chat. Text in a chat is a message of the user."""
 
 DEFAULT_PART = "environment"
 """Name of a reward that is given as a plain number."""
 
 GIVEN = ("prompt", "seed", "member")
-"""What `reset` can ask for besides columns."""
+"""Arguments that `reset` can ask for besides columns."""
 
 CALLED_WITH: dict[str, tuple[str, ...]] = {
     "step": ("completion",),
@@ -48,7 +48,7 @@ CALLED_WITH: dict[str, tuple[str, ...]] = {
     "metrics": (),
     "close": (),
 }
-"""What the other methods are given."""
+"""Arguments of the other methods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class Step:
     """An environment's answer to one completion."""
 
     observation: Observation = None
-    """What the policy sees next. After the last turn it is only recorded."""
+    """Shown to the policy next. After the last turn it is only recorded."""
     done: bool = False
-    """Whether the rollout has ended."""
+    """True if the rollout has ended."""
     reward: float | Mapping[str, float] | None = None
     """Earned in this turn: a number, or several by name. Those of all turns, and of `reward()`, add up."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -126,7 +126,7 @@ def check_methods(made: object, where: str) -> None:
 
 
 def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `given` the method names; all of the columns, if it takes any keyword."""
+    """The entries of `given` that the method names; all of them if it takes any keyword."""
     parameters = _arguments(reset)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(given)
@@ -134,7 +134,7 @@ def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict
 
 
 def as_step(returned: object) -> Step:
-    """What `step` returned, checked; raises ValueError that says what it should have been."""
+    """The result of `step`, checked; raises ValueError that says what it should have been."""
     if not isinstance(returned, Step):
         raise ValueError(f"`step` returned {_shown(returned)}; expected a groupwise Step")
     if not isinstance(cast("object", returned.metrics), Mapping):

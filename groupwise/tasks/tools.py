@@ -44,11 +44,11 @@ class ToolCall:
     name: str
     arguments: dict[str, Any]
     problem: str | None = None
-    """Why it cannot be made, where it is no proper call."""
+    """The reason why a malformed call cannot be made; None for a proper call."""
 
 
 class CallForm(Protocol):
-    """How calls are written, and how results are told."""
+    """The notation of calls and of their results."""
 
     def find(self, text: str) -> list[ToolCall]:
         """The calls in a completion, in order; also those that are malformed."""
@@ -60,7 +60,7 @@ class CallForm(Protocol):
 
     @property
     def renders_schemas(self) -> bool:
-        """Whether the tools' schemas belong into the first prompt."""
+        """True if the tools' schemas belong in the first prompt."""
         ...
 
 
@@ -106,7 +106,7 @@ class TextCalls:
     tool: str
     pattern: str
     result: str = "{result}"
-    """How a result is told; `{result}` stands for it."""
+    """Template of a result's text; `{result}` stands for the result."""
 
     renders_schemas = False
 
@@ -137,11 +137,11 @@ class Tools:
         self.names = tuple(schema["function"]["name"] for schema in made)
         _check_names(self.names, self.calls)
         self.schemas: list[Schema] = made if self.calls.renders_schemas else []
-        """For the chat template."""
+        """Schemas for the chat template."""
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether rewards can come from the environment itself."""
+        """True if rewards can come from the environment itself."""
         return inspect.isclass(self._given) and hasattr(self._given, "reward")
 
     @property
@@ -181,11 +181,11 @@ class ToolEnvironment:
         return Step(self._calls.results(results, chat=self._chat))
 
     async def reward(self) -> Any:
-        """That of the class, if it gives one."""
+        """The reward of the class, if it gives one."""
         return await self._ask("reward")
 
     async def metrics(self) -> Any:
-        """Those of the class, if it gives any."""
+        """The metrics of the class, if it gives any."""
         return await self._ask("metrics")
 
     async def close(self) -> None:
@@ -244,7 +244,7 @@ def schema_of(tool: Tool) -> Schema:
 
 
 def instructions(schemas: Sequence[Schema]) -> str:
-    """What a chat is told about its tools where the model's template does not do it."""
+    """Describes the tools to a chat if the model's template does not do it."""
     lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     return (
         f"You may call these functions:\n<tools>\n{lines}\n</tools>\n"
@@ -300,7 +300,7 @@ def _plain_schema(hint: Any, where: str) -> Schema:
 
 
 def _docstring(tool: Tool) -> tuple[str, dict[str, str]]:
-    """What a docstring says before its sections, and of each parameter in its `Args:`."""
+    """The text of a docstring before its sections, and the description of each parameter in its `Args:`."""
     text = inspect.getdoc(tool) or ""
     summary = re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):", text)[0]
     found = re.search(r"(?:Args|Arguments|Parameters):\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)

@@ -251,7 +251,7 @@ def _row(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unscorable(row: Mapping[str, Any]) -> ValueError | None:
-    """Why the reward cannot score a row; None where it can."""
+    """The reason why the reward cannot score a row; None if it can."""
     try:
         PureAccuracy().check_row(row)
     except ValueError as reason:

@@ -65,7 +65,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "answer": ("answer", "solution"),
     "solution": ("solution", "answer"),
 }
-"""What the columns of a source may be called, where `columns` does not say; the first that is there counts. A solution may hold the
+"""Accepted column names of a source, unless `columns` names one; the first that is there counts. A solution may hold the
 answer, and an answer the solution."""
 
 
@@ -204,7 +204,7 @@ class Problem:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As it is trained and evaluated."""
+        """The row for training and evaluation."""
         gold = f"<think>\n{self.worked}\n</think>\n<answer>{self.answer}</answer>"
         return {
             "prompt": [
@@ -219,7 +219,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """All rows, of which no two are the same problem; each part says what was left out of its source."""
+    """The rows of each split, no two of the same problem; each split has an account of rows left out of its source."""
 
     test: Rows
     validation: Rows
@@ -311,7 +311,7 @@ def _text(cell: Any) -> str:
 
 
 def problem_of(own: TaskConfig, *cells: Any) -> Problem:
-    """What the cells of a row make: its question, its answer and its solution. Raises Unusable."""
+    """The problem made of a row's cells: question, answer and solution. Raises Unusable."""
     question, answer, solution = map(_text, cells)
     if not question:
         raise Unusable("there is no question")
@@ -339,7 +339,7 @@ def final_answer(solution: str) -> str | None:
 
 
 def _worked(solution: str, final: str) -> str:
-    """A solution as somebody may think it, without tags and without what a calculator was asked."""
+    """A solution as a model may think it, without tags and without calculator annotations."""
     divided = at_mark(solution)
     told = solution if divided is None else divided[0]
     text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
@@ -364,7 +364,7 @@ _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
 
 
 def generate(own: TaskConfig, count: int) -> list[Problem]:
-    """So many different problems of the levels that the config says. Raises TaskError where there seem to be fewer."""
+    """Makes `count` different problems of the config's levels. Raises TaskError if there seem to be fewer."""
     return list(_distinct(own.min_level, own.max_level, own.seed, count))
 
 
@@ -481,7 +481,7 @@ def _value(term: Term) -> Fraction:
 
 
 def _written(term: Term) -> str:
-    """With brackets where they are needed."""
+    """The term as text, with brackets if they are needed."""
     if isinstance(term, Fraction):
         return str(term)
     left, right = _written(term.left), _written(term.right)
@@ -514,7 +514,7 @@ def _steps(term: Term) -> Iterator[str]:
 
 
 def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
-    """What is written between a hard operation and its result."""
+    """Intermediate steps between a hard operation and its result."""
     if left.denominator > 1 or right.denominator > 1:
         yield _over_one_denominator(sign, left, right)
     elif sign in "+-" and left >= 10 and right > 10 and right % 10:

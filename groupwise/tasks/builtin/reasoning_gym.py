@@ -148,7 +148,7 @@ def score(
     log_extra: LogExtra | None = None,
     **_: Any,
 ) -> list[float]:
-    """What each row's own grader says of the answer, which stands in the last answer tags, or else is all behind the reasoning."""
+    """Scores by each row's own grader. The answer is the text in the last answer tags, or else all text behind the reasoning."""
     answers = [answer_in(completion_text(completion)) for completion in completions]
     record_answers(log_extra, answers)
     rows = zip(answers, dataset, entry, strict=True)
@@ -180,7 +180,7 @@ def graded(answer: str, spec: Mapping[str, Any], entry: str) -> float:
 
 
 def _check_entry(grade: Callable[..., Any], entry: str) -> None:
-    read = entry_of_text(entry)  # anew: a grader may have changed the one that it stumbled with
+    read = entry_of_text(entry)  # parsed again: a grader that failed may have changed the first one
     try:
         grade(read["answer"], read)
     except Exception as error:  # a grader may raise anything
@@ -256,7 +256,7 @@ def _made(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
 
 
 def cache_file(request: str) -> Path:
-    """Where the answer to a request is kept."""
+    """File that caches the answer to a request."""
     try:
         version = importlib.metadata.version("reasoning-gym")
     except importlib.metadata.PackageNotFoundError:

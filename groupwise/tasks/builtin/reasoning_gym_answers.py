@@ -1,4 +1,4 @@
-"""Which answers the graders of reasoning-gym may see: some evaluate what a model wrote, as Python or through sympy.
+"""Decides which answers the graders of reasoning-gym may see: some evaluate what a model wrote, as Python or through sympy.
 
 Such a grader gets an answer only if it is plain data, or a formula that comes to no large numbers; one that simplifies formulas gets
 those that agree with the problem at one point, because there is no telling how long it takes to find out that others do not.
@@ -26,21 +26,21 @@ READ_AS_FORMULA = SIMPLIFIED | {"polynomial_multiplication"}
 """All whose graders read it as a formula."""
 _CHANCE = re.compile(r"(\d{1,20}(\.\d{1,20})?|\.\d{1,20})([eE][-+]?\d\d?)?(/\d{1,20})?")
 CHANCE_TOLERANCE = 1e-4
-"""As the package has it; of small ones a hundredth, so that 0 is none of them."""
+"""Largest difference of equal probabilities, as in the package; at most a hundredth of the right one, so that 0 never matches it."""
 RELATIVE_TOLERANCE = 1e-3
-"""By how much values differ at most that are one number, rounded."""
+"""Largest relative difference of two values that are one number, rounded."""
 POINT = 1.37
-"""Where a formula is compared before it is simplified: no special place of any function."""
+"""Point at which a formula is compared before it is simplified: no special place of any function."""
 MOST_LOGIC = 300
 """Characters of a formula of logic, which its grader parses in quadratic time; right ones have some dozens."""
 FUNCTIONS = frozenset(
     "sin cos tan sec csc cot sinh cosh tanh asin acos atan asinh acosh atanh exp log ln sqrt".split()
 )
-"""What a formula may call. Not Abs: sympy takes powers in it apart, which may take for ever."""
+"""Functions that a formula may call. Not Abs: sympy takes powers in it apart, which may never end."""
 
 
 def is_harmless(answer: str, name: str) -> bool:
-    """Whether the dataset's grader, should it evaluate the answer as Python, finds nothing but data or a small formula in it."""
+    """True if the dataset's grader, should it evaluate the answer as Python, finds nothing but data or a small formula in it."""
     if name in READ_AS_DATA:
         return re.fullmatch(r"[\w\s.,-]*", answer) is not None or _is_literal(answer)
     if name in READ_AS_NUMBER:
@@ -54,12 +54,12 @@ def is_harmless(answer: str, name: str) -> bool:
 
 
 def is_same_word(answer: str, right: str) -> bool:
-    """Whether it is the answer, but for upper and lower case."""
+    """True if both are the same, apart from upper and lower case."""
     return answer.strip().lower() == right.strip().lower()
 
 
 def is_same_chance(answer: str, right: str) -> bool:
-    """Whether both are one probability; the answer is a decimal number or a fraction, which takes no time to work out."""
+    """True if both are the same probability; the answer is a decimal number or a fraction, which takes no time to work out."""
     given = answer.strip().replace(",", "")
     if not _CHANCE.fullmatch(given):
         return False
@@ -78,7 +78,7 @@ JUDGED_HERE: Mapping[str, Callable[[str, str], bool]] = {
 
 
 def agrees_at_a_point(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the answer's derivative has the integrand's value at one point. Raises what sympy does, where it cannot tell."""
+    """True if the answer's derivative has the integrand's value at one point. Raises sympy's errors if it cannot tell."""
     sympy = importlib.import_module("sympy")  # comes with reasoning-gym, and takes half a second
     variable = sympy.Symbol(metadata["variable"])
     letters = {variable.name: variable, "C": sympy.Symbol("C")}

@@ -1,4 +1,4 @@
-"""Problems of the package reasoning-gym: made here, in a process of their own, and graded wherever rewards are computed.
+"""Makes problems of the package reasoning-gym, in a process of its own; they are graded wherever rewards are computed.
 
 `python -m groupwise.tasks.builtin.reasoning_gym_problems` reads a request from standard input and answers it on standard output, both JSON:
 
@@ -10,7 +10,7 @@ A process of its own, because some generators walk through sets of text, whose o
 fixed, some draw from Python's global generator or print, and a slow one can be ended.
 
 An entry travels as a Python literal: graders need its tuples and its keys that are numbers, which JSON would change. It is never made
-anew from a seed: that would bind a reward to the process that computes it.
+again from a seed: that would bind a reward to the process that computes it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from groupwise.tasks.builtin.reasoning_gym_answers import is_harmless
 from groupwise.tasks.data.order import Stream
 
 SPLITS = ("test", "validation", "train")
-"""In this order they are made, so that the earlier ones do not depend on the sizes of the later."""
+"""Splits in the order in which they are made, so that the earlier ones do not depend on the sizes of the later."""
 BLOCK = 100
 """Problems of one dataset object. An index counts as a seed, so a split takes its seeds in a row, a block at a time."""
 SEEDS_PER_SPLIT = 10**9
 """Seeds may reach 2**32, and each split has so many to itself."""
 RIGHT = 1.0 - 1e-6
-"""From this score on an answer counts as right."""
+"""Lowest score at which an answer counts as right."""
 WRITTEN_ANSWERS = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
@@ -139,7 +139,7 @@ def _first_seed(seed: int, source: int, split: str) -> int:
 
 
 def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> list[dict[str, Any]]:
-    """So many problems whose question is not in `seen`, which they enter."""
+    """Makes `count` problems whose question is not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         before, failure = len(rows), None
@@ -172,7 +172,7 @@ def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
 
 
 def _takes_its_own(spec: Spec, entry: Mapping[str, Any], dataset: Any) -> bool:
-    """Whether the entry's answer is right, and none of those that no grader sees, such as an integral that is left to be done."""
+    """True if the entry's answer is right, and one that a grader may see, which an unsolved integral is not."""
     shown = is_harmless(str(entry["answer"]), str(spec["name"]))
     return shown and dataset.score_answer(entry["answer"], entry) >= RIGHT
 

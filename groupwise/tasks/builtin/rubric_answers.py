@@ -49,10 +49,10 @@ COLUMNS = {
     ),
     "score": ("score",),
 }  # fmt: skip
-"""For each of our columns the names that it goes by; the first that is there is taken."""
+"""Accepted names of each of our columns; the first that is there is taken."""
 OPTIONAL = ("score",)
 CRITERION = ("description", "criterion", "content", "requirement", "text", "title")
-"""Where the text of a criterion stands, in rubrics that are lists of records; the first that is there is taken."""
+"""Keys of a criterion's text, in rubrics that are lists of records; the first that is there is taken."""
 OVERLAP = "rubric_overlap"
 INSTRUCTION = "Answer the question in one or two sentences."
 WARNING = (
@@ -253,7 +253,7 @@ def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
 
 
 def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the cells of a row make: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
+    """The row made of the given cells: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
     question = _said(given["question"], "question", "user")
     reference = _said(given["reference"], "reference", "assistant")
     if given["rubric"] is None:

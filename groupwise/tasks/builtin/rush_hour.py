@@ -62,7 +62,7 @@ INSTRUCTION = (
 """The example ends with another car than A, so it solves no board."""
 
 State = int
-"""Where every car stands on its line: three bits for each, those of A the lowest."""
+"""Place of every car on its line: three bits for each, those of A the lowest."""
 Graph = dict[State, list[State]]
 
 
@@ -115,10 +115,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What the solver knows of a layout."""
+    """The solver's results for a layout."""
 
     graph: Graph
-    """From each state to those that are one move away."""
+    """Each state's neighbours, one move away."""
     distance: dict[State, int]
     """Fewest moves to a solved state; states from which none can be reached are not there."""
     ways: dict[State, int]
@@ -402,7 +402,7 @@ def solve(layout: Layout, start: State) -> Solved | None:
 
 
 def _reachable(layout: Layout, start: State) -> Graph | None:
-    """From each state that can be reached to those one move away; None where there are more than `MOST_STATES`."""
+    """Each reachable state with its neighbours, one move away; None if there are more than `MOST_STATES`."""
     cars = [(3 * car, masks, len(masks)) for car, masks in enumerate(layout.masks)]
     cells = layout.walls
     for car, masks in enumerate(layout.masks):

@@ -229,7 +229,7 @@ def _rows(own: TaskConfig) -> list[dict[str, Any]]:
 def _drawn(
     stream: Stream, own: TaskConfig, count: int, seen: set[frozenset[str]]
 ) -> list[dict[str, Any]]:
-    """So many rows with sets of words that are not in `seen`, which they enter."""
+    """Draws `count` rows with sets of words that are not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         words = stream.sample(WORDS, own.counts[stream.below(len(own.counts))])
@@ -255,7 +255,7 @@ def _row(words: list[str], preset: Preset) -> dict[str, Any]:
 
 
 def _said(completion: CompletionText) -> str:
-    """What stands behind the reasoning of a model that thinks first."""
+    """The completion's text behind its reasoning."""
     return after_reasoning(completion_text(completion))
 
 
@@ -278,7 +278,7 @@ def _ascending_share(text: str, words: Iterable[str]) -> float:
 
 
 def _first_place(word: str, text: str) -> int:
-    """Where it first stands with no letter before or after it; -1 if nowhere."""
+    """First place at which the word has no letter before or after it; -1 if there is none."""
     letter = r"[^\W\d_]"
     found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
     return found.start() if found else -1

@@ -49,7 +49,7 @@ from groupwise.tasks.builtin.wordle_rules import (
 from groupwise.tasks.data.order import Stream
 
 OVERLONG_SHARE = 0.75
-"""Of the longest completion, above which one counts as over-length where the config does not say."""
+"""Default limit of over-length, as a share of the longest completion, if the config gives none."""
 MAX_DUPLICATES_IN_A_ROW = 1000
 """Rows in a row that were there already, after which no more are looked for."""
 
@@ -169,7 +169,7 @@ def compute_metrics(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a completion guesses, and how that goes with the turns before."""
+    """A completion's guess, and how it fits the turns before."""
 
     guess: str | None = None
     real: bool = False
@@ -179,7 +179,7 @@ class Verdict:
 
     @property
     def all_satisfied(self) -> bool:
-        """Whether all of them do."""
+        """True if all of them allow it."""
         return self.satisfied == 1
 
 
@@ -260,7 +260,7 @@ def _overlong_length(own: TaskConfig, config: Any) -> int | None:
 
 
 def _longest_completion(config: Any) -> int | None:
-    """In tokens, in training; None where the config has no such limit."""
+    """Longest completion in training, in tokens; None if the config has no such limit."""
     rollout: Mapping[str, Any] = config.get("rollout") or {}
     if rollout.get("type") == "two_stage":
         return int(rollout["max_reasoning_length"] + rollout["max_answer_length"])
@@ -289,7 +289,7 @@ class Turn:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As it is trained and evaluated."""
+        """The row for training and evaluation."""
         known = Knowledge.of(self.guesses, self.marks)
         return {
             "prompt": [
@@ -305,7 +305,7 @@ class Turn:
 
 
 def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
-    """So many rows of a split, no two with the same prompt; more of them begin alike."""
+    """The first `size` rows of a split, no two with the same prompt; a larger size begins with the same rows."""
     words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
     turns = _drawn(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
     return [turn.row for turn in turns]
@@ -321,7 +321,7 @@ def _drawn(
     choices: int | None,
     size: int,
 ) -> tuple[Turn, ...]:
-    """So many different ones, each with `least` to `most` guesses, and with `choices` words to choose from."""
+    """Draws `size` different turns, each with `least` to `most` guesses, and with `choices` words to choose from."""
     stream = Stream("wordle", split, seed)
     rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0
@@ -360,7 +360,7 @@ def _earlier_guess(
     marks: Sequence[str],
     stream: Stream,
 ) -> str:
-    """A guess that somebody may have made: every other time one that the marks so far allow, where there is one but the secret."""
+    """A plausible guess: every other time one that the marks so far allow, if there is one but the secret."""
     around = _from_anywhere(words, stream)
     one_allowed = stream.below(2)
     others = (word for word in around if word != secret and word not in guesses)

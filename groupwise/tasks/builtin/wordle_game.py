@@ -106,7 +106,7 @@ def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def get_environment(config: Any) -> Callable[[], Game]:
-    """What makes the games."""
+    """A factory of games."""
     own = _own(config)
     real = words_of(own.secrets, own.dictionary).dictionary
     return partial(Game, real, own.guesses)
@@ -158,7 +158,7 @@ compute_metrics.reads_messages = True  # pyright: ignore[reportFunctionMemberAcc
 
 @dataclass(slots=True)
 class Game:
-    """The environment of one rollout, and the one place that knows how a game goes on."""
+    """The environment of one rollout, and the only place with the rules for the course of a game."""
 
     real: frozenset[str]
     limit: int = GUESSES
@@ -184,16 +184,16 @@ class Game:
 
     @property
     def won(self) -> bool:
-        """Whether the secret was found."""
+        """True if the secret was found."""
         return bool(self.verdicts) and self.verdicts[-1].guess == self.secret
 
     @property
     def over(self) -> bool:
-        """Whether nothing more can be guessed."""
+        """True if nothing more can be guessed."""
         return self.won or len(self.verdicts) == self.limit
 
     def _said(self, verdict: Verdict) -> str:
-        """What is told of the turn that was just judged."""
+        """The environment's reply to the turn that was just judged."""
         remaining = left(self.limit - len(self.verdicts))
         if verdict.guess is None:
             return f"There is no guess of five letters after </think>. Write <guess>word</guess>.\n{remaining}"
@@ -222,7 +222,7 @@ class Played:
 def played(
     completion: CompletionText, secret: str, real: frozenset[str], limit: int = GUESSES
 ) -> Played:
-    """What came of a game whose turns are the assistant's messages; what was said after its end does not count."""
+    """The result of a game whose turns are the assistant's messages; messages after its end do not count."""
     game = Game(real, limit)
     game.reset(secret)
     for text in _turns(completion):

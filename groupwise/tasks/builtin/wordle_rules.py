@@ -22,7 +22,7 @@ from groupwise.tasks.data.order import Stream
 LENGTH = 5
 """Letters of a word."""
 GUESSES = 6
-"""Of a game."""
+"""Most guesses in a game."""
 WON = "G" * LENGTH
 
 _LISTS = Path(__file__).with_name("wordlists")
@@ -45,7 +45,7 @@ _NUMBERS = (
 
 
 def rules(guesses: int = GUESSES) -> str:
-    """What the policy is told first."""
+    """The rules, which the policy reads first."""
     return _RULES.format(guesses=_NUMBERS[guesses - 1])
 
 
@@ -78,31 +78,31 @@ def spelt(guess: str, marks: str) -> str:
 
 
 def offered(choices: Sequence[str]) -> list[str]:
-    """A line that tells which words the secret is one of, where the policy is shown some."""
+    """A line that lists the words that the secret is one of, if the policy is shown some."""
     return [f"The secret is one of: {', '.join(choices)}."] if choices else []
 
 
 def left(guesses: int) -> str:
-    """How many guesses are left, in words."""
+    """The number of guesses left, in words."""
     return "1 guess left." if guesses == 1 else f"{guesses} guesses left."
 
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What marked guesses say about the secret."""
+    """Facts that marked guesses reveal about the secret."""
 
     fixed: Mapping[int, str]
     """The letter of a place, from 0: greens."""
     banned: frozenset[tuple[int, str]]
     """Letters that do not stand in a place: yellows, and greys."""
     least: Mapping[str, int]
-    """How often a letter occurs at the least: as often as one guess had it green or yellow."""
+    """Least number of times a letter occurs: as often as one guess had it green or yellow."""
     most: Mapping[str, int]
-    """How often it occurs at the most, where a guess had it grey as well."""
+    """Most times a letter occurs, known if a guess had it grey as well."""
 
     @classmethod
     def of(cls, guesses: Iterable[str], marks: Iterable[str]) -> Knowledge:
-        """From guesses and their marks, in order."""
+        """Derives the facts from guesses and their marks, in order."""
         fixed: dict[int, str] = {}
         banned: set[tuple[int, str]] = set()
         least: dict[str, int] = {}
@@ -119,7 +119,7 @@ class Knowledge:
         return cls(fixed, frozenset(banned), least, most)
 
     def allows(self, word: str) -> bool:
-        """Whether the secret can be this word."""
+        """True if the secret can be this word."""
         for place, letter in self.fixed.items():
             if word[place] != letter:
                 return False
@@ -138,20 +138,20 @@ class Knowledge:
 
     @property
     def elsewhere(self) -> list[str]:
-        """Letters that occur in places which are not known, each as often as it does so for sure."""
+        """Letters known to occur in unknown places, each as often as is certain."""
         known = list(self.fixed.values())
         counts = {letter: times - known.count(letter) for letter, times in self.least.items()}
         return sorted(letter for letter, times in counts.items() for _ in range(times))
 
 
 def turns_met(word: str, guesses: Sequence[str], marks: Sequence[str]) -> int:
-    """How many of the turns, each taken by itself, allow the word; it is all of them where all together allow it."""
+    """Number of turns that allow the word, each taken by itself; if all together allow it, that is all of them."""
     turns = zip(guesses, marks, strict=True)
     return sum(Knowledge.of([guess], [marked]).allows(word) for guess, marked in turns)
 
 
 def reasoning(knowledge: Knowledge, guess: str) -> str:
-    """What a teacher writes before a guess that the knowledge allows: little, as small models lose themselves in long lists."""
+    """Teacher's reasoning before a guess that the knowledge allows: short, as small models lose themselves in long lists."""
     also = f" It also has {', '.join(knowledge.elsewhere)}." if knowledge.elsewhere else ""
     return f"Known: {knowledge.pattern}.{also} A word that fits is {guess}."
 
@@ -188,7 +188,7 @@ class Words:
 
 @cache
 def words_of(secrets: str | None, dictionary: str | None) -> Words:
-    """Those of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""
+    """Words of the given files, or those that come with the package. Raises TaskError for files that cannot be used."""
     chosen = _read(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
     if len(chosen) < FEWEST_SECRETS:
         raise TaskError(

@@ -1,4 +1,4 @@
-"""Data, for whoever keeps a replay buffer without a run: `groupwise.tasks.data.ReplayBuffer`."""
+"""Data, for code that keeps a replay buffer without a run: `groupwise.tasks.data.ReplayBuffer`."""
 
 from __future__ import annotations
 

@@ -36,21 +36,21 @@ class PromptWay:
     """How prompts are made from rows."""
 
     format: PromptFormat = "text"
-    """What a prompt that is given as text becomes: the user's message, or the text as it stands."""
+    """Format of a prompt that is given as text: the user's message, or the text as it stands."""
     system_prompt: str | None = None
     lines: tuple[str, ...] = ()
     """Columns that follow the user's text as lines, `name: value`."""
     prefill: Prefill = "continue"
-    """What becomes of what the assistant says at the end of a chat."""
+    """Treatment of the assistant's words at the end of a chat."""
     strip_tags: tuple[str, ...] = ()
     strip_roles: tuple[str, ...] = ("assistant",)
-    """Whose blocks of these tags are taken out."""
+    """Roles from whose messages blocks of these tags are removed."""
     drop_duplicates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What became of the rows that are not as they were given; counts by reason."""
+    """Counts, by reason, of the rows that were left out or changed."""
 
     left_out: Mapping[str, int] = field(default_factory=dict[str, int])
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -76,7 +76,7 @@ class Rows(list[Row]):
         super().__init__(rows)
         self.account = account
         self.shares = tuple(shares)
-        """Of an epoch, where it is not each row once."""
+        """Shares of an epoch; empty if it has each row once."""
 
 
 def with_prompts(
@@ -235,7 +235,7 @@ def _taught(value: Any, way: PromptWay, changes: list[str]) -> list[Message]:
 
 
 def _stripped(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
-    """Without blocks of the tags in what the roles say that the config names."""
+    """Removes blocks of the config's `strip_tags` from messages of its `strip_roles`."""
     made: list[Message] = []
     for message in messages:
         said = message.get("content", "")

@@ -45,11 +45,11 @@ class MixtureEntry(Strict):
 
     @property
     def name(self) -> str:
-        """What it is called in messages, and in the column `dataset_name`."""
+        """Name of the set in messages, and in the column `dataset_name`."""
         return self.source or self.task or ""
 
     def problems(self) -> Iterator[str]:
-        """What of its keys does not go together."""
+        """Yields conflicts among its keys."""
         if (self.source is None) == (self.task is None):
             yield "give either `source` or `task`"
         elif self.task is not None:
@@ -195,7 +195,7 @@ class DatasetConfig(Strict):
 
     @property
     def names_data(self) -> bool:
-        """Whether the config says which data are meant."""
+        """True if the config names data."""
         return self.dataset_name is not None or self.dataset_mixture is not None
 
     @property

@@ -1,12 +1,12 @@
-"""The content of any value in a dataset, told in the same way in every process, so that a change of the data is noticed.
+"""Describes the content of any value in a dataset in the same way in every process, so that a change of the data is noticed.
 
-Plain values tell themselves. Of other kinds those are told, by their parts, whose content is certain: bytes, sets, dates, paths,
+Plain values describe themselves. Other values are described by their parts if their content is certain: bytes, sets, dates, paths,
 numbers and some more of the standard library (`PARTS`), enums, dataclasses, attrs, pydantic models, arrays, pictures, and the times
-of pandas. Nothing is guessed of the rest, nor of classes derived from those of libraries: what `repr`, pickle or `__dict__` would
-say may be abridged, hold caches and addresses, or follow the order of a set. Other data would look equal, or equal data changed.
+of pandas. For the rest, and for classes derived from those of libraries, nothing is guessed: `repr`, pickle or `__dict__` may
+abridge, include caches and addresses, or follow the order of a set. Different data would look equal, or equal data different.
 
-Objects come from whoever wrote the task, and may hold themselves, lack fields, or raise when they are asked. Such things are told
-by name, and never raise here.
+Objects come from the author of the task, and may contain themselves, lack fields, or raise when they are read. Such objects are
+described by name, and never raise here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pydantic import BaseModel
 
 UNTOLD = "untold"
 DEEPEST = 100
-"""Levels of nesting that are told: with the calls of each they stay within Python's limit, wherever the walk begins."""
+"""Levels of nesting that are described: with the calls of each they stay within Python's limit, wherever the walk begins."""
 MOST_ROUNDABOUT = 10_000
 """Times that the walk may come again to things in loops. The ways through a few dozen of them that all know each other are endless."""
 LONGEST_INTEGER = 14_284
@@ -51,7 +51,7 @@ def canonical(value: Any) -> Any:
 
 
 def untold(told: Any) -> Iterator[str]:
-    """What could not be told in something that `canonical` made."""
+    """Descriptions of the parts that `canonical` could not tell, from its result."""
     waiting = [told]
     while waiting:
         entry = waiting.pop()
@@ -66,21 +66,21 @@ def untold(told: Any) -> Iterator[str]:
 
 
 class _TangledError(Exception):
-    """There are too many ways through the loops of a value to tell them all."""
+    """A value has too many paths through its loops to describe them all."""
 
 
 class _Walk:
     """A walk through a value and all that is in it.
 
-    What comes back to itself is told by how many levels up it stands, which is the same in whatever order sets give
-    their entries. All that was met is kept here until the end, because its `id` would otherwise be given to something else.
+    A value that contains itself is described by the number of levels up to it, which does not depend on the order in
+    which sets give their entries. All values met are kept here until the end, because their `id` could otherwise be reused.
     """
 
     def __init__(self) -> None:
         self.above: dict[int, int] = {}
         self.met: dict[int, object] = {}
         self.known: dict[int, Any] = {}
-        """What was told of things whose telling does not depend on where they stand."""
+        """Descriptions, by identity, of values whose description does not depend on where they stand."""
         self.dependent = 0
         self.roundabout = 0
 
@@ -166,14 +166,14 @@ def _untold(what: str) -> dict[str, str]:
 
 
 def _is_array(kind: Any) -> bool:
-    """Whether it is an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
+    """True for an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
     if kind.__name__ in ("longdouble", "clongdouble"):
         return False  # has no counterpart in Python, and its `tolist` gives another of its kind
     return _library(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
 
 
 def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
-    """What a thing consists of, where that is certain; None for anything else."""
+    """The parts of a value, if they are certain; None for anything else."""
     if issubclass(kind, BaseModel):
         # Past its attributes, which warn where a field is deprecated, and its `__iter__`, which may be redefined.
         held = cast("dict[str, Any]", value.__dict__)
@@ -197,12 +197,12 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
 
 
 def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Those of its attributes that are set."""
+    """The attributes that are set."""
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _is_picture(kind: Any) -> bool:
-    """Whether it is an image of Pillow, which nobody has made who has not imported it."""
+    """True for an image of Pillow; there can be none unless Pillow is imported."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and issubclass(kind, pillow.Image)
 

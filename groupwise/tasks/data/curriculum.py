@@ -6,8 +6,8 @@ only with the probability
     revisit + (1 − revisit) · (1 − |p − target| / d),      d = target where p < target, else 1 − target
 
 where p is the success rate that its own groups had, older ones counting less (Σ memoryᵃ · successes / Σ memoryᵃ · members, a the
-age in groups). So those that are never or always solved are drawn with probability `revisit`, those at the target always, as
-are those that nobody has seen. Filtering by the learner's own success: Bae et al. 2025, arXiv 2504.03380.
+age in groups). So examples that are never or always solved are drawn with probability `revisit`; examples at the target, and those
+that were not drawn before, are always drawn. Filtering by the learner's own success: Bae et al. 2025, arXiv 2504.03380.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CurriculumConfig(Strict):
 
 
 class Curriculum:
-    """What is known of the examples' difficulty, and what follows for their turn."""
+    """The examples' success rates, and the chance of each to be drawn when its turn comes."""
 
     def __init__(self, config: CurriculumConfig) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class Curriculum:
         )
 
     def success(self, example: int) -> float | None:
-        """Its success rate; None for one that nobody has seen."""
+        """The example's success rate; None if it was never drawn."""
         seen = self._seen.get(example)
         return seen[0] / seen[1] if seen else None
 

@@ -22,11 +22,11 @@ from groupwise.tasks.data.drift import MANY
 from groupwise.tasks.data.reward_hacking_detectors import Finding
 
 LEVEL = 0.025
-"""One-sided: half of what a 95 % interval leaves out."""
+"""One-sided significance level: half of what a 95 % interval leaves out."""
 RISE = 1.96
 """Standard errors by which the training reward must have risen."""
 LEAST = 3
-"""Steps of a third."""
+"""Fewest steps of a third of the training rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Fall:
 
     metric: str
     best: Sequence[float]
-    """One value for each prompt that both have; likewise the last."""
+    """One value for each prompt that both evaluations have; `last` likewise."""
     last: Sequence[float]
     evaluations: int
-    """So far, both among them."""
+    """Number of evaluations so far, including these two."""
 
 
 def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
-    """How far the two part; `rewards` are those of the steps between the evaluations. None where that cannot be said."""
+    """Compares the two; `rewards` are those of the steps between the evaluations. None if there is too little data."""
     differences = [last - best for best, last in zip(fall.best, fall.last, strict=True)]
     third = len(rewards) // 3
     if len(differences) < 2 or third < LEAST:

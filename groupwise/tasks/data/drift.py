@@ -31,12 +31,12 @@ class Gauge:
 
     @property
     def ready(self) -> bool:
-        """Whether there is a start to compare with."""
+        """True once there is a start to compare with."""
         return self.running is not None
 
     @property
     def mean(self) -> float:
-        """Of the start."""
+        """Mean of the start."""
         return sum(value / len(self.start) for value in self.start)
 
     @property
@@ -57,7 +57,7 @@ class Gauge:
             self.running = self.mean
 
     def errors(self, memory: float) -> float:
-        """How many standard errors it has moved, down below 0; `MANY` at most."""
+        """Its movement in standard errors, negative if it fell; `MANY` at most."""
         moved, error = self.now - self.mean, self._error(memory)
         if not moved:
             return 0.0

@@ -54,5 +54,5 @@ class EasyPoolConfig(Strict):
         return table
 
     def probability(self, step: int) -> float:
-        """Of an easy example at a step (from 0)."""
+        """Probability of an easy example at a step (from 0)."""
         return [chance for reached, chance in self.schedule if reached <= step][-1]

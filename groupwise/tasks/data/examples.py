@@ -1,4 +1,4 @@
-"""From whatever rows a task returns to a list of `Example`s, checked before anything expensive starts."""
+"""Turns the rows that a task returns into a list of `Example`s, checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def read_rows(
 def fingerprint(examples: Iterable[Example]) -> str:
     """SHA-256 (hex) of all prompts and columns: equal exactly where the data are the same, in the same order.
 
-    A column with objects whose content cannot be told is warned of, once: they are told by their class alone, so that a change
-    inside them is not noticed. It is no error, because whoever gave them can train with them.
+    Warns once of a column with objects whose content cannot be described: only their class counts, so that a change
+    inside them is not noticed. It is no error, because training with them works.
     """
     digest = hashlib.sha256()
     for example in examples:

@@ -1,7 +1,7 @@
-"""The rows of the sources that a config names: read, made to prompts or lessons, labelled, and parted into training and held out.
+"""Loads the rows of a config's sources: as prompts or lessons, labelled, and split into training and held-out rows.
 
-`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task is none
-of a source's, and left to whoever knows tasks.
+`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that
+is a task is skipped here: `groupwise.tasks.configured` reads it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from groupwise.tasks.data.pipelines import Pipeline, find_pipeline
 from groupwise.tasks.data.sources import no_column, read_source
 
 KNOWN_BY = ("prompt", "messages", "text", "input_ids")
-"""The columns by which rows are the same, of which none may be trained on and held out."""
+"""The columns by which rows are compared; equal rows may not be both trained on and held out."""
 
 Found = tuple[list[Part], Account]
 Unscorable = Callable[[Row], str | None]
-"""Why the rewards cannot score a row, which has its label but no prompt; None where they can."""
+"""Says why the rewards cannot score a row, which has its label but no prompt; None if they can."""
 
 
 def scorable(row: Row) -> None:
-    """Where nobody scores rows, nobody minds one: an `Unscorable`."""
+    """The `Unscorable` that accepts every row, for commands that do not score rows."""
 
 
 def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
@@ -57,12 +57,12 @@ def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = sco
 
 
 def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
-    """Whether some rows of a source are held out."""
+    """True if some rows of a source are held out."""
     return entry.test_split is not None or data.test_split_size is not None
 
 
 def place_of(data: DatasetConfig, number: int) -> str:
-    """What a set is called in messages, by its number in the mixture."""
+    """Name of a set in messages, by its number in the mixture."""
     name = data.mixture[number].name
     return name if data.dataset_mixture is None else f"data.dataset_mixture, set {number} ({name})"
 
@@ -88,7 +88,7 @@ def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
 
 
 def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
-    """As the pipeline makes them, where there is one."""
+    """The rows after the pipeline; unchanged if there is none."""
     return (
         Rows(rows, Account()) if step is None else prepared(rows, step, where, strict=data.strict)
     )

@@ -26,7 +26,7 @@ OTHER_ROLES = {
     "function": "tool",
     "ipython": "tool",
 }
-"""What ShareGPT, Gemini, OpenAI's older interface and Llama call these roles."""
+"""Names of these roles in ShareGPT, Gemini, OpenAI's older interface and Llama."""
 
 WHOLE = ("messages", "conversations")
 """Names under which a mapping holds a whole conversation."""
@@ -87,7 +87,7 @@ def messages_in(text: str) -> list[Message] | None:
 
 
 def looks_like_messages(text: str) -> bool:
-    """Whether a text begins as messages do that were written as text."""
+    """True if a text begins like messages that were written as text."""
     return _WRITTEN.match(text) is not None
 
 
@@ -107,7 +107,7 @@ def _listed(value: Mapping[str, Any]) -> Any:
 
 
 def _is_part(entry: Any) -> bool:
-    """Whether it is a part of what one message says, with a type and no role."""
+    """True for a part of one message's content: it has a type and no role."""
     return isinstance(entry, Mapping) and "type" in entry and not {"role", "from"} & entry.keys()
 
 
@@ -162,7 +162,7 @@ def with_arguments(call: Any) -> Any:
 
 
 def _of_json(text: str) -> Any:
-    """What a text is the JSON of; the text itself where it is none."""
+    """The value of a text that is JSON; any other text itself."""
     with suppress(NotStrict):
         return parse_inner(text)
     return text
@@ -191,7 +191,7 @@ def _part(part: Any) -> str:
 
 
 def ends_begun(prompt: Sequence[Message]) -> bool:
-    """Whether a prompt ends with words of the assistant, which the completion goes on with."""
+    """True if a prompt ends with words of the assistant, which the completion continues."""
     return bool(prompt) and prompt[-1].get("role") == "assistant"
 
 
@@ -215,7 +215,7 @@ def joined(prompt: Sequence[Message], said: Sequence[Message]) -> list[Message]:
 
 
 def begun_words(prompt: Sequence[Message], said: Sequence[Message]) -> str | None:
-    """The words at the end of a prompt that what is said next goes on with; None where that is no answer, or a call ends it."""
+    """The assistant's words at the end of a prompt that `said` continues; None if `said` is no such answer, or they end in a call."""
     if not ends_begun(prompt) or prompt[-1].get("tool_calls"):
         return None
     return prompt[-1].get("content", "") if said and said[0].get("role") == "assistant" else None

@@ -26,7 +26,7 @@ class Part:
     """One set of rows."""
 
     name: str
-    """For messages, and for the random draw: unique in a mixture."""
+    """Name for messages and for the random draw: unique in a mixture."""
     rows: Sequence[Row]
     weight: float = 1.0
     renamed: frozenset[str] = frozenset()
@@ -36,7 +36,7 @@ class Part:
 def split(
     parts: Sequence[Part], share: float, seed: int, key: Callable[[Row], str]
 ) -> tuple[list[Part], list[Part]]:
-    """For training, and held out: of each part a share of its different rows, by `key`. Raises TaskError where a side is empty."""
+    """Training parts and held-out parts, which get a share of each part's different rows, by `key`. Raises TaskError if a side is empty."""
     held_out: dict[str, bool] = {}
     for part in parts:
         keys = list(dict.fromkeys(map(key, part.rows)))
@@ -63,7 +63,7 @@ def _those(part: Part, belongs: Callable[[Row], bool]) -> Part:
 
 
 def mixed(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share, ...]]:
-    """All rows, and what share of an epoch they have; several parts are shuffled together. Raises TaskError where a share is none."""
+    """All rows, and their shares of an epoch; several parts are shuffled together. Raises TaskError if a share has no rows."""
     rows = [row for part in parts for row in part.rows]
     order = range(len(rows))
     if len(parts) > 1:
@@ -88,7 +88,7 @@ def _share(part: Part, places: tuple[int, ...]) -> Share:
 
 
 def in_turn(parts: Sequence[Part]) -> list[Row]:
-    """One row of each part after the other, so that the first ones stand for all parts."""
+    """Takes one row of each part in turn, so that the first rows represent all parts."""
     rounds = zip_longest(*(part.rows for part in parts))
     return [row for each in rounds for row in each if row is not None]
 

@@ -1,4 +1,4 @@
-"""Which example a draw gets: every example once per epoch, in an order that only the seed and the epoch decide.
+"""The order in which examples are drawn: each once per epoch, in an order that only the seed and the epoch decide.
 
 The sets of a mixture may come more or less often: of one that comes half as often, each epoch takes the next half, so that all of it
 is drawn in the end.
@@ -77,26 +77,26 @@ class Share:
     """A set whose examples come more or less often than once in an epoch."""
 
     name: str
-    """Of the set: what is drawn of it depends on that, and not on the sets beside it."""
+    """Name of the set. Its draws depend on this name, and not on the sets beside it."""
     places: tuple[int, ...]
-    """Of its examples, among all."""
+    """Positions of its examples, among all."""
     weight: float
-    """How often they come: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
+    """Times that they come in an epoch: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
 
     @property
     def left(self) -> int:
-        """How many come once more than the others."""
+        """Number of examples that come once more than the others."""
         count = round(self.weight % 1 * len(self.places))
         return count if self.weight >= 1 else max(1, count)
 
     def dealt(self, epoch: int, seed: int) -> Iterator[int]:
-        """Those that come once more: each epoch the next ones in an order that goes round."""
+        """Examples that come once more: each epoch takes the next ones in a cyclic order."""
         order = Stream("weight", seed, self.name).sample(self.places, len(self.places))
         return (order[(epoch * self.left + n) % len(order)] for n in range(self.left))
 
 
 def among(shares: Sequence[Share], kept: Sequence[int]) -> tuple[Share, ...]:
-    """The shares where only these places are left, which are numbered anew."""
+    """The shares if only the places in `kept` are left, renumbered from 0."""
     place = {old: new for new, old in enumerate(kept)}
     left = (replace(s, places=tuple(place[n] for n in s.places if n in place)) for s in shares)
     return tuple(share for share in left if share.places)

@@ -27,7 +27,7 @@ def same_row(example: Example) -> str:
 
 
 def warning_of_overlap(shared: int, held_out: int, *, instead: str) -> str | None:
-    """What to say where so many held-out prompts are trained on; None where none is. `instead`: what to do."""
+    """A warning that so many held-out prompts are trained on; None if none is. `instead`: what to do."""
     if not shared:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What rows go through before prompts are made of them: `data.preprocessing_pipeline`.
+"""Preprocessing of rows before prompts are made of them: `data.preprocessing_pipeline`.
 
     generic                   a prompt that is text, and its `answer` also as `reference`; of a teacher's rows, as `completion`
     deepseek                  a prompt that is a chat, as it stands, and its `answer` likewise
@@ -45,18 +45,18 @@ BUILT_IN: Mapping[str, Callable[[Row], Row]] = {"generic": generic, "deepseek": 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One that was found by its name."""
+    """A pipeline that was found by its name."""
 
     name: str
     function: Callable[[Row], object]
     file: str | None = None
-    """Where it stands, if it does not come with the package."""
+    """File that holds the function; None if it comes with the package."""
     answer: str = "reference"
-    """What a built-in one also calls the column `answer`, unless there is one of that name."""
+    """Second name that a built-in pipeline gives the column `answer`, unless a column has that name."""
 
     @property
     def may_make_prompts(self) -> bool:
-        """Whether rows without a prompt may have one behind it."""
+        """True if rows without a prompt may get one from it."""
         return self.name not in BUILT_IN
 
     def __call__(self, row: Row) -> Row:
@@ -75,7 +75,7 @@ class Pipeline:
         return dict(cast("Mapping[str, Any]", made))
 
     def _built_in(self, row: Row) -> Row:
-        """A row without a prompt stays as it is: whoever needs one says so."""
+        """Applies a built-in pipeline. A row without a prompt stays as it is: code that needs one checks for it."""
         if row.get("prompt") is None:
             return row
         made = BUILT_IN[self.name](row)

@@ -87,17 +87,17 @@ class Entry:
 
     key: str
     payload: Any
-    """What the prompt stands for, as plain JSON; the buffer only keeps it."""
+    """The caller's data for the prompt, as plain JSON; the buffer only keeps it."""
     count: int = 0
     """Groups (or single rewards) that were credited: n."""
     mean: float = 0.0
-    """Of their rewards: μ."""
+    """Mean of these rewards: μ."""
     squares: float = 0.0
     """Σ (reward − μ)², by Welford's recurrence."""
 
     @property
     def variance(self) -> float:
-        """Of the population of rewards seen; 0 below two."""
+        """Population variance of the rewards seen; 0 below two."""
         return self.squares / self.count if self.count > 1 else 0.0
 
     def credit(self, reward: float) -> None:
@@ -145,7 +145,7 @@ class ReplayBuffer:
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """In the order in which they came."""
+        """The entries, oldest first."""
         return tuple(self._entries.values())
 
     def add(self, prompt: Prompt, reward: float | None = None, payload: Any = None) -> bool:
@@ -185,7 +185,7 @@ class ReplayBuffer:
         return True
 
     def sample(self, count: int, stream: Stream) -> list[Entry]:
-        """So many different entries, fewer where there are fewer, the best first."""
+        """Draws `count` different entries, or all if there are fewer: each the best that is left, by mean or by bound."""
         by_mean = sorted(self._entries.values(), key=lambda entry: -_known_mean(entry))
         total = sum(entry.count for entry in by_mean)
         in_order = list(self._entries.values())
@@ -234,5 +234,5 @@ class ReplayBuffer:
 
 
 def _known_mean(entry: Entry) -> float:
-    """What was never seen is not known to be good."""
+    """The mean reward; −∞ for an entry without rewards, which is not known to be good."""
     return entry.mean if entry.count else -math.inf

@@ -1,11 +1,11 @@
-"""Watches a run for signals of reward hacking: from the groups of each step to metrics, and to a warning where a signal begins or ends.
+"""Watches a run for signals of reward hacking: turns each step's groups into metrics, and warns when a signal begins or ends.
 
-A committed step tells its groups, those that nobody chose for their reward: fresh ones, rejected ones among them. Others (of the
-easy pool, drawn again) would show what was chosen, not what the policy does. A signal begins when its strength reaches 1 and ends
-when it falls below `ENDS`, so that one at its threshold does not come and go.
+A committed step reports its groups. Only those that were not chosen for their reward count: fresh ones, including rejected ones.
+Others (from the easy pool, drawn again) would show the choice, not the policy. A signal begins when its strength reaches 1 and ends
+when it falls below `ENDS`, so that a signal at its threshold does not come and go.
 
-Nothing here draws anything, raises anything or stops anything. What is known is part of the checkpoint, so that a resumed run warns
-where the uninterrupted one did.
+Nothing here draws anything, raises anything or stops anything. The state is part of the checkpoint, so that a resumed run warns
+at the same steps as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NEW_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the watch makes of a step."""
+    """The metrics and warnings of a step."""
 
     metrics: dict[str, float]
     warnings: tuple[WarningRecord, ...]
@@ -57,15 +57,15 @@ class Signals:
     """The watch over one run."""
 
     def __init__(self, config: SignalsConfig, rewards: Collection[Argument] = ()) -> None:
-        """`rewards` are the arguments that reward functions mean columns by."""
+        """`rewards`: the arguments of reward functions that name columns."""
         self.config = config
         self._unfilled = dict.fromkeys(rewards)
-        """Those that have got nothing but None so far."""
+        """Arguments that have been None in every row so far."""
         self._gauges: dict[str, Gauge] = {}
         self._rewards: tuple[float, float] | None = None
-        """The lowest and the highest so far."""
+        """The lowest and the highest reward so far."""
         self._least: dict[str, float] = {}
-        """Of each part so far, weight × value."""
+        """Least value of each part so far, weight × value."""
         self._active: set[str] = set()
 
     def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
@@ -190,6 +190,6 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
 
 
 def unfilled(arguments: Iterable[Argument]) -> str:
-    """What to say of arguments of rewards that get nothing but None."""
+    """A warning about arguments of rewards that are None in every row."""
     named = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
     return f"{named} has been None in every row: the column is empty or not there"

@@ -126,19 +126,19 @@ class SignalsConfig(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """How far a signal is from being given."""
+    """A detector's result: the strength of a signal, and its explanation."""
 
     strength: float
-    """1 or more: it is."""
+    """The signal is active at 1 or more."""
     text: str
-    """What it means, for people."""
+    """The meaning of the signal, in words for the user."""
     values: dict[str, float] = field(default_factory=dict[str, float])
-    """The numbers behind it, by names for people."""
+    """The numbers behind it, under readable names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """All that is known of the steps so far."""
+    """The statistics of the steps so far."""
 
     config: SignalsConfig
     gauges: Mapping[str, Gauge]
@@ -154,7 +154,7 @@ class Sight:
         return gauge if gauge is not None and gauge.ready else None
 
     def moved(self, gauge: Gauge) -> float:
-        """In units of the noise: 1 is a rise that counts, −1 a fall."""
+        """The gauge's movement in units of the noise: 1 is a rise that counts, −1 a fall."""
         return gauge.errors(self.config.memory) / self.config.noise
 
     def parts(self, kind: str) -> dict[str, Gauge]:
@@ -172,7 +172,7 @@ class Sight:
 
 
 def nobody_tells(config: SignalsConfig, names: Collection[str]) -> str | None:
-    """What to say where no part of the reward is known to tell whether a task is solved; None where one is, or is the only one."""
+    """A warning that no reward part is known to measure success; None if one is known, or there is only one."""
     if config.accuracy_part is not None or len(names) < 2 or part_of_success(names):
         return None
     return (

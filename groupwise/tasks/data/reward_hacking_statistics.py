@@ -1,8 +1,8 @@
-"""What the groups of a step show of how the policy earns its reward: lengths, repetition, diversity, and what each part contributes.
+"""Statistics of a step's groups that show how the policy earns its reward: lengths, repetition, diversity, contribution of each part.
 
-Texts count where the policy wrote something, whatever became of their scoring; rewards count where a rollout was scored. A group of
-one has nothing to compare within, so a step of such groups lacks those numbers, as every step lacks a number that nobody has a value
-for. Of rollouts of several turns, only what the policy wrote counts: n-grams do not span turns.
+Texts count if the policy wrote something, even if scoring failed; rewards count if the rollout was scored. A number without any
+value is left out of a step; groups of one, for example, have nothing to compare within. In rollouts of several turns, only the
+policy's own text counts, and n-grams do not span turns.
 
     length                 mean number of tokens that the policy wrote
     truncated              share of rollouts that a limit cut off
@@ -41,7 +41,7 @@ TIED = 1e-9
 
 
 def symptoms(groups: Sequence[Group]) -> dict[str, float]:
-    """All of the above that these groups have, and that are finite."""
+    """The statistics above that these groups have, if finite."""
     written = [[_Written.of(r) for r in group.rollouts if r.written] for group in groups]
     found = {
         **_lengths(groups),
@@ -57,7 +57,7 @@ def symptoms(groups: Sequence[Group]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What the policy wrote in a rollout."""
+    """The text that the policy wrote in a rollout, with its n-grams."""
 
     text: str
     ngrams: frozenset[tuple[int, ...]]
@@ -185,7 +185,7 @@ def least(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _earned(rollout: Rollout) -> dict[str, float]:
-    """What each part that applies contributes to the reward; its value where it has no weight."""
+    """The contribution of each applicable part to the reward; a part without weight counts by its value."""
     found: dict[str, float] = {}
     for part in rollout.parts:
         if part.value is not None:
@@ -202,13 +202,13 @@ def _rewarded(group: Group) -> list[tuple[Rollout, float]]:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    """Of those that are finite."""
+    """The mean of the finite values; None if there are none."""
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else None
 
 
 def _centred(values: Sequence[float]) -> list[float]:
-    """Less their mean; zeros where they do not differ but for rounding."""
+    """The values minus their mean; zeros if they differ by rounding only."""
     if not values:
         return []
     size = max(map(abs, values))

@@ -1,12 +1,12 @@
-"""What each draw of a run gets: the next example, an easy one, or one that was solved before.
+"""Selects the example of each draw of a run: the next one, an easy one, or one that was solved before.
 
-The draws of a block (a step, or so many draws as a step has) are chosen together, by what is known when the block begins. Its slots
-are first given to the easy pool, each with its probability; of the others the last ones to the replay buffer; the rest to
-the examples in the order of their epoch, which a curriculum may pass over. What a block has been given and did not use, because
-few of its groups had to be drawn anew, is the next block's.
+The draws of a block (a step, or as many draws as a step has) are chosen together, from what is known when the block begins. Each slot
+first goes to the easy pool with that pool's probability; of the remaining slots, the last ones go to the replay buffer; the rest go to
+the examples in the order of their epoch, some of which a curriculum may pass over. Examples that a block did not use, because few of
+its groups had to be drawn again, go to the next block.
 
-A committed step tells what came of its draws. Everything random follows from the config's seed and the block, everything else is
-part of the checkpoint: the choices of blocks under way among it, so that a resume draws them again.
+A committed step reports the results of its draws. Everything random follows from the config's seed and the block. Everything else is
+part of the checkpoint, including the choices of blocks under way, so that a resume draws them again.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Pool = Literal["main", "easy"]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a draw gets."""
+    """The example of a draw."""
 
     origin: Origin
     pool: Pool
     index: int
-    """Of the example in its pool."""
+    """Position of the example in its pool."""
     again: int | None = None
-    """The draw whose completions are trained again; None: it is answered anew."""
+    """The draw whose completions are trained again; None: new completions are sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What there is to choose from."""
+    """Sizes of the pools to choose from."""
 
     order: Order
-    """Of the examples."""
+    """Order of the examples."""
     easy: int
     block: int
     """Prompts of a step."""
@@ -71,7 +71,7 @@ class Selection:
         """Times that the curriculum let an example's turn pass."""
         self._blocks: dict[int, list[Choice]] = {}
         self._under_way: dict[int, Choice] = {}
-        """By draw."""
+        """Choices by draw."""
         self._kept: set[int] = set()
         """Draws of the step under way whose prompts are to be kept, whatever `success_threshold` says."""
         replay = config.replay
@@ -112,7 +112,7 @@ class Selection:
         ]
 
     def take(self, block: int, slot: int, draw: int) -> Choice:
-        """What a draw gets, by its slot in a block that was planned."""
+        """The example of a draw, by its slot in a block that was planned."""
         choice = self._under_way[draw] = self._blocks[block][slot]
         return choice
 
@@ -139,7 +139,7 @@ class Selection:
         self._kept.clear()
 
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Where the groups that a step trains came from, how each kind did, and what is known by now."""
+        """The share and success of each kind of group that a step trains, and what the pools know by now."""
         found: dict[str, float] = {}
         if self._config.easy_pool:
             found["data/easy_probability"] = self._config.easy_pool.probability(step)
@@ -169,7 +169,7 @@ class Selection:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`; what it does not speak of begins anew."""
+        """The inverse of `state`; parts that are missing there start empty."""
         self._cursor, self._unused = state["cursor"], list(state.get("unused", ()))
         self._passed_over = state.get("passed_over", 0)
         blocks = state.get("blocks", {})

@@ -33,7 +33,7 @@ IGNORED = -100
 
 MASKS = ("completion_mask", "assistant_masks")
 HOLDING = "`messages`, `prompt` and `completion`, `text`, or `input_ids`"
-"""What a row must have, for messages."""
+"""The columns that a row must have, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids and which of them teach (1), as somebody else made them."""
+    """Token ids and which of them teach (1), as given by the data set."""
 
     ids: tuple[int, ...]
     mask: tuple[int, ...]
@@ -80,7 +80,7 @@ class TeacherExample:
     """One row of a teacher."""
 
     example: Example
-    """For the record: what stands before the first trained word, and the other columns."""
+    """The example for the record: the text before the first trained word, and the other columns."""
     content: Content
 
 
@@ -100,7 +100,7 @@ def teacher_example(
 
 
 def has_form(row: Mapping[str, Any], text_field: str) -> bool:
-    """Whether a row can be taken as it is."""
+    """True if a row can be taken as it is."""
     return _form(named_messages(dict(row)), text_field) is not None
 
 
@@ -121,7 +121,7 @@ def _form(row: Mapping[str, Any], text_field: str) -> str | None:
 
 
 def _content(row: Mapping[str, Any], text_field: str, where: str) -> tuple[Content, set[str]]:
-    """What the row holds, and the columns that say so."""
+    """The row's content, and the columns that it came from."""
     match _form(row, text_field):
         case "tokens":
             return tokens_of(row, where), {"input_ids", "labels", "attention_mask", *MASKS}
@@ -266,7 +266,7 @@ def _no_form(row: Mapping[str, Any], text_field: str, where: str) -> str:
 
 
 def _asked(content: Content) -> Prompt:
-    """What stands before the first trained word; nothing where all of it is trained, or where only tokens are known."""
+    """The text before the first trained word; empty if all of it is trained, or only tokens are known."""
     match content:
         case Completion(prompt=prompt):
             return prompt

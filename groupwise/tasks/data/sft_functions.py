@@ -21,7 +21,7 @@ FORMLESS = ("messages", "prompt", "completion", "input_ids", "labels")
 def format_rows(
     rows: Sequence[dict[str, Any]], function: Callable[[Any], Any], *, text_field: str, where: str
 ) -> list[dict[str, Any]]:
-    """The rows as a formatting function makes them, which takes one row or a batch of columns, as its answer to one row tells."""
+    """The rows made by a formatting function, which takes one row or a batch of columns; its answer to one row shows which."""
     first = _answer(function, rows[0], where)
     if _is_formatted(first):
         made = [first, *(_answer(function, row, where) for row in rows[1:])]
@@ -58,7 +58,7 @@ def collate(
 
 
 def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
-    """What the function makes of one row; where it fails with that, of a batch of it."""
+    """The function's result for one row; if it fails with that, for a batch of this row."""
 
     def call() -> Any:
         try:
@@ -86,7 +86,7 @@ def _is_formatted(value: Any) -> bool:
 def _of_batch(
     function: Callable[[Any], Any], rows: Sequence[dict[str, Any]], first: Any, where: str
 ) -> list[Any]:
-    """What a function that takes a batch makes: a list with an entry for each row."""
+    """The result of a function that takes a batch: a list with an entry for each row."""
     if not isinstance(first, list):
         raise TaskError(
             f"{where} returned {type(first).__name__} for a row. Expected text or a list of chat messages; or, if it takes a "

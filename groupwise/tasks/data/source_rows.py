@@ -1,4 +1,4 @@
-"""What a task can use of a source's rows, and an account of the others.
+"""Makes a task's rows from those of a source, and counts the rows that it cannot use.
 
 A task makes its own of each row, or raises `Unusable` with the reason. Such rows are left out and counted by it, and so are those that
 come to the same as an earlier one; where the task's config is strict, the first of them is refused with its number.
@@ -34,7 +34,7 @@ def usable(
     remedy: str,
     again: Callable[[Made, Made], str] = lambda earlier, later: SAME,
 ) -> tuple[list[Made], Counter[str]]:
-    """What `make` makes of the rows, and how many it makes nothing of, by reason; rows are the same where `same` is equal,
+    """The rows made by `make`, and counts of the rows left out, by reason; rows are the same if `same` is equal,
     and `again` says of the later one why it is left out.
 
     Raises TaskError where no row is left, with the `remedy`, or one is not `strict`ly. `source` is who has the rows.

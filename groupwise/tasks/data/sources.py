@@ -36,7 +36,7 @@ TRAIN = "train"
 """The split that a file without splits is."""
 
 SAVED_SPLITS, SAVED_STATE = "dataset_dict.json", "state.json"
-"""What `save_to_disk` of the library datasets writes beside the rows: of several splits, and of one."""
+"""Files that `save_to_disk` of the library datasets writes beside the rows: for several splits, and for one."""
 
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 _LONGEST_CELL = 2**31 - 1
@@ -76,7 +76,7 @@ def sample(count: int, limit: int | None, seed: int) -> list[int]:
 
 
 def is_local(source: str) -> bool:
-    """Whether a source is a file or folder here, rather than the name of a dataset on the hub."""
+    """True if a source is a file or folder here, rather than the name of a dataset on the hub."""
     path = Path(source).expanduser()
     return (
         path.exists()
@@ -232,7 +232,7 @@ def _saved_files(folder: Path, split: str) -> list[Path]:
 
 
 def _is_bare_name(value: Any) -> bool:
-    """Whether it names a file of the same folder."""
+    """True if it names a file of the same folder."""
     return isinstance(value, str) and Path(value).name == value
 
 
@@ -322,7 +322,7 @@ def _parquet(file: Path) -> Iterator[Row]:
 
 
 def _arrow(file: Path) -> Iterator[Row]:
-    """As the library datasets keeps rows."""
+    """Reads rows in the format in which the library datasets stores them."""
     arrow = _pyarrow(file, "pyarrow")
     with (
         _explained(file, "Arrow"),
@@ -369,7 +369,7 @@ _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
 }
 
 ENDINGS = tuple(_READERS)
-"""What files of data end with."""
+"""Suffixes of data files."""
 
 
 def _decoded(data: bytes, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Whether a rollout has solved its example, by the task's own reward.
+"""Decides if a rollout has solved its example, by the task's own reward.
 
 What is trained on or counted as a success goes by a part that the config names, by one with accuracy in its name, or by the total.
 The signals of reward hacking ask more widely which part would say so (`part_of_success`): the total is what they doubt.
@@ -13,7 +13,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.types import Group, Rollout
 
 ACCURACY = "accuracy"
-"""A reward part with this in its name tells success, where no part is named."""
+"""A reward part with this in its name measures success, unless the config names a part."""
 SOLVED = (
     "correct",
     "correctness",
@@ -30,7 +30,7 @@ SOLVED = (
 
 
 def successes(group: Group, threshold: float, part: str | None) -> tuple[int, int]:
-    """How many of the scored members reached `threshold`, and how many there are."""
+    """The number of scored members that reached `threshold`, and the number of scored members."""
     values = [success_value(rollout, part) for rollout in group.scored]
     return sum(value is not None and value >= threshold for value in values), len(values)
 
@@ -63,15 +63,15 @@ def check_part(key: str, part: str | None, names: Collection[str], described: st
 
 @dataclass(slots=True)
 class SoughtPart:
-    """A part that a key names, looked for in a run's groups: what parts an environment gives, nothing else tells."""
+    """A part that a key names, looked for in a run's groups: nothing else shows which parts an environment gives."""
 
     key: str
     name: str | None
     settled: bool = False
-    """It was found, or the user was told."""
+    """True once it was found, or the user was warned."""
 
     def missing(self, groups: Sequence[Group]) -> str | None:
-        """What to say where rollouts were scored and none of them has the part; once, in case that the name is wrong."""
+        """A warning that rollouts were scored and none of them has the part; given once, in case the name is wrong."""
         scored = [rollout for group in groups for rollout in group.scored]
         if self.settled or self.name is None or not scored:
             return None

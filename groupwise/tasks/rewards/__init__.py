@@ -1,4 +1,4 @@
-"""Rewards, for whoever scores completions without a run: `groupwise.tasks.rewards.get_reward_funcs(names, config)`."""
+"""Rewards, for code that scores completions without a run: `groupwise.tasks.rewards.get_reward_funcs(names, config)`."""
 
 from __future__ import annotations
 

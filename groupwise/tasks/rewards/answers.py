@@ -1,4 +1,4 @@
-r"""Where an answer stands in a text, and whether it matches the gold answer.
+r"""Finds the answer in a text, and decides if it matches the gold answer.
 
 An answer is what stands in the last answer tag, else in the last `\boxed{}`, else what the last line calls the answer; boxes with only
 commas and `and` between them are one answer. What stands in a completion's reasoning, before `</think>` or behind a
@@ -33,7 +33,7 @@ _ANNOUNCED = re.compile(r"(?:^\s*####|\banswer\W{0,4}(?:is\s*:?|:|=)\**)\s*(.*)$
 
 
 def final_line_answer(text: str) -> str | None:
-    """What the last line of a text calls its answer, `#### 72`, `Answer: 72`, `So the answer is 72.`, or what stands in it below the
+    """The answer that the last line announces, `#### 72`, `Answer: 72`, `So the answer is 72.`, or that stands in it below the
     heading `Answer`; None where nothing is called so."""
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
@@ -107,7 +107,7 @@ def _without_bold(text: str) -> str:
 
 
 def _without_dollars(text: str) -> str:
-    r"""Without the delimiters of mathematics, `$` and `\(`; a dollar before a number that has no partner is money."""
+    r"""Removes the delimiters of mathematics, `$` and `\(`; a dollar without a partner is money."""
     if re.search(r"\\\(.*\\\)|\\\[.*\\\]", text, re.DOTALL):
         text = re.sub(r"\\[()\[\]]", " ", text)
     hidden = text.replace(r"\$", "\0").replace("$$", "$")
@@ -117,7 +117,7 @@ def _without_dollars(text: str) -> str:
 
 
 def _without_empty_end(text: str) -> str:
-    r"""Without `\text{.}`, `\text{(final answer)}` or a lone backslash at the end."""
+    r"""Removes `\text{.}`, `\text{(final answer)}` or a lone backslash at the end."""
     return re.sub(
         r"(?:\\q?quad\s*)?\\text\s*\{[\s.,;]*\(?(?:final answer)?\)?[\s.]*\}$|(?<!\\)\\$", "", text
     )
@@ -160,7 +160,7 @@ _UNWRAPPING: tuple[Callable[[str], str], ...] = (
 
 
 def answer_matches(gold: str, answer: str) -> bool:
-    """Whether an answer matches one gold answer: by the first rule below that knows answers of their kind."""
+    """True if an answer matches one gold answer. The first rule below that knows answers of their kind decides."""
     if len(answer) > LONGEST or not answer.strip():
         return False
     expected, given = strip_wrapping(gold), strip_wrapping(answer)
@@ -202,11 +202,11 @@ _TAKEN_BACK = re.compile(
 )
 """Behind the letter of a choice: another choice, or that it is none."""
 _GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
-"""How a gold answer begins that is a choice with its text, `(B) 12`; names such as `E. coli` do not."""
+"""The beginning of a gold answer that is a choice with its text, `(B) 12`; names such as `E. coli` do not match."""
 
 
 def _choices_match(gold: str, answer: str) -> bool | None:
-    """By their letters, and by their texts where both have one: `(B)`, `B` and `B. 12` match; None where the gold answer is no choice."""
+    """Compares choices by letter, and by text if both have one: `(B)`, `B` and `B. 12` match; None if the gold answer is no choice."""
     expected, chosen = _choice(gold), _choice(answer)
     if expected is None or (
         expected[1] and not _GOLD_LETTER_WITH_TEXT.match(_UPRIGHT.sub(r"\1", gold))
@@ -255,7 +255,7 @@ def normalized_text(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def parsed(text: str, known: frozenset[str]) -> Node | None:
-    """What an unwrapped answer means as mathematics, with `known` words as units; None where it cannot be parsed whole."""
+    """An unwrapped answer parsed as mathematics, with the words in `known` as units; None if it cannot be parsed whole."""
     try:
         return parse(text, known)
     except ParseError:
@@ -266,7 +266,7 @@ def parsed(text: str, known: frozenset[str]) -> Node | None:
 
 
 def matches_literally(gold: str, answer: str) -> bool:
-    """Whether an answer is the gold one without any working out: the same number in digits, or the same characters."""
+    """True if an answer equals the gold one without any calculation: the same number in digits, or the same characters."""
     if len(answer) > LONGEST or not answer.strip():
         return False
     expected, given = literal_number(gold), literal_number(answer, gold)
@@ -288,11 +288,11 @@ def literal_number(text: str, gold: str | None = None) -> Fraction | None:
 
 
 MOST_DIGITS = 4_000
-"""Of a number that is written out; Python refuses more than 4,300."""
+"""Most digits of a number that is written out; Python refuses more than 4,300."""
 
 
 def voting_key(answer: str) -> str | None:
-    """A text that is the same for answers that mean the same, as far as that can be told of each alone; None where nothing is said."""
+    """A text that is the same for answers that mean the same, as far as each shows by itself; None for an empty answer."""
     if len(answer) > LONGEST:
         return None
     number = literal_number(answer)

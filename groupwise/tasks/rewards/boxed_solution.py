@@ -45,7 +45,7 @@ def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def _has_methods(value: Any) -> bool:
-    """Whether it is a list, dictionary, set or deque of a class of the solution that adds methods to it: these would be lost by value."""
+    """True for a list, dictionary, set or deque whose class, defined by the solution, adds methods: a copy by value would lose them."""
     kind = cast("type[Any]", type(value))
     if not isinstance(value, MUTABLE) or kind.__module__ != MODULE:
         return False
@@ -66,7 +66,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")
     },
 }
-"""What can be asked of an object that stays here."""
+"""Operations that the tests may ask of an object that stays here."""
 
 
 class _Solution:
@@ -127,7 +127,7 @@ class _Solution:
         return [name for name in there if not name.startswith("__")]
 
     def _named(self, name: str) -> tuple[str, Any]:
-        """What a name stands for; of an exception's class its own name and the nearest that Python has."""
+        """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
         value: Any = vars(self._module).get(name, self)
         if value is self:
             value = getattr(self._wrapped, name)

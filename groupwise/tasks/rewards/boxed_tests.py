@@ -43,7 +43,7 @@ from groupwise.tasks.rewards.sandbox_child import COMMON_MODULES
 from groupwise.tasks.rewards.sandbox_kernel import FIRST_CHANNEL
 
 _MAX_CHARACTERS_OF_TEST = 300
-"""Characters of a failed test that are told."""
+"""Most characters of a failed test in messages."""
 _BUILTINS = frozenset(vars(builtins))
 _TEST = "test_"
 _CHECK = "check"
@@ -79,7 +79,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """For messages."""
+        """The step's source code, cut short for messages."""
         return ast.unparse(ast.Module(self.body, type_ignores=[]))[:_MAX_CHARACTERS_OF_TEST]
 
     def run(self, names: dict[str, Any]) -> None:
@@ -94,9 +94,9 @@ class Plan:
 
     steps: tuple[Step, ...]
     names: frozenset[str]
-    """Those that they read; the solution may have them."""
+    """Names that the tests read; the solution may have them."""
     modules: frozenset[str]
-    """Of the standard library, whose attributes they read; the solution's of these names are not meant."""
+    """Modules of the standard library whose attributes they read; the solution's names of that kind are not meant."""
     library: Mapping[str, str]
     """Names of common modules that they read without an import, and their module: those too are not meant to be the solution's."""
     own: frozenset[str]
@@ -205,12 +205,12 @@ def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
 
 
 def _checks(statement: ast.AST, checking: frozenset[str]) -> bool:
-    """Whether running it checks something, as far as can be seen: an assert that can fail, a raise, or a call that does."""
+    """True if running it checks something, as far as can be seen: an assert that can fail, a raise, or a call that does."""
     return any(_is_check(node, checking) for node in _reached(statement))
 
 
 def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
-    """Of an assert, a raise or a call that is reached."""
+    """True if this node, which is reached, is an assert, raise or call that checks something."""
     match node:
         case ast.Assert(test):
             return not (
@@ -286,7 +286,7 @@ def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
 
 
 def _star_names(tree: ast.Module) -> Iterator[str]:
-    """What a text imports by a star from a common module."""
+    """Names that a text imports by a star from a common module."""
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(str(module), [ast.alias("*")]) if module in _WITH_STARS:
@@ -327,7 +327,7 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
 
 
 def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool) -> dict[str, str]:
-    """Of names that are read those that common modules have and that serve to judge: they are called with what another name has made,
+    """Finds the names that common modules have and that serve to judge: they are called with what another name has made,
     read without being called, or seldom anything else. `alone`: where nothing else is read, they are what is tested."""
     judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
     found: dict[str, str] = {}
@@ -352,7 +352,7 @@ def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
 
 @cache
 def _public_names(module: str) -> frozenset[str]:
-    """What a star imports from a module."""
+    """Names that `import *` takes from a module."""
     found = importlib.import_module(module)
     return frozenset(getattr(found, "__all__", [n for n in dir(found) if n[0] != "_"]))
 
@@ -425,7 +425,7 @@ def _root(call: ast.AST) -> str:
 
 
 def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
-    """For each test None, if it passes, or why it does not. Raises BrokenTests."""
+    """Yields None for each test that passes, else the reason why it fails. Raises BrokenTests."""
     problem: str | None = None
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
@@ -442,7 +442,7 @@ def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
 
 
 def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
-    """What stands for the names that the tests do not define themselves; see above for the order."""
+    """Values for the names that the tests do not define themselves; see above for the order."""
     sys.modules[MODULE] = far.as_module(own=(plan.own | plan.library.keys()) - {plan.entry_point})
     found: dict[str, Any] = {}
     for name in sorted(plan.names):
@@ -457,7 +457,7 @@ def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
 
 
 def _failure(step: Step, names: dict[str, Any]) -> str | None:
-    """Why a step fails, if it does."""
+    """The reason why a step fails; None if it passes."""
     names["__builtins__"] = builtins
     try:
         step.run(names)
@@ -498,14 +498,14 @@ class Far:
         self.names = frozenset(n for n in told if n.isidentifier() and not n.startswith("__"))
 
     def name(self, name: str) -> Any:
-        """What a name of the solution stands for."""
+        """The value of a name of the solution. Raises NameError if the solution does not have it."""
         if name not in self.names:
             raise NameError(f"the solution has no {name}", name=name)
         kind, value = self.ask("name", name)
         return self._errors.named(*map(str, value)) if kind == "error" else value
 
     def as_module(self, own: Set[str]) -> types.ModuleType:
-        """For tests that import the solution. To import all of it replaces neither Python's names nor the tests' own."""
+        """A module for tests that import the solution. Importing all of it replaces neither Python's names nor the tests' own."""
         module = types.ModuleType(MODULE)
         module.__dict__["__all__"] = sorted(self.names - own - _BUILTINS - sys.stdlib_module_names)
         module.__dict__["__getattr__"] = self._attribute_of_module
@@ -549,7 +549,7 @@ class Far:
         raise raised
 
     def _called(self, question: dict[str, Json]) -> dict[str, Json]:
-        """What a function of the tests says that the solution was given."""
+        """Calls a function of the tests that the solution was given, and returns its result or error as JSON."""
         try:
             function = self._ledger.own(question["call"])
             arguments = [self._ledger.read(each) for each in question["arguments"]]
@@ -560,7 +560,7 @@ class Far:
 
 
 def _is_function(value: Any) -> bool:
-    """Whether a solution may be given something to call that runs here. Of Python's own functions it has those that are harmless."""
+    """True if the solution may be given this callable, which runs here. It has the harmless ones of Python's own functions itself."""
     return callable(value) and getattr(value, "__module__", None) != "builtins"
 
 

@@ -1,10 +1,10 @@
-"""How two boxes talk: the tests in one of them call functions that stand in the other.
+"""The protocol between two boxes: the tests in one of them call functions in the other.
 
-Plain values (numbers, text, bytes, lists, dictionaries, dates and their kin) go over as what they say: whoever receives them holds
-objects of Python itself, whatever they were before. So the side that compares is the side whose `==` is used. Anything else stays
+Plain values (numbers, text, bytes, lists, dictionaries, dates and the like) are sent by content: the receiver gets objects of Python's
+own types, whatever their type was before. So the side that compares is the side whose `==` is used. Any other object stays
 where it is, and the other side gets its number: `mine` is an object of the sender, `yours` one of the receiver.
 
-A line carries one JSON message after the other, in turns: whoever waits for an answer serves what the other asks meanwhile.
+A line carries one JSON message after the other, in turns: a side that waits for an answer serves the other's requests meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from groupwise.core.processes.frames import send_frame
 
 Json = Any
 MAX_MESSAGE = 4 << 20
-"""Bytes. A longer one is no value of a test, and could fill the memory of whoever reads it."""
+"""Largest message in bytes. A longer one is no value of a test, and could fill the reader's memory."""
 
 SHARED: Mapping[str, Sequence[str]] = {
     "builtins": (
@@ -59,13 +59,13 @@ SHARED: Mapping[str, Sequence[str]] = {
         if not name.startswith("_") and name not in ("attrgetter", "call", "methodcaller")
     ],
 }
-"""Functions and types that both sides have, and that go over by their names, as Python's exceptions do: whoever calls one of them with
-plain values gets a plain value. None runs a text, reads attributes by name, or opens anything, so that a solution gains nothing where a
+"""Functions and types that both sides have, and that go over by their names, as Python's exceptions do: calling one of them with
+plain values gives a plain value. None runs a text, reads attributes by name, or opens anything, so that a solution gains nothing where a
 test calls what it was given."""
 
 _OF_ASSERTS = tuple(each.__name__ for each in AssertionError.__mro__ if each is not object)
 MOST_ITEMS = 100_000
-"""Of an iterator that goes over: what it has is taken at once."""
+"""Most items taken from an iterator that goes over: all of them are read at once."""
 _HEADER = 8
 """Bytes of a frame before its content: they say how long that is."""
 _SMALL = 1 << 63
@@ -84,12 +84,12 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda content: int(content, 16),
     "span": lambda content: datetime.timedelta(*content),
 }
-"""What a value is made of that holds no others, by kind."""
+"""Readers, by kind, of values that hold no other values."""
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
 class Lost(BaseException):
-    """The other side is gone, or says what nobody could. No test's `except Exception` catches it."""
+    """The other side is gone, or sent something invalid. No test's `except Exception` catches it."""
 
 
 class NotPlain(BaseException):
@@ -104,7 +104,7 @@ class MessageSocket:
         self._reader = self._socket.makefile("rb")
 
     def send(self, message: Json) -> None:
-        """Send a message. Raises Lost where nobody is there, NotPlain for one that is too long."""
+        """Send a message. Raises Lost if the other side is gone, NotPlain if the message is too long."""
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE:
             raise NotPlain(f"a value of {len(text)} bytes is too large")
@@ -161,7 +161,7 @@ class Ledger:
         self._theirs: dict[int, int] = {}
         self._earlier: list[Any] = []
         self.showing: set[int] = set()
-        """Numbers of the objects that were written as shown; whoever writes clears it."""
+        """Numbers of the objects that were written as shown; the writer clears it."""
 
     def number_of(self, value: object) -> int:
         """The number of an object here."""
@@ -175,7 +175,7 @@ class Ledger:
         return self._own[number]
 
     def theirs(self, number: int) -> Any:
-        """What stands here for the other side's object of that number."""
+        """The stand-in for the other side's object of that number."""
         return self._stand_ins[number]
 
     # Values that go
@@ -198,7 +198,7 @@ class Ledger:
         return self._of_other_kind(value, shown)
 
     def content(self, value: Any, *, shown: bool = False) -> dict[str, Json]:
-        """What a list, dictionary, set, deque or bytearray holds."""
+        """The contents of a list, dictionary, set, deque or bytearray."""
         match value:
             case list():
                 return {"list": self._each(cast("list[Any]", value), shown)}
@@ -270,7 +270,7 @@ class Ledger:
     # Values that come
 
     def read(self, told: Json) -> Any:
-        """The value that was written. Raises Lost for what nobody writes."""
+        """The value that was written. Raises Lost for input that `written` never produces."""
         if not isinstance(told, dict):
             return told
         try:
@@ -333,7 +333,7 @@ class Ledger:
 
 
 def is_shared(module: str, name: str) -> bool:
-    """Whether both boxes may speak of it: one of `SHARED`, or an exception of Python's."""
+    """True if both boxes may use it by name: it is in `SHARED`, or an exception of Python's."""
     if name in SHARED.get(module, ()):
         return True
     value = getattr(builtins, name, None) if module == "builtins" else None
@@ -366,7 +366,7 @@ def builtin_of(kind: type[BaseException]) -> str:
 
 
 class Errors:
-    """Makes exceptions of what the other side tells; those that Python does not have are one class for each name."""
+    """Turns the other side's messages into exceptions; those that Python does not have get one class for each name."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -33,7 +33,7 @@ class _Box:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` or `\fbox{}` of a text says, with what belongs to it; None where there is none, or it is not closed."""
+    r"""The content of the last `\boxed{}` or `\fbox{}`, with what belongs to it; None if there is none, or it is not closed."""
     boxes = list(_boxes(text))
     if not boxes or boxes[-1] is None:
         return None
@@ -60,7 +60,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _boxes(text: str) -> Iterator[_Box | None]:
-    """In order; None for one that is not closed, behind which none is looked for."""
+    """The boxes in order; None for one that is not closed, which ends the search."""
     place = 0
     while found := _BOX.search(text, place):
         inside = _inside(text, found)
@@ -72,7 +72,7 @@ def _boxes(text: str) -> Iterator[_Box | None]:
 
 
 def _inside(text: str, found: re.Match[str]) -> tuple[int, str] | None:
-    r"""Where a box ends, and what is in it; of `\boxed 5` the next character or command."""
+    r"""The end of a box and its content; for `\boxed 5`, the next character or command."""
     if not found.group().endswith("{"):
         next_one = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
         return None if next_one is None else (next_one.end(), next_one.group())
@@ -81,7 +81,7 @@ def _inside(text: str, found: re.Match[str]) -> tuple[int, str] | None:
 
 
 def closing(text: str, start: int) -> int | None:
-    """Where the brace that was opened just before `start` closes; None: nowhere."""
+    """Index of the brace that closes the one opened just before `start`; None if there is none."""
     depth = 1
     for brace in re.compile(r"(?<!\\)[{}]").finditer(text, start):
         depth += 1 if brace.group() == "{" else -1
@@ -110,7 +110,7 @@ _FORMULA = 2_000
 
 
 def _formula_around(text: str, start: int, end: int) -> tuple[int, int, bool]:
-    """Where the formula that holds a place begins and ends, and True; or the line, and False, where it stands in no formula."""
+    """Start and end of the formula around a place, and True; or of its line, and False, if it is in no formula."""
     line = text.rfind("\n", 0, start) + 1
     before = list(_DELIMITER.finditer(text, max(0, start - _FORMULA), start))
     closed = _DELIMITER.search(text, end, end + _FORMULA)
@@ -140,7 +140,7 @@ _APART_BEHIND = re.compile(
 
 
 def _ends_apart(before: str, in_formula: bool) -> bool:
-    """Whether what stands before a box does not belong to it."""
+    """True if the text before a box does not belong to it."""
     if not in_formula and _DASH.search(before):
         return True
     if in_formula and re.search(r"(?<![a-zA-Z\\])[a-zA-Z]+$", before):
@@ -165,7 +165,7 @@ def _ends_apart(before: str, in_formula: bool) -> bool:
 
 
 def _begins_apart(after: str, in_formula: bool) -> bool:
-    """Whether what stands behind a box does not belong to it."""
+    """True if the text behind a box does not belong to it."""
     if not in_formula:
         after = after.lstrip("$* \t")
         if re.match(r"!?\s*$|!\s", after):

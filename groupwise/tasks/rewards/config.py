@@ -138,7 +138,7 @@ class RewardsConfig(Strict):
 
     @property
     def names_rewards(self) -> bool:
-        """Whether the config says itself which rewards there are, so that the task's own are not asked for."""
+        """True if the config itself names the rewards, so that the task is not asked for its own."""
         return self.reward_funcs is not None or self.router is not None
 
     def conflicts(self) -> Iterator[Conflict]:

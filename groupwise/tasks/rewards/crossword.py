@@ -161,7 +161,7 @@ def one_spelling(answer: str) -> str:
 
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
-    """Whether a gold answer stands in a text. Raises ValueError for one that cannot be told by its letters."""
+    """True if a gold answer stands in a text. Raises ValueError if its letters do not identify it."""
     sought = _graded(gold)
     if mode == "any":
         return sought in letters(text)
@@ -173,12 +173,12 @@ def occurs(gold: str, text: str, mode: Mode) -> bool:
 
 
 def tag_share(tags: Tags, text: str) -> float:
-    """How many of the four tags occur, of four; those of an empty pair do not count."""
+    """The share of the four tags that occur; those of an empty pair do not count."""
     return tags.share(without_empty_pairs(tags, text))
 
 
 def length_ramp(text: str, min_words: int, full_words: int) -> float:
-    """From 0 for `min_words` words to 1 for `full_words`, in a straight line."""
+    """Rises in a straight line from 0 at `min_words` words to 1 at `full_words`."""
     progress = (len(text.split()) - min_words) / (full_words - min_words)
     return min(max(progress, 0.0), 1.0)
 
@@ -191,7 +191,7 @@ def _plain(text: str) -> str:
 
 
 def _other_signs(text: str) -> bool:
-    """Whether there are digits, or letters of another alphabet."""
+    """True if there are digits, or letters of another alphabet."""
     return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain(text))
 
 
@@ -240,7 +240,7 @@ def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
 
 
 def _length(row: Mapping[str, Any]) -> int | None:
-    """How many letters the row says that its answer has; None where it does not say."""
+    """The number of letters that the row gives for its answer; None if it gives none."""
     for name in ENUMERATIONS:
         value = row.get(name)
         said = (

@@ -1,4 +1,4 @@
-"""Whether two mathematical expressions are equal.
+"""Decides if two mathematical expressions are equal.
 
 They are if they have the same value at several points, where each letter is a number drawn from its name. Values are exact where the
 expression is rational; elsewhere they are computed to 200 and to 400 digits, and a difference counts as none if it vanishes with them
@@ -22,9 +22,9 @@ from groupwise.tasks.rewards.math_parser import Node, number_node
 mpmath: Any = cast("Any", untyped)
 
 ROUNDING_RELATIVE = Fraction(1, 1_000_000)
-"""By how much a decimal may differ from the exact value that it stands for, relative to it: six digits."""
+"""Relative rounding error allowed between a decimal and the exact value that it stands for: six digits."""
 ROUNDING_ABSOLUTE = Fraction(1, 100)
-"""And at most, however large the number is."""
+"""Largest rounding error allowed, however large the number is."""
 
 _MAX_BITS = 40_000
 """Size of an exact numerator or denominator that is computed."""
@@ -313,7 +313,7 @@ _BASES = ("e", "10")
 
 
 def expressions_equal(one: Node, other: Node, rounded: bool = False) -> bool:
-    """Whether two expressions have the same value at all points; `rounded`: one may be the other to six digits."""
+    """True if two expressions have the same value at all points; `rounded`: one may be the other to six digits."""
     if one == other:
         return True
     bases = _BASES if _has_log(one) or _has_log(other) else _BASES[:1]
@@ -374,7 +374,7 @@ def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
 
 
 def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> bool:
-    """At one point. Values that are not exact are equal where their difference is only what rounding leaves: with twice the digits it
+    """Compares at one point. Inexact values are equal if their difference is only what rounding leaves: with twice the digits it
     vanishes, where that of different numbers stays."""
     points = [Point(number, digits, base) for digits in (DIGITS, _MORE_DIGITS)]
     left, right = value_at(one, points[0]), value_at(other, points[0])
@@ -391,7 +391,7 @@ def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> 
 
 
 def _difference(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
-    """How far two values are apart, and how large the larger one is."""
+    """The distance of two values, and the size of the larger one."""
     left, right = _real(left, point), _real(right, point)
     return abs(left - right), max(abs(left), abs(right))
 
@@ -402,7 +402,7 @@ def divided(over: Value, under: Value, point: Point) -> Value:
 
 
 def nearly_equal(one: Value, other: Value) -> bool:
-    """Whether two values are equal, to half of `DIGITS` where they are not exact."""
+    """True if two values are equal; inexact ones, to half of `DIGITS`."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     point = Point(0, DIGITS, "e")
@@ -418,7 +418,7 @@ def _within_rounding(one: Fraction, other: Fraction) -> bool:
 
 
 def _vanishes(coarse: Any, fine: Any, size: Any, context: Any) -> bool:
-    """Whether a difference is only what rounding leaves: it shrinks as digits are added."""
+    """True if a difference is only what rounding leaves: it shrinks as digits are added."""
     if fine == 0:
         return True
     if coarse == 0:

@@ -1,7 +1,7 @@
 """Rewards for layout: reasoning in one pair of tags, the answer in another, in that order.
 
 Tags that enclose nothing earn nothing: `<answer></answer>` is as good as no tag at all, and so are tags around nothing but such tags.
-White space is nothing, and so are signs that nobody sees. Case matters in the strict layout only.
+White space counts as nothing, and so do invisible signs. Case matters in the strict layout only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Layout(ABC):
 
     @abstractmethod
     def _value(self, text: str) -> float:
-        """What one completion earns."""
+        """The reward of one completion."""
 
 
 @reward("strict_format")
@@ -141,7 +141,7 @@ class ThinkFormat:
 
 
 def both_pairs(tags: Tags, text: str) -> bool:
-    """Whether a pair of reasoning tags with content is followed, anywhere, by one of answer tags with content."""
+    """True if a pair of reasoning tags with content is followed, anywhere, by one of answer tags with content."""
     reasoned = _filled(tags, tags.reasoning).search(text)
     return reasoned is not None and bool(
         _filled(tags, tags.answer).search(text, pos=reasoned.end())
@@ -187,7 +187,7 @@ def _inside(tags: Tags) -> str:
 
 
 def starts_with_both_pairs(tags: Tags, text: str) -> bool:
-    """Whether nothing but white space stands before the pair of reasoning tags and between it and that of answer tags."""
+    """True if only white space stands before the pair of reasoning tags and between it and that of answer tags."""
     reasoned = _filled(tags, tags.reasoning).match(text.lstrip())
     if reasoned is None:
         return False

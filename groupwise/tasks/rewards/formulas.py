@@ -1,4 +1,4 @@
-"""Whether a formula can be worked out quickly, told from how it is written.
+"""Decides from a formula's text if it can be evaluated quickly.
 
 Graders that give answers to sympy evaluate them, and `9**9**9` then fills the memory. So a formula is read as Python reads it, and an
 upper bound is computed for the numbers that its parts may come to, from the innermost part to the outermost. Nothing is evaluated.
@@ -14,16 +14,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 MOST_CHARACTERS = 20_000
-"""Of a formula: a product of polynomials with a hundred terms has some thousands."""
+"""Longest formula in characters: a product of polynomials with a hundred terms has some thousands."""
 
 MOST_BITS = 4096.0
-"""Of a numerator or a denominator; an exponent may be as large as this itself."""
+"""Most bits of a numerator or a denominator; an exponent may be as large as this itself."""
 
 LETTER = 1.0
 """Bits of a letter, which stands for a number below 2."""
 
 _LONG_EXPONENT = re.compile(r"[eE][+-]?[\d_]{4}")
-"""Of a decimal number, which Python reads as 0.0 if it is small enough, and sympy as a fraction."""
+"""A long exponent of a decimal number, which Python reads as 0.0 if it is small enough, and sympy as a fraction."""
 
 GROWING = frozenset({"exp", "sinh", "cosh", "tanh"})
 """Functions that make large numbers of small ones."""
@@ -31,14 +31,14 @@ GROWING = frozenset({"exp", "sinh", "cosh", "tanh"})
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """How many at the most a number has that a part may come to."""
+    """Upper bound, in bits, on the number that a part may come to."""
 
     numerator: float = 0.0
     denominator: float = 0.0
 
     @property
     def more(self) -> float:
-        """Of the one that has more."""
+        """The larger of the two."""
         return max(self.numerator, self.denominator)
 
 
@@ -47,7 +47,7 @@ class _TooLarge(Exception):
 
 
 def is_small_formula(text: str, functions: Collection[str], *, letters: bool = True) -> bool:
-    """Whether it is a formula of numbers, names, `+ - * / **` and calls of these functions, and comes to no large numbers.
+    """True for a formula of numbers, names, `+ - * / **` and calls of these functions that comes to no large numbers.
 
     Without `letters` it may have no names.
     """

@@ -18,7 +18,7 @@ from groupwise.core.reward_call.tags import Tag, last_tagged
 from groupwise.tasks.rewards.boxes import last_boxed
 
 GOLD_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution", "label")
-"""Where a gold answer is looked for, in this order."""
+"""Columns searched for a gold answer, in this order."""
 
 MARK = "####"
 """Stands before the answer at the end of a solution, as in GSM8K. With lines below it is a heading of Markdown."""
@@ -34,7 +34,7 @@ def gold_answers(
     tag: Tag = "answer",
     boxes: bool = False,
 ) -> list[tuple[str, ...]]:
-    r"""For each of `count` completions the forms in which its gold answer is accepted: at least one, without white space around it.
+    r"""The accepted forms of the gold answer of each of `count` completions: at least one, without white space around it.
 
     `columns` are those that a reward function gets, each with an entry for each completion; `boxes` says whether `\boxed{}` marks an
     answer. Raises ValueError for a row without a gold answer, and for one of another kind.
@@ -77,7 +77,7 @@ def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | 
 
 
 def at_mark(text: str) -> tuple[str, str] | None:
-    """What stands before the mark and the answer behind it; None unless that is one short line, with which the text ends."""
+    """The text before the mark and the answer behind it; None unless that is one short line, with which the text ends."""
     before, mark, after = text.rpartition(MARK)
     answer = after.strip()
     stands_alone = mark and not before[-1:].strip()
@@ -129,7 +129,7 @@ def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
 
 
 def _plain(name: str, value: Any) -> str:
-    """What is no text, as text; empty where there is nothing."""
+    """A value that is no text, as text; empty if there is none. Raises ValueError for other types than numbers."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer():  # what tables make of a column with gaps

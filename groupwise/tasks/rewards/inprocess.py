@@ -1,9 +1,9 @@
 """A rubric with the task's metrics, and its scoring in one thread of this process.
 
 The thread is for functions that another process cannot import (closures of a notebook) and for those that keep state
-between calls. A thread cannot be killed: one with a call that exceeds its limit is left behind, its group comes back unscored as
-from a worker, and the next call has a fresh thread. That ends the run where too many of them hang. Nor are they waited for when the
-run ends: they are daemons and go with the process.
+between calls. A thread cannot be killed: if a call exceeds its limit, its thread is left behind, its group comes back unscored as
+from a worker, and the next call gets a fresh thread. If too many threads hang, the run ends. The end of the run does not wait for
+them: they are daemon threads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _END_LIMIT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RubricScorer:
-    """What a factory for `RewardWorkers` returns: a rubric and the task's metrics, both ready to be called."""
+    """The result of a factory for `RewardWorkers`: a rubric and the task's metrics, both ready to be called."""
 
     rubric: Rubric | None
     """None: the task has no reward functions, and none applies."""
@@ -88,7 +88,7 @@ class LimitedThread:
             await _ended(job, done, limit)
             if done.done() and not done.cancelled():
                 return done.result()
-            done.cancel()  # nobody hears what the thread may still answer
+            done.cancel()  # a late answer of the thread is ignored
             job.left_behind = True
             if thread is self._thread and self._given_up is None:
                 self._leave_behind(job.running, limit or 0.0)
@@ -105,7 +105,7 @@ class LimitedThread:
         raise TooSlow(f"the call took longer than {limit:g} s; `{running}` was running")
 
     async def close(self) -> None:
-        """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
+        """Give up the waiting calls and the running one, without waiting for it to end."""
         self._spare = 0  # no thread takes its place
         self._thread.close()
         if not self._runner.busy:
@@ -173,7 +173,7 @@ class InProcessScorer:
             raise RewardWorkerError(f"compute_metrics raised {explain(error).strip()}") from error
 
     async def close(self) -> None:
-        """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
+        """Give up the waiting calls and the running one, without waiting for it to end."""
         await self._thread.close()
 
 
@@ -193,7 +193,7 @@ class Work:
     begun: Future[None] = field(default_factory=Future[None])
     running: str = "?"
     since: float = 0.0
-    """When the function that is `running` was begun, on the monotonic clock."""
+    """Start of the function that is `running`, on the monotonic clock."""
     left_behind: bool = False
 
     def note(self, name: str, *, repeated: bool = False) -> None:

@@ -2,12 +2,12 @@
 
     {name: judge, endpoint: "https://api.example.com/v1", model: some-model, rubric: "Correct, short, polite."}
 
-`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, so that a judge who prefers the first
-place prefers nobody; `group` about all of them in one question. Equal completions are asked about once and score the same.
+`alone` asks about each completion by itself; `pairs` about every two of a group, in both orders, so that a judge's preference
+for the first place cancels out; `group` about all of them in one question. Equal completions are asked about once and score the same.
 
-Only a verdict is a score: an answer that cannot be read is asked for once more, and then it is a failure of the completions that it was
-about, as are an endpoint that does not answer and time that runs out. What was answered is kept on disk, so a resumed run does not pay
-for it again. `judge_prompts` says what is asked and how a completion is kept from answering for the judge.
+Only a verdict is a score: if an answer cannot be read, the judge is asked once more; after that, its completions have failed, as they
+have if the endpoint does not answer or time runs out. Answers are kept on disk, so a resumed run does not pay for them again.
+`judge_prompts` builds the questions, and keeps a completion from answering for the judge.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class _Session:
     async def _heard(
         self, asked: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
-        """What was said, why that is not the whole verdict, if it is not, and the scores in it."""
+        """The judge's answer, the reason why it is not a whole verdict (None if it is), and the scores in it."""
         said, whole = await self._said(messages)
         if not whole:
             return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
@@ -305,7 +305,7 @@ class _Session:
         return printable(answer.texts[0]), answer.finish_reasons[0] != "length"
 
     def _key(self, asked: Question) -> dict[str, Any]:
-        """What an answer depends on, as far as it is known here."""
+        """Everything known here that an answer depends on: the key of the cache."""
         judge = self._judge
         return {
             "endpoint": self._client.endpoint.base_url,
@@ -317,7 +317,7 @@ class _Session:
 
 
 def _problem(asked: Question, said: str) -> str | None:
-    """Why an answer is not the whole verdict."""
+    """The reason why an answer is not the whole verdict; None if it is."""
     try:
         missing = [name for name in asked.names if name not in asked.read(said)]
     except Malformed as malformed:

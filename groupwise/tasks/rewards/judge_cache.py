@@ -30,7 +30,7 @@ class JudgeCache:
         self._writable = True
 
     def get(self, asked: dict[str, Any]) -> str | None:
-        """What was answered, if it was asked before."""
+        """The stored answer to this question; None if there is none."""
         try:
             stored: object = json.loads(self._file(asked).read_bytes())
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answer is read.
+"""Builds the questions for a judge, and reads its answers.
 
 A completion is written by the policy that is rewarded, so it is data: it may ask for full marks, pretend to be the end of itself, or bring
 a verdict along. Each question has a *mark*, made of everything in it (so nothing in it can hold the mark), which opens and closes each
@@ -60,23 +60,23 @@ TASKS: dict[Mode, str] = {
 
 
 class Malformed(ValueError):
-    """An answer that is no verdict; its text tells the judge what is wrong."""
+    """An answer that is no verdict; its text explains to the judge what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question to the judge, and what its answer has to be like."""
+    """One question to the judge, and the required form of its answer."""
 
     mode: Mode
     mark: str
     names: tuple[str, ...]
-    """Of the completions, in the order in which they are shown."""
+    """Names of the completions, in the order in which they are shown."""
     scale: tuple[float, float]
     text: str
 
     @property
     def messages(self) -> list[Message]:
-        """For a chat model."""
+        """The question as messages for a chat model."""
         return [{"role": "user", "content": self.text}]
 
     def again(self, said: str, problem: str) -> list[Message]:
@@ -90,7 +90,7 @@ class Question:
 
     @property
     def form(self) -> str:
-        """What a verdict looks like."""
+        """The line of JSON that a verdict consists of, as shown to the judge."""
         return _form(self.mode, self.mark, self.names, self.scale)
 
     def read(self, said: str) -> dict[str, float]:
@@ -145,7 +145,7 @@ class Question:
 
     @property
     def scale_text(self) -> str:
-        """What a score has to be."""
+        """The allowed scores, in words."""
         return f"number from {self.scale[0]:g} to {self.scale[1]:g}"
 
 
@@ -177,7 +177,7 @@ def question(
 
 
 def names_of(mark: str, completions: Sequence[str]) -> list[str]:
-    """What each completion is called in a question: nothing that it could call itself."""
+    """The name of each completion in a question: one that it could not call itself."""
     return [_digest(mark, text)[:8] for text in completions]
 
 
@@ -224,7 +224,7 @@ def _digest(*texts: str) -> str:
 
 
 MOST_BRACES = 200
-"""Of an answer of a judge, from its end, which are tried as the beginning of a verdict."""
+"""Most braces tried as the beginning of a verdict, counted from the end of a judge's answer."""
 
 
 def _objects(said: str) -> list[dict[str, Any]]:

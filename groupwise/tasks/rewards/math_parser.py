@@ -47,9 +47,9 @@ class Node:
     """`number`, `name`, `constant`, `+`, `*`, `/`, `^`, `±`, `call`, `tuple`, `interval`, `set`, `list`, `relation`, …"""
     parts: tuple[Node, ...] = ()
     name: str = ""
-    """Of a name, a constant, a function; the signs of a relation or of an interval's ends; the unit of a quantity."""
+    """Name of a name, constant or function; the signs of a relation or of an interval's ends; the unit of a quantity."""
     value: Fraction = Fraction(0)
-    """Of a number."""
+    """Value of a number."""
     decimal: bool = False
     """A number that is written with a decimal point, and so may be rounded."""
 
@@ -163,11 +163,11 @@ class Token:
     kind: str
     text: str
     spaced: bool
-    """Whether white space stands before it."""
+    """True if white space stands before it."""
 
 
 def tokens_of(text: str) -> list[Token]:
-    """All of a text. Raises ParseError at a sign that is none of mathematics."""
+    """The tokens of a text. Raises ParseError at a sign that is not mathematical."""
     tokens: list[Token] = []
     place, spaced, depth = 0, False, 0
     while place < len(text):
@@ -254,7 +254,7 @@ def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
 
 
 def _at_most_one(node: Node) -> bool:
-    """Whether it is a number of which one says `1 apple` or `1/2 apple`."""
+    """True for a number that takes a singular unit, as in `1 apple` or `1/2 apple`."""
     numbers = [part.value for part in (node, *node.parts) if part.kind == "number"]
     halves = node.kind == "/" and len(numbers) == 2 and numbers[1] != 0
     of = numbers[0] / numbers[1] if halves else None
@@ -270,11 +270,11 @@ class _Parser:
         self._place = 0
         self._depth = 0
         self._bars = 0
-        """How many `|…` are open, where a bar closes the last one and opens no other."""
+        """Number of open `|…`: inside one, a bar closes it and opens no other."""
         self._in_function = 0
-        """How many arguments of functions the place is in: only there are degrees numbers."""
+        """Depth of function arguments at this place: only there are degrees numbers."""
         self._in_set = 0
-        """How many sets the place is in: only there `:` means `such that`."""
+        """Depth of sets at this place: only there `:` means `such that`."""
 
     # Looking and moving on
 
@@ -397,7 +397,7 @@ class _Parser:
         return Node("quantity", (found,), name=unit_of(unit)) if unit else found
 
     def _unit(self, currency: str) -> tuple[str, int, bool]:
-        """What stands around a number: its unit, a number word's factor, and whether it is a percentage."""
+        """The parts around a number: its unit, a number word's factor, and whether it is a percentage."""
         scale = self._number_words()
         if self._take("%") or self._take_word("percent", "per cent"):
             self._of_what()
@@ -566,7 +566,7 @@ class _Parser:
         )
 
     def _begins_factor(self, left: Node) -> bool:
-        """Whether what follows is one more factor, with nothing between. Raises ParseError for a number behind a letter or bracket."""
+        """True if one more factor follows directly. Raises ParseError for a number behind a letter or bracket."""
         token = self._peek()
         if token.kind == "bold":
             return True
@@ -592,7 +592,7 @@ class _Parser:
         return token.text == "{"
 
     def _is_letters(self, token: Token, after: bool) -> bool:
-        """Whether a run of letters stands for factors, not for a unit or another word."""
+        """True if a run of letters stands for factors, not for a unit or another word."""
         word = token.text
         if word in FUNCTIONS or word in _PLAIN_WORDS or word in _GREEK_NAMES or word == "sqrt":
             return True
@@ -861,7 +861,7 @@ class _Parser:
         return Node("tuple", inner.parts if inner.kind == "list" else (inner,))
 
     def _argument(self) -> Node:
-        r"""What a command is about: in braces, or the next sign; of a number its next digit, as in `\frac12`."""
+        r"""The argument of a command: in braces, or the next sign; of a number its next digit, as in `\frac12`."""
         if self._is("{"):
             return self._braced()
         token = self._peek()
@@ -935,7 +935,7 @@ class _Parser:
         return arguments
 
     def _product_of_call(self) -> Node:
-        """What a function without brackets is of: factors side by side, up to the next function."""
+        """The argument of a function without brackets: factors side by side, up to the next function."""
         self._deeper()
         if self._take("-"):
             found = Node("*", (number_node(-1), self._factor()))

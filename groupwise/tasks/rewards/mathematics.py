@@ -188,12 +188,12 @@ def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> st
 
 
 def matches_any(golds: Sequence[str], answer: str) -> bool:
-    """Whether an answer matches one of the accepted ones."""
+    """True if an answer matches one of the accepted ones."""
     return any(answer_matches(gold, answer) for gold in golds)
 
 
 def in_words(text: str) -> bool:
-    """Whether it is written in letters alone, or has a word among its symbols."""
+    """True if it is written in letters alone, or has a word among its symbols."""
     spelt = re.sub(r"\\text\{[^{}]*\}", " text ", text)
     plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)
     words = set(re.findall(r"[^\W\d_]{3,}", plain)) - _FUNCTIONS
@@ -201,5 +201,5 @@ def in_words(text: str) -> bool:
 
 
 def _off(gold: Fraction, answer: Fraction) -> Fraction:
-    """How far a number is from the gold one, as a share of that; 1 for all but 0 itself where the gold one is 0."""
+    """The distance of a number from the gold one, relative to that; if the gold one is 0, 1 for any other number."""
     return abs(answer - gold) / abs(gold) if gold else Fraction(answer != 0)

@@ -1,4 +1,4 @@
-"""Whether two answers that were read say the same.
+"""Decides if two parsed answers say the same.
 
 Expressions are compared by their values (see `equality`); intervals, inequalities in one letter and sets as sets of numbers, equations as
 multiples of each other, pairs place by place, and lists in any order.
@@ -57,7 +57,7 @@ def _infinite(node: Node) -> int:
 
 @lru_cache(maxsize=1000)
 def _order(node: Node) -> Any:
-    """By which bounds are sorted. Raises Undecided for letters and complex numbers."""
+    """Sort key of bounds. Raises Undecided for letters and complex numbers."""
     if sign := _infinite(node):
         return mpmath.mpf("inf") * sign
     if names_in(node):
@@ -236,7 +236,7 @@ _ORDERED = ("x", "y", "z", "w")
 
 
 def trees_match(gold: Node, answer: Node) -> bool:
-    """Whether an answer means what the gold one means. A name on the left, `x =`, may be missing on one side."""
+    """True if an answer means the same as the gold one. A name on the left, `x =`, may be missing on one side."""
     try:
         expected, given = _meant(gold), _meant(answer)
         named = _named(expected), _named(given)
@@ -250,13 +250,13 @@ def trees_match(gold: Node, answer: Node) -> bool:
 
 
 def _matches(gold: Node, answer: Node) -> bool:
-    """By the first of `_RULES` that knows answers of their kinds. Raises Undecided."""
+    """Applies the first of `_RULES` that knows answers of their kinds. Raises Undecided."""
     verdicts = (rule(gold, answer) for rule in _RULES)
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
 def _meant(node: Node) -> Node:
-    """What there is to compare: without brackets that only group, chains as the one value that they come to, and `±` as the list of both
+    """The tree to compare: without brackets that only group, chains as their one value, and `±` as the list of both
     values. Raises Undecided for a chain of different values."""
     if node.kind == "group":
         return _meant(node.parts[0])
@@ -283,7 +283,7 @@ def _meant(node: Node) -> Node:
 
 
 def _branches(node: Node) -> list[Node]:
-    """Of an expression with `±` both it can be; of any other that alone. Raises Undecided for several that are independent."""
+    """Both values of an expression with `±`; any other expression alone. Raises Undecided for several that are independent."""
     count = _count(node, "±")
     if count == 0 or node.kind in ("list", "set"):
         return [node]
@@ -536,7 +536,7 @@ def _each(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
 
 
 def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
-    """Whether each has its like, and none twice."""
+    """True if each has an equal on the other side, and none is used twice."""
     if len(golds) != len(answers) or len(golds) > _MANY:
         return False
     left = list(answers)
@@ -672,7 +672,7 @@ def _difference(node: Node) -> Node:
 
 
 def _same_equations(gold: Node, answer: Node) -> bool:
-    """Whether one is a multiple of the other."""
+    """True if one is a multiple of the other."""
     if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
         return _each(gold.parts, answer.parts)
     return _multiple(gold, answer) is not None

@@ -1,4 +1,4 @@
-"""Reward functions for whoever calls them without a run: completions may come flat, or nested as prompts × members.
+"""Reward functions that are called without a run: completions may come flat, or nested as prompts × members.
 
     scores = correctness(prompts=["2+2?"], completions=[["4", "5"]], answer=["4"])     # [[1.0, 0.0]]
 
@@ -49,18 +49,18 @@ def standing_for(function: RewardCallable, around: RewardCallable, name: str) ->
 
 
 def stood_for(function: Any) -> Any:
-    """What somebody gave, behind all that was put around it by `standing_for`."""
+    """The function that the user gave, without the wrappers that `standing_for` put around it."""
     while hasattr(function, STANDS_FOR):
         within = getattr(function, STANDS_FOR)
         if getattr(function, "__wrapped__", None) is not within:
-            break  # somebody's own wrapper around such a function, which `functools.wraps` gave its attributes
+            break  # the user's own wrapper around such a function, with attributes copied by `functools.wraps`
         function = within
     return function
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How many completions each prompt has, and whether they came nested."""
+    """The number of completions of each prompt, and whether they came nested."""
 
     sizes: tuple[int, ...]
     is_nested: bool
@@ -105,7 +105,7 @@ def _shape(prompts: Any, completions: Any) -> _Shape | None:
 
 
 def _is_group(entry: Any) -> bool:
-    """Whether it is several completions, and not the messages of one."""
+    """True if it is several completions, and not the messages of one."""
     if not isinstance(entry, list | tuple):
         return False
     members = cast("Sequence[Any]", entry)

@@ -1,4 +1,4 @@
-"""What rewards are called elsewhere (TRL, open-r1, ms-swift, verifiers, well-known notebooks), and which of ours does the same.
+"""Names of rewards elsewhere (TRL, open-r1, ms-swift, verifiers, well-known notebooks), and ours that do the same.
 
 `meant_by` answers for a name that is none of ours; how a function is usually named (`get_…_reward`, `…_reward_func`) makes no difference.
 """
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Meant:
-    """What somebody may mean by a name."""
+    """A guess at the meaning of a name that is none of ours."""
 
     rewards: tuple[str, ...]
-    """Ours, the likeliest first; none where there is nothing of the kind."""
+    """Names of our rewards, the likeliest first; empty if there is nothing of the kind."""
     remark: str
-    """What these do, or what to do without one."""
+    """An explanation of these, or advice if there is none."""
     parameters: tuple[tuple[str, str | float], ...] = ()
-    """What the first of ours needs to do the same."""
+    """Parameters by which the first of ours does the same."""
 
     @property
     def told(self) -> str:
-        """For the message that refuses the name."""
+        """The hint for the message that refuses the name."""
         remark = f"{self.remark[0].upper()}{self.remark[1:]}."
         ours = " or ".join(f"`{reward}`" for reward in self.rewards)
         return f"Did you mean {ours}? {remark}" if ours else remark
@@ -130,13 +130,13 @@ OTHER_NAMES: dict[str, Meant] = {
     **dict.fromkeys(("int", "integer", "digits", "is_int"), _DIGITS),
     **dict.fromkeys(("reasoning_steps", "steps", "num_steps"), _STEPS),
 }
-"""By the name without what `meant_by` takes off."""
+"""Meanings by name, without the parts that `meant_by` takes off."""
 
 _ENDS = re.compile(r"(_rewards?)?(_(func|fn|function)s?)?$|_score$")
 
 
 def meant_by(name: str, known: Collection[str]) -> Meant | None:
-    """What somebody may mean by a name, of a function in a module also by its last part; None for a name that says nothing.
+    """The likely meaning of a name, of a function in a module also by its last part; None for a name that says nothing.
 
     `known` are our own names, which `get_…_reward` and the like may stand for.
     """

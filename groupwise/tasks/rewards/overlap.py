@@ -1,4 +1,4 @@
-"""How much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
+"""Measures how much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
 
 A cheap stand-in for a judge: it knows words, not what is said with them. To repeat the prompt would win, so runs of words that a
 completion copies from it do not count. Where the rubric itself stands in the prompt, no word of the prompt counts, in whatever order:
@@ -22,7 +22,7 @@ from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
 from groupwise.tasks.rewards.registry import reward
 
 RUBRIC_COLUMNS = ("rubric", "rubrics", "grading_rubric", "rubric_text")
-"""Where a rubric is looked for, in this order."""
+"""Columns searched for a rubric, in this order."""
 
 COMPARED = 500
 """Words of each text of which the similarity is taken; it can take cubic time."""
@@ -118,7 +118,7 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
 
 
 def stands_in(rubric: Any, prompt: Prompt) -> bool:
-    """Whether a prompt shows a rubric word by word: each of its lines or, of a list, some line of each criterion."""
+    """True if a prompt shows a rubric word by word: each of its lines or, of a list, some line of each criterion."""
     asked = f" {' '.join(words(_text(prompt)))} "
     listed = isinstance(rubric, list | tuple)
     criteria = cast("Sequence[Any]", rubric) if listed else _text(rubric).splitlines()
@@ -136,7 +136,7 @@ def likeness_of_own(written: Sequence[str], model: Sequence[str], prompt: Sequen
 
 
 def own_words(written: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
-    """What is written without the runs of `run` and more words that stand in the prompt like this; all of it for 0."""
+    """The words without runs of `run` or more that also stand in the prompt; all of them if `run` is 0."""
     if run == 0:
         return list(written)
     there = {tuple(prompt[at : at + run]) for at in range(len(prompt) - run + 1)}

@@ -45,7 +45,7 @@ from groupwise.core.processes.threads import DaemonThreads
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 3
-"""How often a worker may crash while it starts before the run gives up."""
+"""Crashes of a starting worker after which the run gives up."""
 _LOOK_EVERY = 0.05
 """Seconds between two looks at whether a silent worker still lives. An answer never waits for it."""
 _LAST_BREATH = 1.0
@@ -56,7 +56,7 @@ _REAP_LIMIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the workers of a pool are called in messages, and how their failure to work at all is raised."""
+    """Name of a pool's workers in messages, and the error raised when they do not work at all."""
 
     name: str
     """`reward worker`."""
@@ -186,11 +186,11 @@ class _Slot:
         self._calls = 0
 
     def begin(self) -> None:
-        """Start the first process; `ready` tells how that went."""
+        """Start the first process; `ready` gets the result."""
         try:
             self._start()
             self.ready.set_result(None)
-        except BaseException as error:  # noqa: BLE001 — belongs to whoever waits for it
+        except BaseException as error:  # noqa: BLE001 — raised in the caller that waits for it
             self.ready.set_exception(error)
 
     def do(self, job: _Call) -> Ended:
@@ -308,7 +308,7 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it is gone."""
+        """True if the process is gone."""
         return has_ended(self._process)
 
     def begin(self, setup: bytes, limit: float) -> Ended:
@@ -328,7 +328,7 @@ class _Process:
         )
 
     def last_words(self) -> str:
-        """What it printed last, for a message."""
+        """The end of its printed output, for a message."""
         return self._output.last_words()
 
     def kill(self) -> None:

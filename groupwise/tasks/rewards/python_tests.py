@@ -89,7 +89,7 @@ _FENCE = re.compile(
 )
 _PYTHON = ("py", "python", "python3")
 _LONG_STRINGS = ('"""', "'''")
-"""In one of several lines code may well have a fence at the end of a line."""
+"""Delimiters of long strings: code in a string of several lines may well have a fence at the end of a line."""
 
 
 def code_in(text: str, answer_tag: Tag = "answer", wanted: Collection[str] = ()) -> str:
@@ -124,7 +124,7 @@ class _Block:
     label: str
     code: str
     whole: bool
-    """Whether it is closed."""
+    """True if the block is closed."""
 
 
 def _blocks(text: str) -> list[_Block]:
@@ -150,7 +150,7 @@ def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
 
 
 def _dedented(lines: Sequence[str], indent: int) -> str:
-    """Without the indent of the fence, as far as all lines have it."""
+    """Removes the fence's indent, as far as all lines have it."""
     widths = [len(line) - len(line.lstrip(" \t")) for line in lines if line.strip()]
     cut = min([indent, *widths])
     return "\n".join(line[cut:] for line in lines)
@@ -161,13 +161,13 @@ def _dedented(lines: Sequence[str], indent: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a program is given, and what it has to print."""
+    """A program's input, and the output that it must print."""
 
     input: str
     output: str
 
     def passes(self, result: Result) -> bool:
-        """Whether the program ended well and printed that; see `_same_line`."""
+        """True if the program ended well and printed the expected output; see `_same_line`."""
         if result.ending != "finished" or result.cut:
             return False
         printed = result.output.decode(errors="replace").rstrip().splitlines()
@@ -196,7 +196,7 @@ class RowTests:
     entry_point: str | None = None
     of_program: tuple[Case, ...] = ()
     common_imports: bool = False
-    """Whether common modules need no import, as in LiveCodeBench; see `known_names`."""
+    """True if common modules need no import, as in LiveCodeBench; see `known_names`."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowTests:
@@ -251,7 +251,7 @@ class RowTests:
 
     @property
     def names(self) -> frozenset[str]:
-        """What they need of a solution, as far as they can be read."""
+        """Names that the tests need of a solution, as far as they can be read."""
         if self.entry_point or not self.of_functions:
             return frozenset() if self.entry_point is None else frozenset({self.entry_point})
         try:
@@ -346,13 +346,13 @@ def _listed(cases: Any) -> list[Any]:
 
 
 def _are_cases(value: Any) -> bool:
-    """Whether a column for asserts has cases, as DeepCoder's."""
+    """True if a column for asserts has cases, as DeepCoder's."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
     return all(isinstance(each, Mapping) for each in entries)
 
 
 def _are_asserts(value: Any) -> bool:
-    """Whether a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
+    """True if a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
     return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
 
@@ -361,7 +361,7 @@ _ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
 
 
 def _is_one_case(value: Any) -> bool:
-    """Whether it is a case and no table, which has lists for both and no type."""
+    """True for one case; a table has lists for both and no type."""
     match value:
         case {"input": given, "output": wanted, **more}:
             return not (isinstance(given, list) and isinstance(wanted, list)) or "type" in more
@@ -426,7 +426,7 @@ def _parsed(value: Any) -> Any:
 
 
 _PACKED = re.compile(r"e[JN][A-Za-z0-9+/]{10,}=*\s*")
-"""What zlib has compressed, in base64."""
+"""Data that zlib has compressed, in base64."""
 
 
 def _pickled_text(packed: bytes) -> str:
@@ -459,7 +459,7 @@ def _unpacked(text: str) -> Any:
 
 
 def _of_language(cases: Any) -> Any:
-    """What stands in {language, test_cases}, as some data sets have it."""
+    """The content of {language, test_cases}, as some data sets have it. Raises ValueError for another language than Python."""
     match cases:
         case {"test_cases": inner, **more} if not more.keys() - {"language"}:
             language = more.get("language", "python")
@@ -471,7 +471,7 @@ def _of_language(cases: Any) -> Any:
 
 
 _CALLS = ("functional", "function_call")
-"""What data sets call a case that calls a function: LiveCodeBench, and open-r1 and PrimeIntellect."""
+"""Kinds of a case that calls a function: LiveCodeBench's, and that of open-r1 and PrimeIntellect."""
 _Call = tuple[Any, list[Any]]
 """Arguments, and results of which each is right."""
 
@@ -544,7 +544,7 @@ def _result(wanted: Any) -> Any:
 
 
 def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
-    """From a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers` a number stands for its text."""
+    """Cases from a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers` a number stands for its text."""
     if isinstance(value, str):
         raise ValueError(
             f"has `{name}` that are neither JSON nor what LiveCodeBench packs: {value!r:.80}"
@@ -600,9 +600,9 @@ def _joined(text: Any, *, numbers: bool) -> str:
 
 
 _BESIDE = {"type", "testtype", "fn_name", "metadata"}
-"""What some data sets say beside a case."""
+"""Keys that some data sets have beside a case."""
 _PROGRAMS = (None, "stdin", "stdin_stdout")
-"""What they call one of a program."""
+"""Kinds of a case for a program."""
 
 
 # The verdict on one completion
@@ -610,7 +610,7 @@ _PROGRAMS = (None, "stdin", "stdin_stdout")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many tests a piece of code passes, and why not the first that it fails."""
+    """The number of tests that a piece of code passes, and the reason why it fails the first that it does not."""
 
     passed: int
     of: int
@@ -630,7 +630,7 @@ async def verdict(
 
 
 def _common_imports(code: str, tests: RowTests) -> bool:
-    """Whether common modules need no import: where LiveCodeBench or LeetCode is meant."""
+    """True if common modules need no import: the tests say so, as LiveCodeBench's do, or the code defines LeetCode's wrapper class."""
     return tests.common_imports or _defines(code, (WRAPPER,))
 
 
@@ -680,7 +680,7 @@ class _Anything:
 async def _of_functions(
     code: str, tests: RowTests, limits: Limits, require: Sequence[str]
 ) -> Verdict:
-    """What the tests say of the code. Where they break off it is their fault if they also do so for code that does nothing."""
+    """The tests' verdict on the code. If they break off, they are at fault if they also do so for code that does nothing."""
     try:
         return await _tested(code, tests, limits, require)
     except _BrokeOff as broke_off:
@@ -760,7 +760,7 @@ class _Docket:
         return message is not None
 
     def verdict(self) -> Verdict:
-        """What was said; tests of which nothing was said have not passed."""
+        """The verdict so far; tests without an outcome have not passed."""
         return Verdict(sum(self._outcomes), self._count, self._why)
 
     def _unbroken(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -939,5 +939,5 @@ def _note(found: Verdict | Failed) -> dict[str, Any] | None:
 
 @cache
 def _held_here() -> Mapping[str, tuple[str, ...]]:
-    """What protects from a sandbox's program on this machine, tried once."""
+    """Protections that a sandbox has on this machine, tried once."""
     return run_to_end(run("")).held

@@ -229,7 +229,7 @@ def _loaded(name: str) -> object:
 
 
 def unknown_reward(name: str) -> str | None:
-    """What is wrong with a name by which no reward is found, as far as that shows where nobody's code may be loaded; None otherwise.
+    """Says why no reward has this name, as far as that shows without loading foreign code; None otherwise.
 
     What a module or a file has shows only when it runs. A name without a function is registered, or announced by an installed package.
     """
@@ -239,12 +239,12 @@ def unknown_reward(name: str) -> str | None:
 
 @functools.cache
 def _announced() -> frozenset[str]:
-    """Looked up once: to go through all installed packages takes a tenth of a second."""
+    """Cached: going through all installed packages takes a tenth of a second."""
     return frozenset(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
 def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
-    """Whether a name stands for nothing that `load` would find, though Python or somebody else may have something of that name."""
+    """True if `load` would find nothing under this name, even if Python or another package has something of that name."""
     if Path(name).is_file() or any(
         point.name == name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
     ):

@@ -184,7 +184,7 @@ class Router(Rubric):
 
 
 def _said(row: Row) -> str | None:
-    """What the row says of its task, known or not."""
+    """The row's task label, known or not; None if it has none."""
     given = (_filled(row, column) for column in LABEL_COLUMNS)
     return next((label for label in given if label is not None), None)
 

@@ -1,7 +1,7 @@
 """A weighted set of reward functions: what a task's `get_reward_funcs` gives, and how a group is scored with it.
 
 Each function gives one part of the reward. The total of a rollout is Σ weight × value over the parts that apply to it. A
-part of weight 0 is recorded and nothing else: it neither counts as applying nor fails anybody.
+part of weight 0 is only recorded: it neither counts as applying nor fails a rollout.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Rubric:
 
     @property
     def stateful(self) -> bool:
-        """Whether a function says (`f.stateful = True`) that it must stay in one process."""
+        """True if a function declares (`f.stateful = True`) that it must stay in one process."""
         return any(getattr(function, "stateful", False) is True for function in self.functions)
 
     @property
@@ -128,7 +128,7 @@ class Rubric:
                 _check_each(check, rows, f"{self.where}: `{name}`")
 
     def check_machine(self, *, refuse: bool = True) -> list[str]:
-        """What the rewards say of this machine before a run. Raises TaskError where it lacks what one of them needs, if it is to `refuse`.
+        """The rewards' remarks on this machine before a run. Raises TaskError if it lacks what one of them needs and `refuse` is set.
 
         A reward that needs something of the machine has a method `check_machine()`, which returns a sentence, or raises ValueError.
         """
@@ -157,7 +157,7 @@ class Rubric:
         return list(empty) if rows else []
 
     def unscorable(self, row: Row) -> str | None:
-        """Why a reward cannot score this row; None where none of them says so. Tells what `check_rows` would refuse."""
+        """The reason why a reward cannot score this row; None if all can. `check_rows` refuses the same rows."""
         for function in self.functions:
             try:
                 if check := getattr(function, "check_row", None):
@@ -200,7 +200,7 @@ class Rubric:
 
 
 def _notes(answers: Sequence[FunctionResult], index: int) -> dict[str, Any]:
-    """What the functions recorded beside one rollout; of one name the last value that is there."""
+    """Notes that the functions recorded beside one rollout; if several use a name, the last value counts."""
     notes: dict[str, Any] = {}
     for answer in answers:
         for name, values in answer.logged.extras.items():
@@ -291,7 +291,7 @@ def checked_weights(
 
 
 def _module_of(function: RewardCallable) -> str:
-    """Where a function, or the class of an object that is called, is defined; empty where that is no module."""
+    """Module that defines a function, or the class of a callable object; empty if there is none."""
     inner: Any = inspect.unwrap(function)
     return (inner if inspect.isroutine(inner) else type(inner)).__module__ or ""
 

@@ -41,7 +41,7 @@ from groupwise.tasks.rewards.registry import reward
 EMPTY, WALL, LEAVING = "o", "x", "A"
 
 LOOKS_LIKE_A_MOVE = 0.01
-"""What a completion earns that holds something like a move, but no list of moves."""
+"""Reward of a completion that holds something like a move, but no list of moves."""
 
 _DIRECTIONS = {"<": "<", ">": ">", "^": "^", "V": "v", "L": "<", "R": ">", "U": "^", "D": "v"}
 _MOVE = r"[A-Za-z] ?[<>^VvLlRrUuDd] ?0{0,9}[1-9]\d{0,3}(?!\d)"
@@ -89,10 +89,10 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """What came of playing moves on a board."""
+    """The outcome of playing moves on a board."""
 
     board: Board
-    """As it stood when the play ended."""
+    """The board at the end of the play."""
     begun: int
     """Moves that were begun: the legal ones, and the one that stopped the play."""
     legal: int
@@ -100,7 +100,7 @@ class Play:
     solved: bool
 
     def length(self, moves: Moves) -> int:
-        """As how many these moves count, of which it is the play: steps of one car in one direction as one as far as they were played."""
+        """Length of these moves, whose play this is: begun steps of one car in one direction count as one, each move after them as one."""
         return len(merged(moves[: self.begun])) + len(moves[self.begun :])
 
 
@@ -124,7 +124,7 @@ def _one_spelling(completion: CompletionText) -> str:
 
 
 def looks_like_a_move(completion: CompletionText) -> bool:
-    """Whether something like `A>2` stands anywhere."""
+    """True if something like `A>2` stands anywhere."""
     return _LIKE.search(completion_text(completion)) is not None
 
 
@@ -140,7 +140,7 @@ def read_moves(text: str) -> Moves | None:
 
 
 def merged(moves: Moves) -> Moves:
-    """With steps of one car in one direction that follow each other as one move: the form in which solutions are compared."""
+    """Joins consecutive steps of one car in one direction into one move: the form in which solutions are compared."""
     return tuple(
         Move(car, direction, sum(step.cells for step in steps))
         for (car, direction), steps in groupby(moves, key=lambda move: (move.car, move.direction))

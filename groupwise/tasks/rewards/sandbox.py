@@ -1,15 +1,15 @@
-"""A box for Python code that nobody vouches for: a process of its own with nothing to see, little to use and an end.
+"""A sandbox for untrusted Python code: a process of its own with nothing to see, little to use and an end.
 
 `run` runs a text as a script; a `Box` runs a text or a function of this package, with sockets to talk through. A fresh interpreter
-(`sandbox_child`) builds the box with what this system offers and says which protections hold: each has a name in `PROTECTIONS`, and
-the result tells for each what provides it. Linux offers most of them to anybody; what it does not offer here is missing and said, not
-replaced. Inside there are the standard library, one empty folder, an environment without anything of this one, and limits on time,
-memory, processes, files and output.
+(`sandbox_child`) builds the box with what this system offers and reports which protections hold: each has a name in `PROTECTIONS`, and
+the result says for each what provides it. Linux offers most of them to any user; a protection that it does not offer here is reported
+as missing, not replaced. Inside there are the standard library, one empty folder, none of this process's environment variables, and
+limits on time, memory, processes, files and output.
 
-What a program does never raises; `SandboxError` says that the box itself could not be built.
+Nothing that a program does raises an error here; `SandboxError` means that the box itself could not be built.
 
-It is a guard against what a model writes in the course of its training, by accident or for reward. It is no security boundary against
-somebody who attacks the kernel, and none of what it does limits the memory of all processes of a box together.
+A box guards against code that a model writes during its training, by accident or for reward. It is no security boundary against
+attacks on the kernel, and it does not limit the memory of all processes of a box together.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ PROTECTIONS = {
     "user": "it runs as a user who owns nothing",
     "calls": "system calls that reach other processes or rare parts of the kernel are refused",
 }
-"""What a box protects, as far as the system lets it."""
+"""Protections of a box and their meaning; the system decides which of them hold."""
 
 MECHANISMS = ("namespaces", "user", "landlock", "seccomp")
-"""What provides the protections. Leaving one out shows what holds without it."""
+"""Mechanisms that provide the protections. Leaving one out shows what holds without it."""
 
 START_LIMIT = 30.0
 """Seconds in which a box must be built; a busy machine needs a few."""
@@ -60,20 +60,20 @@ _END_LIMIT = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use. Sizes in bytes."""
+    """Resources that a program may use. Sizes in bytes."""
 
     seconds: float = 5.0
-    """By the clock, from when the program begins."""
+    """Wall-clock time, counted from when the program begins."""
     memory: int = 512 << 20
     """Address space of each process."""
     processes: int = 16
-    """At once, threads included."""
+    """Most processes at once, threads included."""
     disk: int = 16 << 20
-    """Of all files together where protection `disk` holds."""
+    """Limit of all files together, if protection `disk` holds."""
     file_size: int = 8 << 20
     open_files: int = 64
     output: int = 64 << 10
-    """Of each of both outputs; the rest is thrown away."""
+    """Limit of standard output and of standard error each; the rest is thrown away."""
 
     @property
     def cpu_seconds(self) -> int:
@@ -83,7 +83,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a program ended."""
+    """The exit, output and protections of a program that has ended."""
 
     ending: Ending
     code: int | None
@@ -91,9 +91,9 @@ class Result:
     output: bytes
     errors: bytes
     cut: bool
-    """Whether there was more on standard output than is kept."""
+    """True if standard output had more than is kept."""
     seconds: float
-    """By the clock, from when it began."""
+    """Wall-clock time since it began."""
     held: Mapping[str, tuple[str, ...]]
     """Protection → what provided it; nothing: it did not hold."""
 
@@ -233,7 +233,7 @@ class Box:
         return Result(ending, code, output, errors, cut, seconds, held)
 
     async def _exit_code(self) -> int:
-        """What the warden says once nothing of the program is left; what ended the first process ended the program."""
+        """The program's exit code, read until the warden has reported that nothing is left; −SIGKILL if its first process was killed."""
         code = -signal.SIGKILL
         while (report := await self._report()) is not None and "over" not in report:
             code = report["ended"]
@@ -329,7 +329,7 @@ class _Stream:
         await asyncio.shield(self._task)
 
     def text(self) -> str:
-        """What is kept."""
+        """The kept output as text."""
         return self.kept.decode(errors="replace")
 
     def close(self) -> None:
@@ -352,9 +352,9 @@ _ENVIRONMENT = {
 _KEPT = ("LD_LIBRARY_PATH",)
 """Without it some interpreters do not start."""
 _PACKAGE = Path(__file__).parents[3]
-"""Where this package is common_imports from."""
+"""Folder that this package is imported from."""
 _USERS = range(1 << 30, 1 << 31)
-"""Numbers that belong to nobody, as a rule."""
+"""Numbers of users that do not exist, as a rule."""
 
 
 def _free_user() -> int:

@@ -1,9 +1,9 @@
-"""What runs inside: a warden, a first process, and the program, which are forks of one fresh interpreter.
+"""Code that runs inside a sandbox: a warden, a first process, and the program, which are forks of one fresh interpreter.
 
 The *warden* gets its orders on a socket and reports there. It makes the namespaces and adopts orphans; when the program has ended, or
 the socket has, it ends whatever is left and reports. The *first* process is number 1 of the namespace, where there is one: with it
-the kernel ends everything in it. It starts the *program*, which gives up one right after the other and then runs code that nobody
-trusts. Only the standard library is common_imports here, and nothing that this process holds in its memory is secret.
+the kernel ends everything in it. It starts the *program*, which gives up one right after the other and then runs untrusted
+code. Only the standard library is imported here, and nothing that this process holds in its memory is secret.
 
 Reports: `broken` (the box could not be built) or `refused` (it lacks what is required), and nothing is run; else `begun` with the
 protections that hold, `ended` with the program's exit code (negative: the signal that ended it; absent if the first process was
@@ -46,7 +46,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _HIGH = 512
 """Descriptors from here on are free."""
 _SWEEPS = 200
-"""How often the table of processes is searched for what is left, where no namespace ends it all at once."""
+"""Searches of the process table for remaining processes, if no namespace ends them all at once."""
 
 
 def main() -> Callable[[], None]:
@@ -118,7 +118,7 @@ def _import_from(library: str) -> None:
 
 
 def _works(step: Callable[[], None]) -> bool:
-    """Whether a step succeeds, tried in a child: half of a namespace would be worse than none."""
+    """True if a step succeeds, tried in a child: half of a namespace would be worse than none."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):  # whatever it is, the exit code says that it did not work
@@ -129,7 +129,7 @@ def _works(step: Callable[[], None]) -> bool:
 
 
 def _readable_by_all(folders: list[str]) -> bool:
-    """Whether any user can import from there, so that this interpreter still can when it is another's."""
+    """True if any user can import from there, so that this interpreter still can after it changes its user."""
     there = [Path(folder) for folder in folders if Path(folder).is_dir()]
     above = {parent for folder in there for parent in folder.parents}
     return all(each.stat().st_mode & 0o5 == 0o5 for each in there) and all(
@@ -143,7 +143,7 @@ def _watch(control: socket.socket, status: int, child: int) -> None:
     with os.fdopen(status, "rb", buffering=0) as pipe:
         while not ended:
             ready, _, _ = select.select([control, pipe], [], [])
-            if control in ready:  # whoever ordered this wants its end, or has ended
+            if control in ready:  # the parent wants this to end, or has ended itself
                 break
             piece = pipe.read(1 << 16)
             ended = not piece
@@ -157,7 +157,7 @@ def _watch(control: socket.socket, status: int, child: int) -> None:
 
 
 def _tell(control: socket.socket, report: Report) -> None:
-    with suppress(OSError):  # nobody listens any more
+    with suppress(OSError):  # the parent has gone
         send_frame(control, json.dumps(report).encode())
 
 
@@ -229,7 +229,7 @@ def _program(orders: dict[str, Any], held: Held, told: int) -> Callable[[], None
         os.setsid()
         os.chdir(f"{orders['folder']}/home")
         _confine(orders, held)
-    except BaseException:  # noqa: BLE001 — told to whoever asked; nothing is run
+    except BaseException:  # noqa: BLE001 — reported to the parent; nothing is run
         _say(told, {"broken": traceback.format_exc()})
         os._exit(1)
     refused = [name for name in orders["require"] if not held[name]]
@@ -275,7 +275,7 @@ COMMON_MODULES = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
     *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
 )
-"""What the harness of LiveCodeBench imports before a solution: all names of each, then the modules themselves."""
+"""Modules that the harness of LiveCodeBench imports before a solution: all names of each, then the modules themselves."""
 
 
 def known_names(*, common_imports: bool) -> dict[str, Any]:

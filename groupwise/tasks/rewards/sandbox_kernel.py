@@ -1,4 +1,4 @@
-"""What Linux offers a process that wants to be less than it is: namespaces, another user, Landlock, seccomp.
+"""Linux features by which a process gives up rights: namespaces, another user, Landlock, seccomp.
 
 Each function changes the calling process for good, by system calls, without any package; its children inherit it. One that the
 kernel does not have, or that this container may not use, raises OSError and changes nothing. `sandbox_child` says in which order
@@ -24,7 +24,7 @@ _NEWNS, _NEWUTS, _NEWIPC = 0x20000, 0x4000000, 0x8000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _APART = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
 _ANY_NAMESPACE = _APART | _NEWUSER | 0x2000000
-"""In the flags of `clone`, control groups included."""
+"""All namespace flags of `clone`, control groups included."""
 
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
@@ -32,7 +32,7 @@ _PR_SET_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _CAPABILITIES_V3 = 0x20080522
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""By the name that Python gives them, what seccomp calls those whose system calls are numbered below (`linux/audit.h`)."""
+"""Audit numbers (`linux/audit.h`), by Python's name, of the architectures whose system calls are numbered below."""
 
 
 # Namespaces
@@ -84,7 +84,7 @@ def become(user: int) -> None:
 
 
 def give_up_privileges() -> None:
-    """Drop every capability, gain none by executing anything, and show one's memory to nobody."""
+    """Drop every capability, gain none by executing anything, and hide this process's memory from others."""
     _control(_PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("=Ii", _CAPABILITIES_V3, 0)
     _call("capset", header, bytes(24))
@@ -151,7 +151,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 # System calls
 
 _Numbers = tuple[int | None, int | None]
-"""Of a system call: in the order of `_ARCHITECTURES`; None: there is no such call. The second ones are those of `asm-generic/unistd.h`."""
+"""A system call's numbers, in the order of `_ARCHITECTURES`; None: no such call. The second ones are those of `asm-generic/unistd.h`."""
 
 _ALLOWED: dict[str, _Numbers] = {
     # files, which Landlock judges when they are opened or changed by path
@@ -203,9 +203,9 @@ _ALLOWED: dict[str, _Numbers] = {
     "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205),
     "getsockopt": (55, 209),
 }  # fmt: skip
-"""What CPython and its standard library need, seen by running them. Everything else is refused: what reaches the network, other processes
-or rare parts of the kernel, what would outlive the box or take memory that no limit counts, and what changes files that Landlock leaves
-alone, because it is about opening them (rights, owners, times, attributes)."""
+"""System calls that CPython and its standard library need, seen by running them. Everything else is refused: calls that reach the
+network, other processes or rare parts of the kernel, that outlive the box or take memory that no limit counts, and that change files
+in ways that Landlock does not check, because it only controls opening them (rights, owners, times, attributes)."""
 _PARTLY: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, ...]], ...]] = {
     (72, 25): ((1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),),  # fcntl: no owner of signals, no lease, no notice
     (16, 29): ((1, 0xFFFFFFFF, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),  # ioctl: of terminals, how much there is to read
@@ -216,7 +216,7 @@ _PARTLY: dict[tuple[int, int], tuple[tuple[int, int, tuple[int, ...]], ...]] = {
 """System calls that are allowed if each of these arguments, masked, has one of these values."""
 _SIGNALS: dict[str, _Numbers] = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
 _OF_ATTRIBUTES = (range(188, 200), range(5, 17))
-"""From setxattr to fremovexattr, by architecture: no file here has any."""
+"""Numbers of setxattr to fremovexattr, by architecture: no file here has any attributes."""
 _FORKS: dict[str, _Numbers] = {"fork": (57, None), "vfork": (58, None)}
 """Elsewhere `clone` does it."""
 _PRETENDED: dict[str, _Numbers] = {
@@ -227,10 +227,10 @@ _PRETENDED: dict[str, _Numbers] = {
 _CLONE = (56, 220)
 _X32 = 0x40000000
 _A_THREAD = 0x10000
-"""In the flags of `clone`."""
+"""Flag of `clone` that makes a thread."""
 
 _FIRST_WITH_FALLBACK = 424
-"""From this number on ENOSYS is answered: programs then fall back to an older call."""
+"""Calls from this number on get ENOSYS: programs then fall back to an older call."""
 
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000

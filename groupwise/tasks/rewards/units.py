@@ -52,7 +52,7 @@ _PLURALS = frozenset(
     people men women children feet teeth mice geese sheep fish deer dice oxen cattle police data media series species pence more fewer les
     """.split()
 )
-"""Of nouns, those without an s at their end; and what is said of numbers of them: `5 more`."""
+"""Irregular plurals without a final s, and words that are said of numbers of things: `5 more`."""
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -61,7 +61,7 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
-    """Whether a phrase behind a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known`, the words
+    """True if a phrase behind a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known`, the words
     of the gold answer. Behind a number of at most one (`one`) any noun can be counted."""
     words = re.findall(r"[a-zA-Z$€£¥°¢]+", phrase)
     return one or any(
@@ -75,7 +75,7 @@ def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
 
 
 def is_unit(words: str, upright: bool, later: bool = False) -> bool:
-    r"""Whether each of these words can be part of a unit, of whose words they are `later` ones or the first.
+    r"""True if each of these words can be part of a unit; `later`: they follow its first word.
 
     A single letter can where it stands `upright` in `\text{}`.
     """
@@ -97,17 +97,17 @@ def _is_word_of_unit(word: str, upright: bool, later: bool) -> bool:
 
 
 def is_rate(word: str, per: str) -> bool:
-    """Whether `m/s` and its like: single letters that are a unit because of the line between them."""
+    """True for `m/s` and its like: single letters that are a unit because of the line between them."""
     return word in ("m", "g", "l", "L") and per in ("s", "h", "l", "L", "m", "ml", "mL", "min")
 
 
 def is_joined_unit(word: str) -> bool:
-    """Whether a word is a unit even where no space stands before it, as in `72km`."""
+    """True if a word is a unit even without a space before it, as in `72km`."""
     return bool(re.fullmatch("km|cm|mm|kg|lbs?|oz|mph", word))
 
 
 _MILLIONS = frozenset("Mm Mg Ms MW MJ MV MN MA Ml ML MPa MHz".split())
-"""Of a million: with a small m they are a thousandth."""
+"""Units with the prefix mega: in small letters they would be a thousandth."""
 
 
 def singular(word: str) -> str:
@@ -137,7 +137,7 @@ def unit_of(text: str) -> str:
 
 
 def units_compatible(one: str, other: str) -> bool:
-    """Whether two units do not contradict each other: they are equal, or one is missing, or says no more than `units`."""
+    """True if two units do not contradict each other: they are equal, or one is missing, or says no more than `units`."""
     if not one or not other or one == other:
         return True
     return one.partition("^")[0] == "unit" or other.partition("^")[0] == "unit"

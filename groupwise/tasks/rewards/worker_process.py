@@ -1,11 +1,11 @@
-"""What a worker process does: make once what serves, then answer one request after the other.
+"""A worker process: it builds its server object once, then answers one request after the other.
 
-The first message says what to import. One thread reads the socket, so that its end is noticed while user code runs: then
-the parent is gone, or wants this process to be, and the whole process group goes. Answers are JSON, because the parent
+The first message says what to import. One thread reads the socket, so that it notices a closed socket while user code runs: then
+the parent is gone, or wants this process to end, and the whole process group ends. Answers are JSON, because the parent
 trusts nothing that user code could have written; requests are pickled, because this process trusts its parent.
 
-What serves is a scorer of rewards (`score` and `compute_metrics`), or has `answer(request, started)`, sync or async, whose
-result is made of plain values; `started` is told what user code is about to run, and whether that is `repeated`.
+The server object scores rewards (`score` and `compute_metrics`), or has `answer(request, started)`, sync or async, whose
+result is made of plain values; `started` gets the name of the user code that is about to run, and whether it is `repeated`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a group comes about: one question, whichever kind of rollout answers it.
+"""The interface by which groups are made: one question, whichever kind of rollout answers it.
 
 Training and evaluation make an `Ask` for each draw and give it to the `RolloutKind` that the config names. What comes back is a group
 whose rollouts are pending, or failed or timed out with a reason; the rewards come afterwards.
@@ -29,12 +29,12 @@ class Ask:
     members: int
     seed: SeedOf
     params: SamplingParams
-    """Of one completion; kinds with several stages or turns change its length and stop texts as configured."""
+    """Sampling parameters of one completion; kinds with several stages or turns change its length and stop texts as configured."""
 
     def request(
         self, prompt_ids: tuple[int, ...], seeds: Iterable[int], **params: Any
     ) -> GroupRequest:
-        """What the sampler is asked for a part of the rollouts; `params` replaces single sampling parameters."""
+        """The request to the sampler for a part of the rollouts; `params` replaces single sampling parameters."""
         return GroupRequest(self.draw, prompt_ids, tuple(seeds), replace(self.params, **params))
 
 

@@ -1,12 +1,12 @@
-"""What was said in a rollout of several turns, as the tokens that the sampler sees.
+"""The conversation of a rollout of several turns, as the tokens that the sampler sees.
 
-The tokens that were sampled stay as they were sampled. What the environment says is appended to them: text as it stands, or, in a chat,
-the difference between what the chat template made of the conversation before and what it makes of it now. That difference
-begins where the policy's words end, so it holds whatever the template puts between two turns.
+Sampled tokens stay as they were sampled. The environment's answer is appended to them: text as it stands, or, in a chat,
+the difference between the chat template's output for the conversation before and its output now. That difference
+begins where the policy's words end, so it includes everything that the template puts between two turns.
 
-Some templates write earlier turns anew, for example without their reasoning. Then there is no such difference: the conversation is
-tokenised afresh, and a new row begins, whose prompt is all that the policy sees. White space that a template trims at the ends
-of the policy's words is no reason for that.
+Some templates rewrite earlier turns, for example without their reasoning. Then there is no such difference: the conversation is
+tokenised again, and a new row begins, whose prompt is all that the policy sees. A template that only trims white space at the ends
+of the policy's words does not cause that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Dialogue(Protocol):
 
     @property
     def context(self) -> tuple[int, ...]:
-        """All that the sampler sees next."""
+        """The tokens that the sampler sees next."""
         ...
 
     def say(self, completion: Completion, params: SamplingParams) -> str:
@@ -58,7 +58,7 @@ class Dialogue(Protocol):
 
     @property
     def text(self) -> str:
-        """All that was said after the prompt, for rewards and people."""
+        """The conversation after the prompt, for rewards and readers."""
         ...
 
     @property
@@ -106,7 +106,7 @@ def first_ids(
 
 
 def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
-    """What a chat's template receives: the tools of the task, or else those of the row."""
+    """Inputs of a chat's template: the tools of the task, or else those of the row. Raises TaskError if both have tools."""
     own = for_template(columns, "a row")
     if not tools:
         return own
@@ -119,7 +119,7 @@ def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTem
 
 
 def knows_tools(tokenizer: Any) -> bool:
-    """Whether the chat template has a place for tools."""
+    """True if the chat template has a place for tools."""
     return "tools" in str(tokenizer.chat_template or "")
 
 
@@ -256,7 +256,7 @@ class ChatDialogue:
         return tuple(self._messages)
 
     def _added(self, rendered: str) -> str | None:
-        """What the template put after the policy's words; None if it wrote anew what stands before."""
+        """The text that the template put after the policy's words; None if it rewrote the text before them."""
         if not rendered.startswith(self._rendered):
             return None
         rest = rendered[len(self._rendered) :]
@@ -282,7 +282,7 @@ class ChatDialogue:
         return self._tokenizer.decode(list(self._last[-1:]), skip_special_tokens=False)
 
     def _as_template_knows(self, message: Message) -> Message:
-        """A tool's result in a chat whose template knows no tools is told by the user."""
+        """Turns a tool's result into a user's message if the chat's template knows no tools."""
         if not self._told or message["role"] != "tool":
             return message
         brought = spelled(self._tokenizer, message["content"], of_tool=True)

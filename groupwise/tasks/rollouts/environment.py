@@ -44,16 +44,16 @@ from groupwise.tasks.rollouts.sessions import Reply, SessionCall
 from groupwise.tasks.tools import Schema
 
 LEAST_LIMIT = 0.05
-"""Seconds that a turn has in any case, however little is left of `max_seconds`."""
+"""Least time limit of a turn in seconds, however little is left of `max_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one rollout."""
+    """Limits of one rollout."""
 
     max_turns: int
     max_tokens: int
-    """After the first prompt, observations included."""
+    """Most tokens after the first prompt, observations included."""
     time_limit: float
     """Seconds for one turn of the environment."""
     max_seconds: float
@@ -80,13 +80,13 @@ class _Attempt:
     seconds: float = 0.0
     ended_by: EndedBy | None = None
     lives: bool = True
-    """Whether its environment is still there."""
+    """True while its environment still exists."""
     outcome: Outcome = "pending"
     reason: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is to be sampled any more."""
+        """True if no more is to be sampled."""
         return self.ended_by is not None or self.outcome != "pending"
 
     def fail(self, outcome: Outcome, reason: str | None) -> None:
@@ -199,7 +199,7 @@ class EnvironmentRollouts:
     async def _played(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
     ) -> None:
-        """All turns, from the first completion on."""
+        """Plays all turns, from the first completion on."""
         while completion is not None:
             await self._answered(ask, attempt, completion)
             completion = await self._next_completion(sampler, ask, attempt)
@@ -207,7 +207,7 @@ class EnvironmentRollouts:
             await self._finish(ask, attempt)
 
     async def _answered(self, ask: Ask, attempt: _Attempt, completion: Completion) -> None:
-        """One turn of the environment."""
+        """Plays one turn of the environment."""
         params = self._params(ask, attempt)
         attempt.completions.append(attempt.dialogue.say(completion, params))
         left = self._limits.max_seconds - attempt.seconds
@@ -229,7 +229,7 @@ class EnvironmentRollouts:
             attempt.fail("failed", str(problem))
 
     async def _finish(self, ask: Ask, attempt: _Attempt) -> None:
-        """What the environment gives for the whole, and its end."""
+        """Gets the environment's reward for the whole rollout, and ends it."""
         call = replace(self._call_of(ask, attempt), ending=True)
         self._take(attempt, await self._host.ask(call, self._limits.time_limit))
 
@@ -267,14 +267,14 @@ class EnvironmentRollouts:
     # --- sampling -----------------------------------------------------------------------------------
 
     def _params(self, ask: Ask, attempt: _Attempt) -> SamplingParams:
-        """Of the next completion: as long as asked for, or as there is room."""
+        """Parameters of the next completion: as long as asked for, or as there is room."""
         room = attempt.longest - len(attempt.dialogue.context)
         return replace(ask.params, max_tokens=min(ask.params.max_tokens, room))
 
     async def _first_completions(
         self, sampler: Sampler, ask: Ask, attempts: Sequence[_Attempt]
     ) -> list[Completion | None]:
-        """Those of all members in one request, because they share their prompt; None for those that ended before."""
+        """First completions of all members, in one request, because they share their prompt; None for members that ended before."""
         alive = [attempt for attempt in attempts if not attempt.ended]
         if not alive:
             return [None] * len(attempts)

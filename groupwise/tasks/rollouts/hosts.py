@@ -1,8 +1,8 @@
-"""Where environments live: in worker processes that can be killed, or in a thread of the run.
+"""Hosts of environments: worker processes that can be killed, or a thread of the run.
 
-An environment is user code. It hangs, crashes and forks, so each worker process does one call at a time within a limit, and one that
-exceeds it is killed and replaced; the other rollouts that lived there go on in the new one (see `sessions`). All rollouts of a
-group live in the same worker, chosen by the draw.
+An environment is user code. It hangs, crashes and forks, so each worker process does one call at a time within a limit, and a worker that
+exceeds it is killed and replaced; its other rollouts continue in the new one (see `sessions`). All rollouts of a
+group run in the same worker, chosen by the draw.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EnvironmentHost(Protocol):
         ...
 
     async def ask(self, call: SessionCall, limit: float) -> Reply:
-        """One call, in which each piece of user code may take `limit` seconds, or `call.repeat_limit` if it is repeated.
+        """Make a call, in which each piece of user code may take `limit` seconds, or `call.repeat_limit` if it is repeated.
 
         Never raises for what the environment does.
         """

@@ -98,7 +98,7 @@ def as_seen(tokenizer: Any, group: Group) -> Group:
 
 
 def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
-    """What to warn of where prompts are hardly what their author means."""
+    """Warnings about prompts that are probably not what their author means."""
     marks = _marks(tokenizer)
     texts = [e.prompt for e in examples if isinstance(e.prompt, str)]
     said = [
@@ -121,7 +121,7 @@ def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
 
 
 def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
-    """What to say of prompts that are text, for a model with a chat template."""
+    """Notes on prompts that are text, for a model with a chat template."""
     texts = [e.prompt for e in examples if isinstance(e.prompt, str) and e.prompt]
     if tokenizer is None or not tokenizer.chat_template or not texts:
         return []

@@ -1,8 +1,8 @@
-"""From scored rollouts and their weights to the rows that are trained.
+"""Turns scored rollouts and their weights into the rows that are trained.
 
-A rollout is one row, or several where the chat template wrote earlier turns anew: each segment that has a prompt of its own begins
-one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts. They are computed apart from each other; what is
-one for the rollout as a whole, a ratio or an importance weight, needs `with_others`.
+A rollout is one row, or several if the chat template rewrote earlier turns: each segment that has a prompt of its own begins
+one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts. Rows are computed separately; a value for
+the rollout as a whole, such as a ratio or an importance weight, needs `with_others`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
 
 
 def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None) -> list[Row]:
-    """The rows, each told of the other rows of its rollout, where there are any; those must all be given.
+    """The rows, each with sums over the other rows of its rollout, if it has any; all of these must be given.
 
     `policy` holds the log-probabilities of each row's tokens by the weights of this update; None: they are the old ones.
     """
@@ -67,9 +67,9 @@ def with_advantages(group: Group, weights: Weights) -> Group:
 def with_learner_logprobs(
     group: Group, weights: Weights, told: Sequence[Sequence[float]] | None
 ) -> Group:
-    """The group with what the learner said of the tokens that taught, for the record.
+    """The group with the learner's log-probabilities of the trained tokens, for the record.
 
-    `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: nobody kept any.
+    `told` has the log-probabilities of each row that `training_rows` makes of the group with these weights; None: none were kept.
     """
     left = iter(told or ())
     learnt = [weight is not None and told is not None for weight in weights]
@@ -141,7 +141,7 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Rollo
 
 
 def _withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
-    """What could not be drawn in a segment that begins at this place of its row; each segment counts from its own beginning."""
+    """Tokens that could not be drawn in a segment that begins at `start` of its row; each segment counts from its own beginning."""
     params = segment.params
     if segment.source != "policy" or params is None:
         return ()
@@ -153,7 +153,7 @@ def _withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
 
 
 def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
-    """What this row is to the other rows of its rollout."""
+    """This row's contribution to sums over the rows of its rollout."""
     old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
     return SiblingRowStats(
         tokens=sum(row.mask),

@@ -1,8 +1,8 @@
 """Scoring a group: its rollouts go to the rewards, and come back with parts, total and outcome.
 
-Only rollouts that are pending are scored: one that failed or timed out in its environment has no reward to be found. What the
-environment gave and what the reward functions give add up. Where there are no reward functions, an environment that gave
-nothing gave 0: leaving such rollouts out would leave out those that lost.
+Only pending rollouts are scored: a rollout that failed or timed out in its environment has no reward. Rewards of the
+environment and of the reward functions add up. If there are no reward functions, an environment without a reward counts as 0:
+leaving such rollouts out would leave out those that lost.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def score_request(
 
 
 def transcript(prompt: Prompt, rollout: Rollout) -> CompletionText:
-    """All that was said after the prompt: text for a text prompt, messages for a chat, the environment's among them."""
+    """The conversation after the prompt: text for a text prompt, messages for a chat, including the environment's."""
     if rollout.messages is not None:
         return list(rollout.messages)
     return as_completion(prompt, rollout.completion)
@@ -86,7 +86,7 @@ def _scored(rollout: Rollout, score: MemberScore) -> Rollout:
 
 
 def _renamed(parts: Sequence[RewardPart], taken: set[str]) -> tuple[RewardPart, ...]:
-    """The environment's parts; one that has the name of a reward function is told apart from it."""
+    """The environment's parts; one with the name of a reward function is renamed `environment/…`."""
     return tuple(
         replace(part, name=f"environment/{part.name}") if part.name in taken else part
         for part in parts

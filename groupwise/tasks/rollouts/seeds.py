@@ -1,4 +1,4 @@
-"""Where every random number of a run comes from.
+"""Derives the seeds of all random numbers of a run.
 
 A member's seed is a hash of what it is (config seed, draw, member, segment, attempt), never of when it was drawn. So results do not
 depend on the order of arrival, repeated runs agree, and a resumed run draws what the uninterrupted one would have drawn.

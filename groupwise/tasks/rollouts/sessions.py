@@ -1,10 +1,10 @@
-"""Environments at work: one session for each rollout, each call told all that went before.
+"""Runs environments: one session for each rollout; each call repeats all earlier completions.
 
-A `SessionCall` carries every completion so far. Where the session is at hand, only the last one is news. Where it is not, because the
-process that held it is gone, the environment is made anew and hears the completions again; its answers must be those that it
-gave before (`heard`), or the rollout fails. What it does again has a limit of its own (`repeat_limit`), because the
-rollout may have little time left for what is new. So a process that is killed costs the one rollout that hung in it, and nobody
-has to keep account of the others.
+A `SessionCall` carries every completion so far. If the session exists, only the last one is new to it. If it does not, because its
+process is gone, the environment is created again and gets all completions again; its answers must be those that it
+gave before (`heard`), or the rollout fails. The repeated part has a limit of its own (`repeat_limit`), because the
+rollout may have little time left for its new part. So killing a process costs only the rollout that hung in it, and the other
+rollouts need no bookkeeping.
 
 `Sessions` runs in a worker process or in a thread of the run, and never raises for what an environment does.
 """
@@ -45,7 +45,7 @@ class Started(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SessionCall:
-    """What is asked of the environment of one rollout: its first prompt, the next turn, or its end."""
+    """A request to the environment of one rollout: its first prompt, the next turn, or its end."""
 
     session: int
     """Names the rollout."""
@@ -56,18 +56,18 @@ class SessionCall:
     prompt: Prompt
     columns: dict[str, Any]
     completions: tuple[str, ...] = ()
-    """All so far; none: the first prompt is asked for."""
+    """All completions so far; empty in the request for the first prompt."""
     heard: tuple[str, ...] = ()
     """Digests of the replies so far, one for the beginning and one for each turn."""
     repeat_limit: float | None = None
-    """Seconds for each piece that is repeated: it was fast enough before, whatever time is left. None: as for what is new."""
+    """Seconds for each repeated piece: it was fast enough before, whatever time is left. None: the limit of new pieces."""
     ending: bool = False
     """The rollout has ended; nothing is to be answered any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What an environment said, or why it said nothing."""
+    """An environment's answer, or the reason why there is none."""
 
     prompt: Prompt | None = None
     """The first prompt, where `reset` gave one."""
@@ -75,7 +75,7 @@ class Reply:
     done: bool = False
     parts: tuple[RewardPart, ...] = ()
     seconds: float = 0.0
-    """How long the environment took; a repetition after the loss of its process is not counted."""
+    """Time that the environment took; a repetition after the loss of its process is not counted."""
     digest: str = ""
     outcome: Outcome = "pending"
     """`failed` or `timed_out` with a reason, or `pending`."""
@@ -180,7 +180,7 @@ class Sessions:
         return Reply(observation=step.observation, done=step.done, parts=parts)
 
     async def _ended(self, session: _Session, call: SessionCall, started: Started) -> Reply:
-        """What the whole rollout earned."""
+        """The reward parts of the whole rollout."""
         begun = time.perf_counter()
         parts: list[RewardPart] = []
         for method, weight in (("reward", 1.0), ("metrics", 0.0)):
@@ -205,7 +205,7 @@ class Sessions:
 
 @contextmanager
 def _checked(name: str) -> Generator[None]:
-    """What is wrong with an answer is told beside the method that gave it."""
+    """Turns a ValueError into `_Unusable` with the name of the method whose answer is wrong."""
     try:
         yield
     except ValueError as problem:

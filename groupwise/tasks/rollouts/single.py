@@ -69,7 +69,7 @@ async def sample_group(
 def policy_segment(
     completion: Completion, params: SamplingParams, prompt_ids: tuple[int, ...] | None = None
 ) -> Segment:
-    """What the sampler drew as a segment; `prompt_ids` where it begins a new row."""
+    """The sampler's completion as a segment; `prompt_ids` if it begins a new row."""
     return Segment(
         source="policy",
         token_ids=completion.token_ids,

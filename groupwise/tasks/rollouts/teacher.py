@@ -42,7 +42,7 @@ TruncationMode = Literal["keep_start", "keep_end", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class TeacherWay:
-    """How a teacher's rows are read."""
+    """Settings for reading a teacher's rows."""
 
     text_field: str = "text"
     completion_only: bool | None = None
@@ -56,7 +56,7 @@ class TeacherWay:
     formatting: Callable[[Any], Any] | None = None
     collator: Callable[[Any], Any] | None = None
     strict: bool = False
-    """Whether a row that the chat template does not take is an error."""
+    """True: a row that the chat template does not take is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class LessonSet:
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """Number of tokens of all rows."""
         return sum(len(row.ids) for lesson in self.lessons for row in lesson.rows)
 
     @property
     def trained_tokens(self) -> int:
-        """Those that teach."""
+        """Number of tokens that teach."""
         return sum(sum(row.mask) for lesson in self.lessons for row in lesson.rows)
 
     @property
@@ -147,7 +147,7 @@ def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
 
 
 def teacher_row(masked: Masked) -> Row:
-    """What the learner computes: from the first trained token to the last, after all that stands before."""
+    """The learner's row: from the first trained token to the last, with all tokens before as its prompt."""
     start, end = _trained_span(masked)
     completion = masked.ids[start:end]
     return Row(
@@ -230,7 +230,7 @@ def _whole(tokenizer: Any, content: Content) -> Masked:
 
 
 def _chat(tokenizer: Any, content: Conversation) -> Chat:
-    """What the template receives; one that knows no tools has them in the system message."""
+    """The template's input; if the template knows no tools, they are described in the system message."""
     if content.tools and not knows_tools(tokenizer):
         told = told_of_tools(content.messages, content.tools)
         return Chat(told, (), content.template_kwargs)
@@ -238,7 +238,7 @@ def _chat(tokenizer: Any, content: Conversation) -> Chat:
 
 
 def _of_tokens(tokens: Tokens) -> Masked:
-    """Made by somebody else, who knows where it ends."""
+    """A row of ready-made tokens, whose end is taken as given."""
     return Masked(tokens.ids, tokens.mask, ends=1)
 
 
