@@ -24,12 +24,12 @@ from groupwise.runs.folder import RESULTS
 EVERY = 1.0
 """Seconds between two looks."""
 BEAT = 15.0
-"""Seconds after which something is sent in any case: proxies close what is silent, and whoever has gone is noticed."""
+"""Seconds after which something is sent in any case: proxies close silent connections, and a client that has gone is noticed."""
 MOST_STREAMS = 100
 RETRY_SECONDS = 5.0
 
 Look = Callable[[], Any]
-"""What a page depends on, as a value that differs once something is new."""
+"""A function whose value changes once a page has news."""
 
 
 class Streams:
@@ -66,7 +66,7 @@ async def live(request: Request) -> Response:
 
 
 def look_of(place: DashboardContext, request: Request) -> Look:
-    """What the page of this address depends on."""
+    """The function to watch for the page of this address."""
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
         return lambda: [_of_run(place, path) for path in runs]

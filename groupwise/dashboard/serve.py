@@ -23,7 +23,7 @@ from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import WatchedServer
 
 END_SECONDS = 5
-"""For connections to be closed."""
+"""Seconds in which connections must be closed."""
 FIRST_LOOK = 6.0
 """Seconds in which the runs are read before it says that it listens; later pages find them read."""
 
@@ -42,7 +42,7 @@ class Settings:
     proxy: str | None = None
     """Address of a proxy in front, whose forwarded headers are believed."""
     acts: bool = False
-    """Whether buttons may change something."""
+    """True if buttons may change something."""
 
 
 def keys_of(settings: Settings, plain: str | None) -> Keyring | None:

@@ -4,7 +4,7 @@ It takes the folder, so that no second server can; binds the address, so that a 
 service open what the last server left; then answers. Beside the requests run two tasks: one writes the events of the run into the log,
 the other begins the run of `--start-with`.
 
-The first SIGTERM or Ctrl-C ends it cleanly: it is ready no more, refuses new work, and ends streams; the service answers whoever waits,
+The first SIGTERM or Ctrl-C ends it cleanly: it is ready no more, refuses new work, and ends streams; the service answers waiting requests,
 saves, and ends the engine; at last the connections are closed. All of that has `shutdown_seconds`. The second signal ends it at once, which
 costs work but no truth.
 """
@@ -75,7 +75,7 @@ WARNINGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a server answers by: the service of ask/post, and the protocols beside it."""
+    """The services that answer requests: ask/post, and the protocols beside it."""
 
     service: ServiceLike
     openai: OpenAIService | None = None
@@ -164,7 +164,7 @@ def _parts(
 
 
 def _warnings(record: logging.LogRecord) -> None:
-    """What the engine warns of; the rest stands in the run's own log, and steps have lines here."""
+    """Log the engine's warnings; the rest is in the run's own log, and steps have lines here."""
     if record.levelno >= logging.WARNING:
         log_here(record)
 
@@ -310,7 +310,7 @@ class _Server:
             loop.add_signal_handler(number, asked, number)
 
     async def _start(self, serving: Serving, request: StartRequest) -> None:
-        """As if an admin had posted it."""
+        """Start the run as if an admin had posted the request."""
         try:
             answer = await serving.service.start(request, Caller(LOCAL.id, Role.ADMIN))
         except GroupwiseError as error:
@@ -349,7 +349,7 @@ class _Server:
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    """End tasks that nobody waits for any more."""
+    """Cancel tasks that are no longer needed, and wait for them."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

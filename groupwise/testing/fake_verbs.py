@@ -186,7 +186,7 @@ def _tokens(row: Row, logprobs: Sequence[float]) -> list[tuple[float, float, flo
 
 
 def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[float, float]:
-    """What is maximised at a token, and its slope with the log-probability; see `groupwise.algorithms.given`."""
+    """The value maximised at a token, and its slope with the log-probability; see `groupwise.algorithms.given`."""
     low, high = loss.knobs.get("clip_low", 0.8), loss.knobs.get("clip_high", 1.2)
     kind = loss.knobs["surrogate"]
     if kind == "log_probability":

@@ -66,11 +66,11 @@ Example = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """What a call of `train` has done."""
+    """The result of a call of `train`."""
 
     run_id: str
     metrics: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
-    """Of each step (from 0) that was seen."""
+    """Metrics of each step (from 0) that was seen."""
     failed_groups: int = 0
     """Groups for which the reward function failed."""
 
@@ -185,7 +185,7 @@ def _ready(status: StatusAnswer) -> tuple[str, int, int]:
 
 
 class _Share:
-    """Which draws are taken, and how many: as many as `wanted` groups need that are posted and not lost afterwards."""
+    """Hands out draws: as many as `wanted` groups need that are posted and not lost afterwards."""
 
     def __init__(self, first: int, wanted: int) -> None:
         self._next = first
@@ -239,7 +239,7 @@ class _Scoring:
     async def rewards(
         self, example: Example, group: GroupAnswer, warn: Callable[[str], None]
     ) -> tuple[float | None, ...]:
-        """For each completion its reward. Raises TaskError where the function failed too often in a row."""
+        """The reward of each completion. Raises TaskError if the function failed too often in a row."""
         answer = await call(self._name, self._function, self._request(example, group), _nothing)
         reasons = [reason for reason in answer.failures if reason is not None]
         for reason in dict.fromkeys(reasons):
@@ -270,7 +270,7 @@ class _Scoring:
 
 
 def _nothing(_: str) -> None:
-    """Nobody needs to know which function is called; there is one."""
+    """Ignore the name of the called function, as there is only one."""
 
 
 def _in_thread(function: RewardCallable, thread: Executor) -> Callable[..., Awaitable[Any]]:
@@ -406,7 +406,7 @@ class _Loop:
         await self._share.lost(now.stale + now.quarantined - before.stale - before.quarantined)
 
     async def _give_up_the_rest(self) -> None:
-        """What was asked for and will not be rewarded makes room for others at once, instead of after its lease."""
+        """Give up groups that will not be rewarded, so that they make room at once, instead of after their lease."""
         with suppress(ClientError, TimeoutError):
             async with asyncio.timeout(FAREWELL):
                 for group_id in list(self._open):

@@ -191,11 +191,11 @@ class TrainingClient:
         return self._ask(calls.step(group_ids, learning_rate, wait=wait, timeout=timeout))
 
     def status(self) -> StatusAnswer:
-        """Where server and run stand."""
+        """Status of server and run."""
         return self._ask(calls.status())
 
     def activity(self) -> ActivityAnswer:
-        """What goes on there at this instant: living groups, who waits, steps to come, clients and their sessions."""
+        """Current activity: living groups, waiting requests, steps to come, clients and their sessions."""
         return self._ask(calls.activity())
 
     def checkpoints(self) -> CheckpointsAnswer:
@@ -226,7 +226,7 @@ class TrainingClient:
             self._sleep(patience.wait(failed))
 
     def events(self, after: int | None = None) -> Iterator[EventData]:
-        """What happens, as it happens, each event once, also over lost connections; it ends when the caller stops asking.
+        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops asking.
 
         `after`: the id of the last event that is known already (`StatusAnswer.last_event_id`).
         """

@@ -49,24 +49,24 @@ class Route:
     answer: Any = None
     """The model of its answer; None: no JSON."""
     media_type: str = "application/json"
-    """Of its answer."""
+    """Media type of its answer."""
     codes: tuple[str, ...] = ()
-    """What the service may refuse it for."""
+    """Codes that the service may refuse it with."""
     takes_body: bool = False
     takes_bytes: bool = False
-    """Whether the body may be anything, and not JSON alone."""
+    """True if the body may be any bytes, not only JSON."""
     reads: type[BaseModel] | None = None
     """The model of a body that the handler reads itself; None: its parameters say it."""
     works: bool = False
-    """Whether it begins or changes something: a server that ends refuses it."""
+    """True if it begins or changes something: a server that is shutting down refuses it."""
     ends_with_client: bool = True
-    """Whether what is done for it is cancelled when the client goes away."""
+    """True if its work is cancelled when the client goes away."""
     named: bool = False
-    """Whether it takes an Idempotency-Key."""
+    """True if it takes an Idempotency-Key."""
     status: int = 200
-    """What it answers with where all is well."""
+    """Status of a successful answer."""
     later: str = ""
-    """What it means when it answers 202; empty: it does not."""
+    """Meaning of a 202 answer; empty if it never answers so."""
     example: Any = None
     """A body."""
     response_class: type[Response] = Response
@@ -88,16 +88,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes."""
+    """Limits on a server's requests."""
 
     max_body_bytes: int
-    """Of one request."""
+    """Limit for one request."""
     requests_per_second: float | None = None
-    """Of each key, in the long run; None: as many as it likes."""
+    """Long-run limit for each key; None: no limit."""
     burst: int = 50
     """Requests that a key may make at once before that counts."""
     max_json_bytes: int | None = None
-    """Of a request whose body is JSON; None: as of any other."""
+    """Limit for a request whose body is JSON; None: as for any other."""
 
 
 class Buckets:
@@ -126,10 +126,10 @@ class Buckets:
 
 
 class Shared:
-    """What all requests to one server share. Each server has one of its own kind."""
+    """State shared by all requests to one server. Each kind of server has its own subclass."""
 
     role_words: Mapping[Role, str] = WORDS
-    """What it calls the roles of its keys."""
+    """Its words for the roles of its keys."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -155,7 +155,7 @@ class Shared:
         self.json_bodies.give_up()
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """What an error that a route let through is to be answered with; None: it is a mistake of ours."""
+        """The refusal to answer an error that a route let through; None: it is a mistake of ours."""
         del error
         return None
 
@@ -165,24 +165,24 @@ class Shared:
 
 @dataclass(slots=True)
 class Facts:
-    """What is known of a request, filled in on its way through the middleware."""
+    """Facts about a request, filled in on its way through the middleware."""
 
     request_id: str
     route: Route | None = None
     caller: Caller | None = None
     code: str = ""
-    """Of the problem that it is answered with."""
+    """Code of the problem that it is answered with."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Of a refusal, beside those that every refusal has."""
+    """Headers of a refusal, beside those that every refusal has."""
 
     @property
     def instance(self) -> str:
-        """What problem and log call it."""
+        """Id of the request in the problem and the log."""
         return f"urn:groupwise:request:{self.request_id}"
 
 
 SCOPE = "groupwise.facts"
-"""Where the facts lie in the scope of a request."""
+"""Key of the facts in the scope of a request."""
 
 
 def facts_of(scope: Any) -> Facts:

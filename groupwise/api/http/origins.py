@@ -1,4 +1,4 @@
-"""Which page had a browser send a request, as far as the browser says so.
+"""Finds which page made a browser send a request, as far as the browser says so.
 
 A browser sends the cookies that it has of a site, and reaches this machine by loopback, whatever page asks it to. Only what it says of
 that page tells ours from another: `Sec-Fetch-Site`, or in an older browser `Origin` and `Referer`. No page can change these.
@@ -16,7 +16,7 @@ _OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
 
 
 def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
-    """Whether a page of this host sent it; None: no page, but a program or somebody who typed the address.
+    """True if a page of this host sent it; None: no page, but a program or a typed address.
 
     A browser says so outright where the connection is a safe one, whatever a proxy makes of the host's name; else the page's host is
     compared with the one that was asked.
@@ -58,6 +58,6 @@ def check_local(headers: Mapping[str, str]) -> None:
 
 
 def _follows_a_link(headers: Mapping[str, str]) -> bool:
-    """Whether the answer is to be shown as a page of its own; a form names its Origin."""
+    """True if the answer is to be shown as a page of its own; a form names its Origin."""
     shown = headers.get("sec-fetch-mode") == "navigate"
     return shown and headers.get("sec-fetch-dest") == "document" and "origin" not in headers

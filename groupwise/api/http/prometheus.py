@@ -1,4 +1,4 @@
-"""What a server counts of its requests and its process, in the text format of Prometheus, and how that format is written.
+"""Metrics of a server's requests and its process, in the text format of Prometheus, and the code that writes that format.
 
 Rendered by hand: the format is a page long, and the client library keeps its numbers in globals of the process, where those of two servers
 (in tests, in a notebook) would run together. Each server adds the families that are its own.
@@ -58,11 +58,11 @@ class Requests:
     """Counted by one process since it began."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
-    """By route and status."""
+    """Requests, by route and status."""
     seconds: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
-    """By route."""
+    """Durations, by route."""
     refusals: Counter[str] = field(default_factory=Counter[str])
-    """By code."""
+    """Refusals, by code."""
     event_streams: int = 0
     """Open now."""
     began: float = field(default_factory=time.time)

@@ -20,7 +20,7 @@ DEEPEST = 64
 MOST_LISTS, MOST_TEXTS = 200_000, 1_000_000
 """Lists and objects of a body together, and its texts; numbers stand in long lists and may be as many as there is room for."""
 MOST_KEYS = 20_000
-"""Of one object: each that is unknown is told of."""
+"""Limit on one object's keys, because each unknown one is reported."""
 LARGE = 256 * 1024
 """Bytes that are read beside everything else."""
 
@@ -30,7 +30,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class NotStrict(json.JSONDecodeError):
-    """What was sent is no JSON, or not of the strict kind."""
+    """The body is not JSON, or not of the strict kind."""
 
     def __init__(self, message: str, position: int = 0) -> None:
         super().__init__(message, "", position)

@@ -45,7 +45,7 @@ class Timing:
 
 
 class Pause:
-    """The time until which nobody asks."""
+    """The time until which no request is sent."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
@@ -72,7 +72,7 @@ class Pause:
 
 
 def may_pass(status: int) -> bool:
-    """Whether a service that answered with this status may do better next time."""
+    """True if a service that answered with this status may succeed later."""
     return status in ASK_AGAIN or (status >= 500 and status not in SERVER_CANNOT)
 
 

@@ -27,7 +27,7 @@ BEFORE = 32
 LEAST_NATS = 6.0
 """Below which a token is shown as improbable as can be."""
 MOST_RATIO = 1.5
-"""From which on a ratio has the deepest colour, and below 1 at its inverse: so the usual bounds of the clip, 0.8 and 1.2, are in the
+"""Ratio with the deepest colour, and below 1 its inverse: so the usual bounds of the clip, 0.8 and 1.2, are in the
 middle of the scale, and the rounding of bfloat16, some hundredths, has none or the palest."""
 
 
@@ -38,7 +38,7 @@ AFTER = 4
 
 
 class Reads(Protocol):
-    """What tokens read."""
+    """A reader of tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, in this order."""
@@ -46,7 +46,7 @@ class Reads(Protocol):
 
 
 class Ids:
-    """Where nobody knows the words."""
+    """Stands in if there is no tokenizer: shows ids."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """See `Reads.pieces`."""
@@ -105,7 +105,7 @@ def _read(file: str, _: int) -> Reads | None:
 
 
 def _shortens(decoder: dict[str, Any] | None) -> bool:
-    """Whether a decoder makes no text longer: one of a few steps might double it each time, for whoever looks at a page."""
+    """True if a decoder makes no text longer: a few doubling steps could fill the memory when a page is opened."""
     if decoder is None or decoder["type"] in (
         "ByteLevel",
         "ByteFallback",
@@ -133,7 +133,7 @@ def _model_of(run: Path) -> str:
 
 @lru_cache(maxsize=8)
 def _named(model: str) -> Reads | None:
-    """Of a folder with a model; others are not loaded for a page."""
+    """Reader from a model folder's tokenizer; other models are not loaded for a page."""
     file = Path(model).expanduser() / FILE
     return _read(str(file), file.stat().st_mtime_ns) if file.is_file() else None
 

@@ -23,11 +23,11 @@ PASSING = {
     "waiting": {"__all__": {"seconds"}},
     "sessions": {"__all__": {"silent_seconds", "let_go_seconds"}},
 }
-"""What is another value each second, or with each request, and no news."""
+"""Fields that change each second, or with each request, and are no news."""
 
 
 class ServerLike(Protocol):
-    """What `TrainingClient` and a server in this process have in common, as far as it is needed here."""
+    """The methods of `TrainingClient` and of a server in this process that are used here."""
 
     def status(self) -> StatusAnswer: ...
     def activity(self) -> ActivityAnswer: ...
@@ -42,7 +42,7 @@ class WatchedServer:
         self._stamp = Ticking(self._look, clock)
 
     def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
-        """Where it stands, and what goes on. Raises ClientError where it does not answer, and `too_busy` while others wait for that."""
+        """Status and activity. Raises ClientError if the server does not answer, and `too_busy` while others wait for that."""
         return self._said.now()
 
     def stamp(self, moment: float = MOMENT) -> str | None:

@@ -77,7 +77,7 @@ class EngineParts:
     """See the module."""
 
     def __init__(self, scope: AsyncExitStack) -> None:
-        """What is opened ends with `scope`."""
+        """Everything opened here is closed with `scope`."""
         self._scope = scope
         self._opened: _Open | None = None
         self._opening = asyncio.Lock()

@@ -141,7 +141,7 @@ class _Serving:
 
 
 def _log_if_bug(call: Call, error: BaseException) -> None:
-    """Whoever asked gets the error in words; what nobody raised on purpose needs its traceback, too."""
+    """Callers get errors in words only, so log the traceback of any error that was not raised on purpose."""
     if not isinstance(error, GroupwiseError | asyncio.CancelledError):
         logger.error("`%s` failed in the engine", call.verb, exc_info=error)
 

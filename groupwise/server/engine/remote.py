@@ -2,7 +2,7 @@
 
 Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and
 watches it until it is gone; it lives as long as the process does, because the kernel's parent-death signal goes by threads. The
-other writes, since an engine that does not read would block whoever writes to it. Futures connect them with the callers.
+other writes, since an engine that does not read would block the writer. Futures connect them with the callers.
 
 Whatever ends the process (it crashed, it was killed, its event loop was silent, a call outlasted its deadline, `close`), first everything
 that it started is killed and it is reaped, and then every call fails with `EngineLost` and the reason: a successor may begin at once.
@@ -477,6 +477,6 @@ class EngineProcess:
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
-    """Have whoever waits raise it, if anybody still does."""
+    """Make the waiting caller raise it, unless the future is already done."""
     with suppress(InvalidStateError):
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What models have saved, as folders of the server: read and forgotten here, written by the engine.
+"""Adapters saved by models, as folders of the server: read and deleted here, written by the engine.
 
     verbs/<model>/weights/<name>/          adapter and optimiser, to train on
     verbs/<model>/sampler_weights/<name>/  the adapter
@@ -28,11 +28,11 @@ AUTOMATIC_KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was saved."""
+    """Describes a saved adapter."""
 
     spec: ModelSpec
     fingerprint: str
-    """Of the weights; see `groupwise.core.types.Policy.fingerprint`."""
+    """Fingerprint of the weights; see `groupwise.core.types.Policy.fingerprint`."""
     call: int
     """The number of the call that saved it: where that is repeated, its own work is no reason to refuse it."""
 
@@ -44,15 +44,15 @@ class SavedFolders:
         self._root = root
 
     def place(self, stored: Stored) -> Path:
-        """Where it is, or would be."""
+        """Path of its folder, which need not exist."""
         return self._of(stored.model) / stored.kind / stored.name
 
     def automatic(self, model: str, call: int) -> Path:
-        """Where the state after a call is, or would be."""
+        """Path of the state after a call, which need not exist."""
         return self._of(model) / AUTOMATIC / f"{call:09d}"
 
     def read(self, stored: Stored) -> Saved:
-        """What it is; UsageError where it is not there."""
+        """Read its description; raises UsageError if it is missing."""
         path = self.place(stored) / DESCRIPTION
         try:
             found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))

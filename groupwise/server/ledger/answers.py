@@ -14,7 +14,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.transaction import Transaction
 
 KEPT_SECONDS = 24 * 3600.0
-"""For which an answer is kept, of time in which the server runs: a clock that jumps forgets none. Servers of before wrote wall time."""
+"""Server uptime in seconds for which an answer is kept, so a clock that jumps loses none. Earlier servers wrote wall time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Request:
     """A request that names itself."""
 
     key_id: str
-    """Of the API key that it came with."""
+    """The API key that sent it."""
     route: str
     """Method and path: `POST /rewards`."""
     key: str
@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What a client was told."""
+    """The answer that a client received."""
 
     status: int
     body: bytes

@@ -46,7 +46,7 @@ def explained(path: Path) -> Generator[None, None, None]:
 
 
 def explanation(path: Path, error: sqlite3.Error) -> StoreError:
-    """What a client's operator should know and do: DiskFull, or another StoreError."""
+    """The error as a DiskFull or other StoreError, with the cause and remedy for the operator."""
     if is_full(path, error):
         return DiskFull(
             f"cannot write the server's ledger {path}: {error}. {FREE_SPACE}; writing goes on by itself, and what was acknowledged stands."

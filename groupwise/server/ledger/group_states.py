@@ -36,7 +36,7 @@ Event = Literal[
     "train",
     "quarantine",
 ]
-"""What happens to a group. `release`: a held one is to wait for the next step after all."""
+"""Events that move a group. `release` lets a held group wait for the next step after all."""
 
 TABLE: dict[State, dict[Event, State]] = {
     "open": {

@@ -33,7 +33,7 @@ class NewGroup:
     """Steps that were done when it was sampled."""
     version: int
     fingerprint: str
-    """Of the weights that drew it."""
+    """Fingerprint of the weights that drew it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class GroupRow:
     members: int
     prompt: Prompt
     key_id: str
-    """Of the API key that asked for it."""
+    """The API key that asked for it."""
     opened_at: float
     """Seconds since 1970."""
     lease_end: float
@@ -63,12 +63,12 @@ class GroupRow:
     """Why it is stale or quarantined."""
     plan: int | None
     position: int | None
-    """In the order of training of its plan, from 0."""
+    """Place in its plan's training order, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What a client sends back of a group in place of its id."""
+    """The contents of a group, which a client may send back in place of its id."""
 
     prompt: Prompt
     completions: tuple[str, ...]
@@ -177,7 +177,7 @@ def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
 
 
 def _has_tokens(transaction: Transaction, row: GroupRow, echo: Echo) -> bool:
-    """Whether the tokens of an echo are those of the group, as far as either is known."""
+    """True if an echo's tokens are those of the group, or if either side's tokens are unknown."""
     record = None if echo.completion_tokens is None else read_record(transaction, row.id)
     if record is None:
         return True
@@ -258,7 +258,7 @@ def move(
 
 
 def echo_of(group: Group) -> Echo:
-    """What a client that was given the group would echo."""
+    """The echo that a client would send for this group."""
     return Echo(
         group.example.prompt,
         tuple(rollout.completion for rollout in group.rollouts),

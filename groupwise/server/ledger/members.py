@@ -6,8 +6,8 @@ completion is named after its group and place: `g-<id>-<place>`. Its reward is k
 of the last member the group itself is rewarded, as if one client had posted for all. Where the lease ends before, it is rewarded with
 what there is, and the members without a reward have failed: an acknowledged reward is never lost.
 
-Of the group itself nothing is changed by this: it is opened with all of its members, moves along `states.TABLE`, and can be rewarded as
-a whole by whoever knows all of them.
+The group itself is like any other: it is opened with all of its members, moves along `states.TABLE`, and can be rewarded as
+a whole by a client that knows all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What an id means: a group, or one completion of a group."""
+    """The parsed id of a group, or of one completion of a group."""
 
     group: str
     member: int | None = None
@@ -120,7 +120,7 @@ def give(transaction: Transaction, given: Given) -> bool:
 def accept(transaction: Transaction, run: str, post: Post) -> Posted:
     """Accept rewards for a group, or the one of a member; see `rewards.accept_rewards`, whose refusals these are.
 
-    What was accepted of members before binds whoever posts for their whole group: refused as `already_rewarded` where it differs.
+    A post for the whole group must agree with rewards accepted for members before: otherwise it is refused as `already_rewarded`.
     """
     if not isinstance(post.group, str):
         return accept_rewards(transaction, run, [post])[0]

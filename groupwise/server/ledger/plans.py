@@ -24,7 +24,7 @@ PlanState = Literal["planned", "trained", "quarantined"]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a step."""
+    """The result of a step."""
 
     fingerprint_out: str
     version_out: int
@@ -43,7 +43,7 @@ class PlanRow:
     """Index from 0."""
     state: PlanState
     parameters: dict[str, Any]
-    """Of the optimiser, as they were asked for."""
+    """Optimiser parameters, as requested."""
     losses: int
     """How often an engine was lost over it since it was trained last."""
     groups: tuple[str, ...]

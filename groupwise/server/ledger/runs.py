@@ -25,9 +25,9 @@ class RunRow:
     run: str
     folder: str
     settings: dict[str, Any]
-    """As its client posted them."""
+    """Settings as the client posted them."""
     config: dict[str, Any]
-    """As the engine was given them."""
+    """Config as given to the engine."""
     state: RunState
     reason: str | None
     """Why it is no longer active, where there is more to say than the state does."""

@@ -25,6 +25,6 @@ def tick(transaction: Transaction) -> float:
 
 
 def stored(connection: sqlite3.Connection) -> float:
-    """What was kept last; 0 in a new ledger."""
+    """The last stored uptime in seconds; 0 in a new ledger."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'uptime'").fetchone()
     return 0.0 if row is None else json.loads(row[0])

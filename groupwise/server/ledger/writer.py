@@ -110,7 +110,7 @@ class Ledger:
         self._leave()
 
     def _next_batch(self) -> list[_Job]:
-        """What is queued, as soon as there is any; nothing once the ledger is closed and all is done."""
+        """Wait for queued jobs and take up to `LARGEST_BATCH`; empty once the ledger is closed and all are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             batch = self._queue[:LARGEST_BATCH]

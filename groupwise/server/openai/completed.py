@@ -24,14 +24,14 @@ class Written:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     token_texts: TokenTexts | None
-    """None: nobody asked for log-probabilities."""
+    """None if log-probabilities were not requested."""
     calls: tuple[ToolCall, ...] = ()
-    """Of tools."""
+    """Tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What one request is answered with."""
+    """The content of one request's answer."""
 
     id: str
     """Without the word that says of which kind it is."""
@@ -53,7 +53,7 @@ class Completed:
 
     @property
     def completion_tokens(self) -> int:
-        """Of all choices."""
+        """Total over all choices."""
         return sum(len(each.token_ids) for each in self.choices)
 
 
@@ -77,7 +77,7 @@ def written(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
 
 
 def showable_of(text: str, ask: Ask) -> str:
-    """What of a text that may go on is the beginning of what its choice will have as text."""
+    """The part of an unfinished text that is certain to begin its choice's final text."""
     if ask.read_calls == "none":
         return showable(text, ask.stops)
     return showable(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()

@@ -21,7 +21,7 @@ PREFIX = "/v1/"
 AS_OPENAI = {422: 400}
 """Statuses of the table that are others there."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""What kind of error it is called; otherwise it is the request's or the server's."""
+"""OpenAI's error types by status; other statuses are the request's or the server's fault."""
 SHOULD_RETRY = "x-should-retry"
 
 
@@ -63,7 +63,7 @@ class _Translated:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
-        """Of a problem, held back until its body is there."""
+        """The start of a problem, held back until its body is there."""
         self._body = b""
 
     async def send(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""What is kept of completions that are to be rewarded: operations on the ledger, each one transaction with its answer and its count."""
+"""Stores completions that are to be rewarded: operations on the ledger, each one transaction with its answer and its count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from groupwise.server.openai.completed import Completed, Written
 from groupwise.server.run.ledger_operations import named
 
 Render = Callable[[Completed], StoredResponse]
-"""What a client is sent."""
+"""Builds the response sent to the client."""
 
 
 def new_group_id() -> str:
@@ -37,7 +37,7 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is on the disk."""
+    """The stored result of a request."""
 
     completed: Completed | None
     """None: the request was answered before, and that answer stands."""

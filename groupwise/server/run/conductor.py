@@ -1,6 +1,6 @@
 """Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps what came of it.
 
-    clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → whoever waits is told
+    clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → waiting clients are told
 
 One task does so from the beginning to the end, so that there is never more than one step under way. Everything that the engine is asked
 for is in the ledger before; what it has done stands in its own record, of which the ledger keeps a copy. So whatever ends, and whenever:
@@ -52,17 +52,17 @@ _STATES: Mapping[Leaving, RunState] = {"stop": "stopped", "replace": "replaced"}
 
 @dataclass(slots=True)
 class RunStatus:
-    """Where the run stands."""
+    """Live status of the run."""
 
     opened: Opened
     step: int
     """Steps done."""
     policy: Policy
-    """That serves."""
+    """The policy that serves."""
     versions: dict[int, Policy]
     """The last policies, by the steps done, whose files the engine keeps."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of the last step."""
+    """Metrics of the last step."""
     seconds_per_step: float | None = None
     stepped_at: float | None = None
     """When the last step was done, by the monotonic clock."""
@@ -143,19 +143,19 @@ class Conductor:
 
     @property
     def loads(self) -> str:
-        """What it is loaded from."""
+        """Name or folder that its model is loaded from."""
         return self._order.config["model"]["name"]
 
     @property
     def now(self) -> RunStatus:
-        """Where the run stands; refused as long as no engine has opened it."""
+        """The run's status; refused as long as no engine has opened it."""
         if self.standing is None:
             raise self.refusal()
         return self.standing
 
     @property
     def room(self) -> Admission:
-        """Who lets requests for completions in; refused as long as no engine has opened the run."""
+        """Admits requests for completions; refused as long as no engine has opened the run."""
         if self.admission is None:
             raise self.refusal()
         return self.admission
@@ -174,7 +174,7 @@ class Conductor:
         self._nudged.set()
 
     async def recount(self) -> None:
-        """Groups have come or gone: whoever waits for room may be let in."""
+        """Recount the groups, since some have come or gone: waiting requests may be admitted."""
         if self.standing is not None and self.admission is not None:
             self.admission.now(await self._ledger.do(steps.traffic, self.standing.run))
 
@@ -223,7 +223,7 @@ class Conductor:
         await self._left_behind()
 
     async def _left_behind(self) -> None:
-        """Where the engine could not be asked to end the run, it is ended without."""
+        """End the run without its engine if the engine could not be asked to."""
         state = _STATES.get(self._leaving) if self._leaving else None
         if self.phase == "stopping" and state is not None:
             self.phase = "stopped"
@@ -442,7 +442,7 @@ class Conductor:
             self.admission.end(self.refusal())
 
     async def _tell_checkpoint(self) -> None:
-        """Where a checkpoint of the steps done stands, which the engine writes when one is due, clients are told of it."""
+        """Tell clients if a checkpoint of the steps done exists; the engine writes one when it is due."""
         now = self.now
         if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, now.run, now.step)

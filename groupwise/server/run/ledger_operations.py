@@ -1,4 +1,4 @@
-"""What the service keeps of what clients do: operations on the ledger, each one transaction with its answer, its event and its count."""
+"""Records what clients do: operations on the ledger, each one transaction with its answer, its event and its count."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def keep_rewards(
 ) -> list[RewardAnswer]:
     """Rewards of groups, all or none, and the answers about them. `steps_done` by the run; None: as many as the ledger knows of.
 
-    Where the client waits for the step, what is kept for its key says that they are accepted: whoever asks again goes on waiting
+    Where the client waits for the step, what is kept for its key says that they are accepted: a repeated request goes on waiting
     from there.
     """
     answers: list[RewardAnswer] = []
@@ -198,7 +198,7 @@ def _echo(given: GroupRewards) -> Echo:
 
 
 def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
-    """What a client sends along with an id is compared with what was sampled, as far as that is still kept."""
+    """Compare the texts sent along with an id to what was sampled, as far as that is still kept."""
     assert given.group_id is not None
     record = groups.read_record(transaction, members.named(given.group_id).group)
     if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
@@ -304,7 +304,7 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 
 
 def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
-    """That a checkpoint stands under a name, and the answer about it."""
+    """Record that a checkpoint exists under a name, and the answer about it."""
 
     def work(transaction: Transaction) -> StoredResponse:
         steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
@@ -330,7 +330,7 @@ def tick(transaction: Transaction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """What the ledger knows of a run, for its status."""
+    """The ledger's facts about a run, for its status."""
 
     row: RunRow
     step: int

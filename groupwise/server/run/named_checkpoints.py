@@ -1,4 +1,4 @@
-"""Checkpoints that a client has saved by name: kept until somebody deletes them, whatever becomes of the run.
+"""Checkpoints that a client has saved by name: kept until they are deleted, whatever becomes of the run.
 
 D/checkpoints/<name>/       the files of the checkpoint, linked where the disk can
 D/checkpoints/<name>/saved.json   the run that it is of, the settings that a new run from it begins with, and by which request it was made
@@ -26,11 +26,11 @@ SAVED = "saved.json"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a new run can begin with."""
+    """A checkpoint from which a new run can begin."""
 
     folder: Path
     settings: Mapping[str, Any]
-    """Of the run that it is of, as they were posted."""
+    """Settings of the checkpoint's run, as they were posted."""
     run: str
     step: int
 
@@ -109,6 +109,6 @@ def _asked(caller: Caller) -> list[str] | None:
 
 
 def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
-    """As it is listed."""
+    """The checkpoint's entry in the list."""
     step = checkpoint.step
     return CheckpointAnswer(run_id=row.run, step=step, address=f"{row.run}@{step}")

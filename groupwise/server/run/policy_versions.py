@@ -1,4 +1,4 @@
-"""Which versions of a policy there are to be read, and where their files stand.
+"""Lists the versions of a policy that can be read, and opens their files.
 
 The last few policies stand where the engine publishes them, checkpoints and the final weights in the run's folder, and those that were
 saved by name beside the runs. Whatever is read is opened at once as a whole: the engine deletes old publications, and a file that is open
@@ -38,7 +38,7 @@ class Versions:
     step: int
     """Steps done."""
     published: Mapping[int, Policy]
-    """By the steps done."""
+    """Published policies, by the steps done."""
     named: Sequence[Path]
     """The folders of its checkpoints that were saved by name."""
     tokenizer: Path
@@ -120,7 +120,7 @@ class Versions:
 
 
 def _whole(folder: Path) -> checkpoints.Checkpoint | None:
-    """A checkpoint that was saved by name; None where somebody is deleting it, or it is damaged."""
+    """A checkpoint that was saved by name; None if it is being deleted, or is damaged."""
     try:
         return checkpoints.read(folder)
     except CheckpointError:

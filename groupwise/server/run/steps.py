@@ -1,7 +1,7 @@
-"""What the conductor keeps of steps: operations on the ledger, each one transaction.
+"""Records the conductor's steps: operations on the ledger, each one transaction.
 
 A plan is made of rewarded groups when a step is due, or of those that a client names. Then it is tried, trained, or put aside; each
-comes with its event, so that nobody hears of what is not on the disk.
+comes with its event, so that no client hears of what is not on the disk.
 """
 
 from __future__ import annotations
@@ -158,18 +158,18 @@ def _groups_told(plan: PlanRow) -> dict[str, Any]:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON has them: None for what is not finite."""
+    """Metrics for JSON: values that are not finite become None."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def note_checkpoint(transaction: Transaction, run: str, step: int) -> None:
-    """That an automatic checkpoint stands. One of steps that are taken again was told before."""
+    """Announce an automatic checkpoint once, even if its steps are taken again."""
     told = _checkpoint_told(step, f"{run}@{step}")
     events.add_event_once(transaction, run, EventKind.CHECKPOINT, told)
 
 
 def note_named_checkpoint(transaction: Transaction, run: str, step: int, name: str) -> None:
-    """That a checkpoint with a name stands."""
+    """Announce a named checkpoint."""
     events.add_event(transaction, run, EventKind.CHECKPOINT, _checkpoint_told(step, name))
 
 

@@ -50,7 +50,7 @@ LOOK_AGAIN = 0.2
 
 
 class Runs(Protocol):
-    """What is known of runs; see `groupwise.server.run.service.Service`."""
+    """The runs beside the verbs; see `groupwise.server.run.service.Service`."""
 
     turn: asyncio.Lock
     """Held while a run is begun or ended, or an engine of another kind is."""
@@ -78,9 +78,9 @@ class _Standing:
     engine: Called
     base: Base
     loads: str
-    """What the base is called where it is loaded from."""
+    """The base's name or folder, as the engine loads it."""
     run: Conductor | None
-    """Whose engine it is; None: the verbs' own."""
+    """The run that owns the engine; None if it is the verbs' own."""
     there: set[str] = field(default_factory=set[str])
     """Models that it has."""
 
@@ -176,7 +176,7 @@ class Host:
         return None
 
     def _loads(self, base: str) -> str:
-        """What to load; UsageError where that is not allowed."""
+        """Name or folder to load; raises UsageError if it is not allowed."""
         run = self._runs.conducted()
         if run is not None and base in (run.model, run.loads):
             return run.loads

@@ -35,12 +35,12 @@ GAP_PATIENCE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What a call came to."""
+    """The result of a call."""
 
     body: bytes
     media_type: str = JSON
     note: Note | None = field(default=None, compare=False)
-    """What the journal is to know beside it."""
+    """A note for the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a call did to its model; without one it left it as it was."""
+    """Changes that a call made to its model; calls without a note left it as it was."""
 
     kept: int | None = None
     """The call after which the model's state was kept."""
@@ -105,12 +105,12 @@ class Limits:
     waiting: int = 4096
     """Calls that wait or are under way, of all models together."""
     waiting_of_one: int = 3072
-    """Of these, the calls of one caller: the others' samples find room beside a model whose first call never comes."""
+    """Limit for one caller, so that others' samples still find room if a model's first call never comes."""
     waiting_bytes: int = 512 * 2**20
 
 
 Key = tuple[str, int]
-"""What a call's number is unique in, and the number."""
+"""The scope in which a call's number is unique, and the number."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +124,7 @@ class _Call:
     told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a result, or will be none in this process."""
     settling: bool = False
-    """Whether the result is known, and about to be written down."""
+    """True once the result is known and about to be written down."""
     result: CallResult | Failure | None = None
     kept: asyncio.Task[None] | None = None
     """Done when it is in the journal."""
@@ -151,7 +151,7 @@ class Futures:
         self._waiting_bytes = 0
         self._waiting_of: Counter[str] = Counter()
         self.callers: dict[str, str] = {}
-        """Who has opened each session: the id of an API key. Sessions of an earlier process belong to no key, and share one part."""
+        """The id of the API key that opened each session. Sessions of an earlier process have no key, and share one part."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -271,14 +271,14 @@ class Futures:
             self._task(self._settled(call, failure))
 
     def suspend(self) -> None:
-        """This process ends: what has come to nothing by now waits for the next one, and whoever waits for it is to ask that one."""
+        """Stop, because this process ends: unfinished calls are left to the next process, and waiting clients are to ask that one."""
         self._suspended = True
         if self._journal.durable:
             for call in self._calls.values():
                 call.told.set()
 
     async def _settled(self, call: _Call, result: CallResult | Failure) -> None:
-        """Keep what a call came to. Once begun it goes on, whoever is cancelled: it may be in the journal already."""
+        """Keep a call's result. Once begun it goes on even if the caller is cancelled: the result may be in the journal already."""
         call.settling = True
         await asyncio.shield(self._task(self._written(call, result)))
 
@@ -372,13 +372,13 @@ class Futures:
 class _Turn:
     id: str
     work: Work | Exception
-    """What to do, or why it was refused."""
+    """The work to do, or the error that refused it."""
 
 
 class CallQueue:
     """The calls of one model, in the order of their sequence numbers, from 0.
 
-    Where a number is missing for `patience` seconds, those that wait for it are failed: nobody will send it any more.
+    If a number is missing for `patience` seconds, the calls that wait for it fail: the client will not send it any more.
     """
 
     def __init__(

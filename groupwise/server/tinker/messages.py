@@ -40,5 +40,5 @@ def messages() -> Any:
 
 
 def installed() -> bool:
-    """Whether `messages` will find them."""
+    """True if `messages` will find them."""
     return find_spec("tinker") is not None

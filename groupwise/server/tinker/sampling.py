@@ -1,4 +1,4 @@
-"""What clients do with samplers: make them, and have them complete prompts. Samples have no order among each other."""
+"""Creates clients' samplers and completes prompts with them. Samples have no order among each other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SamplingCalls:
         return id
 
     def sampler(self, id: str) -> dict[str, Any]:
-        """What a sampler was made of."""
+        """Base, and path of the weights if there is one, of a sampler."""
         found = self._opened.sampler(id)
         path = {} if found.path is None else {"model_path": found.path}
         return {"sampler_id": id, "base_model": found.base, **path}

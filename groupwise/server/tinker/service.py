@@ -1,4 +1,4 @@
-"""What the verbs mean, put together; `routes.py` has the HTTP.
+"""The verbs' service, put together; `routes.py` has the HTTP.
 
     sessions.py     sessions, models and samplers: what there is
     training.py   the calls of a model, one after another in the client's order
@@ -120,7 +120,7 @@ class VerbService:
         await self.futures.close()
 
     def told(self) -> ByVerbs:
-        """What the server's status says of it."""
+        """The verbs' part of the server's status."""
         made = [model.id for model in self.opened.models.values() if model.spec is not None]
         return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)
 

@@ -1,4 +1,4 @@
-"""What clients have opened: sessions, their models, and samplers, each by its id.
+"""Tracks clients' sessions, their models, and samplers, each by its id.
 
 A client opens a session and keeps it alive by a heartbeat; its models are let go of when it ends, or falls silent. Samplers stand for
 weights that do not change: those of a name, those that a training client saved for this sampler alone, or a base model. All of it is in the
@@ -55,7 +55,7 @@ class Model:
     updates: int = 0
     """Since its state was kept last."""
     sums: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the forward passes with gradient since the update before."""
+    """Sums of the forward passes with gradient since the last update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Opened:
         return self.models[id]
 
     def model(self, id: str) -> Model:
-        """Of a session that is there. NotThere where it is none."""
+        """The model of an open session. Raises NotThere if there is none."""
         self.session(session_of(id))
         if id not in self.models:
             raise NotThere(f"There is no model {id!r} in its session.")

@@ -25,7 +25,7 @@ from groupwise.server.tinker.messages import messages
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 MOST_FIELDS = 200_000
-"""Of the messages in a body together: as many as some thousand datums have."""
+"""Limit on the fields in one body's messages: as many as some thousand datums have."""
 CLIP_SETTINGS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 
 
@@ -191,7 +191,7 @@ def outputs(computed: Computed) -> bytes:
 
 
 def metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """As the client names them: how values of several requests combine stands after the colon."""
+    """Rename sums for the client: the suffix after the colon says how values of several requests combine."""
     loss = math.fsum(value for name, value in sums.items() if name.startswith("loss/"))
     others = {f"{name}:sum": value for name, value in sums.items() if not name.startswith("loss/")}
     return {"loss:sum": loss, **others}
