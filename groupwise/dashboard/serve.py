@@ -79,7 +79,7 @@ def serve(
     fleet: WatchedFleet | None = None,
     server: WatchedServer | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin."""
+    """Serve until a signal comes; returns the exit code. Raises UsageError if it cannot begin."""
     if settings.runs.exists() and not settings.runs.is_dir():
         raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
     check_tls(settings.certificate, settings.key)

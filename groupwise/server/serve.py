@@ -176,7 +176,7 @@ def serve(
     build: Build = build_service,
     in_front: InFrontOf | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin, or `start_with` is refused."""
+    """Serve until a signal comes; returns the exit code. Raises UsageError if it cannot begin, or `start_with` is refused."""
     check_tls(config.tls_certificate, config.tls_key)
     lock = _take(config.folder)
     handler = configure(config.log_format)

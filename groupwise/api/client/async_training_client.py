@@ -102,7 +102,7 @@ class AsyncTrainingClient:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Release the connections."""
         await self._http.aclose()
 
     async def start(

@@ -1,6 +1,6 @@
 """Errors raised by a client of the training server. Every error is one of these, whichever client and call it comes from.
 
-ClientError                       `problem`, `code`, `status` and `retry_after` say what the server said; None where it said nothing
+ClientError                       `problem`, `code`, `status` and `retry_after` say what the server said; None if it said nothing
 ├── NoAnswer                      no answer, or not to the end, for as long as the client's patience lasts
 ├── StrangeAnswer                 what came is none of this protocol: a proxy, another server
 │   └── BrokenDownload            the files of a model did not arrive whole

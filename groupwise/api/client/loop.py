@@ -124,7 +124,7 @@ async def train_async(
     """Train the started run for `steps` steps, or until it is finished.
 
     `reward_function(prompts, completions, **columns)` gives a number or None for each completion; it may be async. One that is not is
-    called in a thread, one group at a time. Where it raises, the group teaches nothing; after three in a row TaskError is raised.
+    called in a thread, one group at a time. If it raises, the group teaches nothing; after three in a row TaskError is raised.
     `concurrency` groups are under way at once. `first_draw`: position of the first example in the run's order of draws; None: behind
     those of the steps that are done. `sampling` is in place of the run's own; `progress` shows the steps on standard error.
     """
@@ -174,7 +174,7 @@ def _check(examples: Sequence[Example], function: object, steps: int, concurrenc
 
 
 def _ready(status: StatusAnswer) -> tuple[str, int, int]:
-    """Run, groups per step and steps done. Raises UsageError where the run cannot be driven by this loop."""
+    """Run, groups per step and steps done. Raises UsageError if the run cannot be driven by this loop."""
     if status.run_id is None or status.groups_per_step is None:
         raise UsageError("The server has no run. Begin one with client.start(…) first.")
     if (status.training_settings or {}).get("steps") == "manual":

@@ -55,7 +55,7 @@ class EventReader:
 
 
 def _event(block: bytes) -> EventData | None:
-    """The event in a block of lines; None where there is only a comment that keeps the connection alive."""
+    """The event in a block of lines; None if there is only a comment that keeps the connection alive."""
     lines = [line for line in block.split(b"\n") if line.startswith(b"data:")]
     if not lines:
         return None

@@ -103,7 +103,7 @@ class TrainingClient:
         self.close()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Release the connections."""
         self._http.close()
 
     def asynchronous(self) -> AsyncTrainingClient:

@@ -45,7 +45,7 @@ class Bodies:
         return len(self._limits)
 
     async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        """The whole body. Refused as `too_large`, `timed_out` or `shutting_down`; ClientGone where the rest will not come."""
+        """The whole body. Refused as `too_large`, `timed_out` or `shutting_down`; ClientGone if the rest will not come."""
         if self._given_up:
             raise _shutting_down()
         told = headers.get("content-length", "")

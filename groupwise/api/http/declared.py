@@ -113,7 +113,7 @@ class Buckets:
         """Key id -> what was left, and when; those last that have asked last, and none that is full again."""
 
     def take(self, key_id: str) -> float:
-        """Take one; 0 where there was one, else the seconds until there is."""
+        """Take one; 0 if there was one, else the seconds until there is."""
         now = self._clock()
         full_since = now - self._burst / self._per_second
         while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:

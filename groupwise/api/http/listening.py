@@ -48,7 +48,7 @@ def most_connections() -> int:
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
-    """Raise UsageError where they cannot be used, or there is but one of them."""
+    """Raise UsageError if they cannot be used, or there is but one of them."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     if certificate is None or key is None:

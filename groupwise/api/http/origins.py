@@ -35,7 +35,7 @@ def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
 def check_local(headers: Mapping[str, str]) -> None:
     """Refuse what a page of another site has a browser of this machine send: without a key nothing else would tell it apart.
 
-    A link to a page of ours may stand anywhere. Where the name of another site was made to lead to this machine, it stands as the Host.
+    A link to a page of ours may stand anywhere. If the name of another site was made to lead to this machine, it stands as the Host.
     What a proxy passes on comes from anywhere, and its Host may be ours.
     """
     if any(name in headers for name in _OF_A_PROXY):

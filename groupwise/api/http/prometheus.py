@@ -113,7 +113,7 @@ def resident_bytes() -> int:
 
 
 def one(name: str, kind: str, meaning: str, value: float | None) -> Iterator[str]:
-    """A family of one sample, or none where the value is not known."""
+    """A family of one sample, or none if the value is not known."""
     if value is not None:
         yield from family(name, kind, meaning, [({}, value)])
 

@@ -16,7 +16,7 @@ MAX_CHARACTERS_IN_MESSAGE = 300
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that were billed; None where the service does not say."""
+    """Tokens that were billed; None if the service does not say."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

@@ -75,7 +75,7 @@ class Endpoint:
         object.__setattr__(self, "base_url", checked_url(self.base_url))
 
     def key(self) -> str | None:
-        """The key, or None where the variable is not set. Raises UsageError for one that no header can hold."""
+        """The key, or None if the variable is not set. Raises UsageError for one that no header can hold."""
         key = os.environ.get(self.api_key_env, "").strip()
         if not all("!" <= letter <= "~" for letter in key):
             raise UsageError(

@@ -1,7 +1,7 @@
 """When a service that could not answer is asked again: how long to wait, and the pause that all callers keep together.
 
 The wait doubles from one attempt to the next, with chance in it, so that callers that failed together do not come back together.
-Where the service says how long (`Retry-After`, in seconds or as a date), that holds. A service that is asked too fast pauses
+If the service says how long (`Retry-After`, in seconds or as a date), that holds. A service that is asked too fast pauses
 all callers, not only the one that it told.
 """
 
@@ -82,7 +82,7 @@ def wait_after(attempt: int, chance: float) -> float:
 
 
 def retry_after(header: str | None, today: float) -> float | None:
-    """Seconds that a `Retry-After` asks for; None where there is none, or none that can be read."""
+    """Seconds that a `Retry-After` asks for; None if there is none, or none that can be read."""
     if header is None:
         return None
     try:

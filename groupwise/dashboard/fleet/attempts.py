@@ -37,7 +37,7 @@ def _numbered(attempt: Document) -> str:
 
 
 def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
-    """Raise RunNotFoundError where an attempt is asked for that the job does not have. None: no certain one is."""
+    """Raise RunNotFoundError if an attempt is asked for that the job does not have. None: no certain one is."""
     if epoch is not None and epoch not in epochs:
         there = ", ".join(str(each) for each in epochs) or "none yet"
         raise RunNotFoundError(

@@ -39,7 +39,7 @@ MOST_RUNNING, MOST_OTHERS = 50, 20
 
 
 def of(visit: Visit) -> WatchedFleet:
-    """The fleet of this dashboard. Raises RunNotFoundError where there is none."""
+    """The fleet of this dashboard. Raises RunNotFoundError if there is none."""
     if visit.place.fleet is None:
         raise RunNotFoundError(
             "This dashboard shows no fleet. Whoever runs it may begin it with --fleet FOLDER, or --fleet with the address of an API."

@@ -76,7 +76,7 @@ class Pair:
 
     @property
     def difference(self) -> float | None:
-        """B − A of the mean rewards; None where a side has none."""
+        """B − A of the mean rewards; None if a side has none."""
         if self.score_a.mean is None or self.score_b.mean is None:
             return None
         return self.score_b.mean - self.score_a.mean

@@ -190,7 +190,7 @@ def shade_of(logprob: float | None) -> int | None:
 
 
 def ratio_of(learner: float | None, sampler: float | None) -> float | None:
-    """The learner's probability of a token over the sampler's; None where one of them said none, or it is no number."""
+    """The learner's probability of a token over the sampler's; None if one of them said none, or it is no number."""
     if learner is None or sampler is None or not math.isfinite(learner - sampler):
         return None
     return math.exp(min(learner - sampler, 700.0))  # beyond it would be no number
@@ -205,7 +205,7 @@ def ratio_shade_of(ratio: float | None) -> int | None:
 
 
 def without_ratios(rollout: Rollout, group: Group) -> str | None:
-    """Why the tokens of a rollout have no ratios, for people; None where they have."""
+    """Why the tokens of a rollout have no ratios, for people; None if they have."""
     if any(segment.learner_logprobs for segment in rollout.segments):
         return None
     if rollout.advantage is None:

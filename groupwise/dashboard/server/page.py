@@ -26,7 +26,7 @@ STATES = {
 
 
 def _of(visit: Visit) -> WatchedServer:
-    """The server of this dashboard. Raises RunNotFoundError where there is none."""
+    """The server of this dashboard. Raises RunNotFoundError if there is none."""
     if visit.place.server is None:
         raise RunNotFoundError(
             "This dashboard shows no training server; `groupwise web --server URL` does, and `groupwise serve` has a dashboard of its own."

@@ -105,7 +105,7 @@ class Lately(Generic[T]):
         self._forgotten = 0
 
     def now(self) -> T:
-        """Raises what `ask` did, and `too_busy` where that takes too long for the others who wait."""
+        """Raises what `ask` did, and `too_busy` if that takes too long for the others who wait."""
         if not self._lock.acquire(timeout=WAIT):
             raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
         try:

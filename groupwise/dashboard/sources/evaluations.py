@@ -37,7 +37,7 @@ class Evaluated:
     """One of them."""
 
     step: int | None
-    """After so many steps of the run; None where that is not known."""
+    """After so many steps of the run; None if that is not known."""
     name: str
     policy: str
     metrics: Mapping[str, float]

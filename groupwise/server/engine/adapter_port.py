@@ -103,7 +103,7 @@ class VerbEngine(Protocol):
         ...
 
     def admit(self, base: str) -> None:
-        """UsageError where a base model may not be asked for now."""
+        """Raise UsageError if a base model may not be asked for now."""
         ...
 
     async def base(self, name: str) -> Base:
@@ -111,11 +111,11 @@ class VerbEngine(Protocol):
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """A new adapter, named by the caller. UsageError where there are as many as the engine holds, or no such base."""
+        """A new adapter, named by the caller. UsageError if there are as many as the engine holds, or no such base."""
         ...
 
     async def drop(self, model: str) -> None:
-        """Let go of a model; what it saved stays. One that is not there is no error."""
+        """Release a model; what it saved stays. One that is not there is no error."""
         ...
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
@@ -136,7 +136,7 @@ class VerbEngine(Protocol):
         ...
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
-        """Keep adapter and optimiser as `Stored(model, "weights", name)`. UsageError where the name is taken, unless `overwrite`."""
+        """Keep adapter and optimiser as `Stored(model, "weights", name)`. UsageError if the name is taken, unless `overwrite`."""
         ...
 
     async def load_state(
@@ -144,12 +144,12 @@ class VerbEngine(Protocol):
     ) -> None:
         """Load these weights; discard a pending gradient, and reset the optimiser unless it is loaded, too.
 
-        UsageError where there are none, where they are for samplers alone, or do not fit the model.
+        UsageError if there are none, if they are for samplers alone, or do not fit the model.
         """
         ...
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
-        """Keep the adapter as it is now as `Stored(model, "sampler_weights", name)`; UsageError where the name is taken."""
+        """Keep the adapter as it is now as `Stored(model, "sampler_weights", name)`; UsageError if the name is taken."""
         ...
 
     async def drop_sampler(self, stored: Stored) -> None:

@@ -114,7 +114,7 @@ class EngineModels:
     async def open(self, order: OpenModels) -> Base:
         """Share the base of the run that is open here, or load one; the same again is harmless.
 
-        UsageError where another base is in memory, or all of its weights are trained.
+        UsageError if another base is in memory, or all of its weights are trained.
         """
         async with self._opening:
             shared = self._shared()
@@ -183,7 +183,7 @@ class EngineModels:
         self._models[model] = _Model(spec, parts)
 
     async def drop(self, model: str) -> None:
-        """Let go of a model; what it saved stays. One that is not there is no error."""
+        """Release a model; what it saved stays. One that is not there is no error."""
         if self._models.pop(model, None) is not None:
             await self._here.models.drop(model)
 

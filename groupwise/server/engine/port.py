@@ -77,7 +77,7 @@ class Opened:
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None
-    """Why retrained steps may differ in their last bits (a GPU, another layout); None where they repeat exactly."""
+    """Why retrained steps may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class SampleOrder:
     """None: as many as the run's groups have."""
     sampling: Sampling = field(default_factory=Sampling)
     prompt_ids: tuple[int, ...] | None = None
-    """The prompt as the client has tokenised it; refused with UsageError where the engine's own ids for `prompt` differ."""
+    """The prompt as the client has tokenised it; refused with UsageError if the engine's own ids for `prompt` differ."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values for the chat template beside the messages, by column; see `groupwise.api.schemas.template_columns`."""
     trains: bool = True
@@ -145,7 +145,7 @@ class StepDone:
     policy: Policy
     """The policy that serves from now on."""
     oldest_checkpoint: int = 0
-    """The steps of the oldest checkpoint that is kept, 0 where there is none: nothing before it will ever have to be taken again."""
+    """The steps of the oldest checkpoint that is kept, 0 if there is none: nothing before it will ever have to be taken again."""
     warnings: tuple[str, ...] = ()
 
 
@@ -163,7 +163,7 @@ class Probe:
 
     phase: str
     memory: int | None
-    """Most bytes held so far, of all its processes; None where the system does not tell."""
+    """Most bytes held so far, of all its processes; None if the system does not tell."""
     sampling: int
     """Requests that are being sampled."""
     sampled_tokens: int
@@ -196,7 +196,7 @@ class OpenParts:
     folder: str
     """The parts' folder: published, sent and saved weights."""
     longest_prompt: int | None
-    """Tokens; None where nothing is sampled."""
+    """Tokens; None if nothing is sampled."""
     weights: str | None = None
     """Folder served by `serving`; None: the base, with the config's adapter if it has one."""
     base: str | None = None
@@ -232,7 +232,7 @@ class Engine(Protocol):
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """The text that each member of a request under way has written so far: its beginning, without special tokens and without a
-        character that is not whole yet; none where the request is unknown.
+        character that is not whole yet; none if the request is unknown.
         """
         ...
 
@@ -241,11 +241,11 @@ class Engine(Protocol):
         ...
 
     async def step(self, plan: Plan) -> StepDone:
-        """Learn, publish and commit. RunError where the plan is not that of the next step."""
+        """Learn, publish and commit. RunError if the plan is not that of the next step."""
         ...
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
-        """Those of a committed step, also of one that the opening has undone; none where it is unknown."""
+        """Those of a committed step, also of one that the opening has undone; none if it is unknown."""
         ...
 
     async def save(self) -> Saved:

@@ -186,7 +186,7 @@ class EngineProcess:
         `environment` is added to that of this process. Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of
         `LIMITS`; `grace` beyond them; `start_limit` until it is ready. `log` is given the engine's log records, in a thread.
 
-        Raises what the factory raises, and EngineLost where the process cannot be started or has ended. Nothing is left then, as after
+        Raises what the factory raises, and EngineLost if the process cannot be started or has ended. Nothing is left then, as after
         cancelling.
         """
         engine = cls(
@@ -442,7 +442,7 @@ class EngineProcess:
             return [*self._pending.values()]
 
     def _what_hangs(self) -> str | None:
-        """Why the engine has to be killed; None where it is well."""
+        """Why the engine has to be killed; None if it is well."""
         now = time.monotonic()
         silent = now - self._beat_at
         if self._beat is None:

@@ -64,7 +64,7 @@ class SavedFolders:
         return Saved(ModelSpec(**found["spec"]), found["fingerprint"], found["call"])
 
     def check_free(self, stored: Stored, call: int) -> None:
-        """UsageError where the name is taken, unless by this very call."""
+        """Raise UsageError if the name is taken, unless by this very call."""
         if not self.place(stored).is_dir() or self.read(stored).call == call:
             return
         raise UsageError(f"There is something saved as {stored.name} already; choose another name.")

@@ -39,7 +39,7 @@ class StoredResponse:
 
 
 def stored_answer(transaction: Transaction, request: Request) -> StoredResponse | None:
-    """The answer that was given to this request before. Refused as `idempotency_key_reused` where the body was another."""
+    """The answer that was given to this request before. Refused as `idempotency_key_reused` if the body was another."""
     row = transaction.first(
         """SELECT body_hash, status, body FROM answers
         WHERE key_id = ? AND route = ? AND key = ? AND made_at > ? AND made_at <= ?""",
@@ -63,7 +63,7 @@ def stored_answer(transaction: Transaction, request: Request) -> StoredResponse 
 def once(
     transaction: Transaction, request: Request | None, work: Callable[[Transaction], StoredResponse]
 ) -> StoredResponse:
-    """Do the work and keep its answer, both or none; where the request was answered before, give that answer instead.
+    """Do the work and keep its answer, both or none; if the request was answered before, give that answer instead.
 
     What the work raises is not kept: a refused request may be sent again. Without a request the work is just done.
     """

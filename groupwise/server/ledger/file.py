@@ -31,7 +31,7 @@ class DiskFull(StoreError):
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """Open or make the ledger; a connection without transactions of its own. StoreError where it cannot be used."""
+    """Open or make the ledger; a connection without transactions of its own. StoreError if it cannot be used."""
     with explained(path):
         return connect_writer(path, FORMAT, "server migration", BUSY_SECONDS)
 

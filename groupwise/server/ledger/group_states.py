@@ -72,7 +72,7 @@ class MoveError(UsageError, ValueError):
 
 
 def after(state: State, event: Event) -> State:
-    """The state that an event leads to; MoveError where it cannot happen."""
+    """The state that an event leads to; MoveError if it cannot happen."""
     events = TABLE[state]
     if event in events:
         return events[event]

@@ -85,7 +85,7 @@ def opened(
 ) -> list[GroupRow]:
     """Keep groups that were sampled, open for `lease` seconds of uptime.
 
-    Refused as `draw_taken` where a living group has one of the draws, as `finished` where the run has ended meanwhile.
+    Refused as `draw_taken` if a living group has one of the draws, as `finished` if the run has ended meanwhile.
     """
     need_active(transaction, run)
     for new in groups:
@@ -116,7 +116,7 @@ def first_unused_draw(transaction: Transaction, run: str) -> int:
 
 
 def read_group(transaction: Transaction, group: str) -> GroupRow:
-    """One group; refused as `unknown_group` where there is none."""
+    """One group; refused as `unknown_group` if there is none."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM groups WHERE id = ?", (label(group),))
     if row is None:
         raise Refusal("unknown_group", f"no group of this server has the id {group[:80]!r}.")
@@ -124,7 +124,7 @@ def read_group(transaction: Transaction, group: str) -> GroupRow:
 
 
 def read_record(transaction: Transaction, group: str) -> bytes | None:
-    """The group as it was sampled, for `from_json(Group, …)`; None where it was pruned."""
+    """The group as it was sampled, for `from_json(Group, …)`; None if it was pruned."""
     return transaction.value("SELECT record FROM records WHERE id = ?", (group,))
 
 
@@ -187,7 +187,7 @@ def _has_tokens(transaction: Transaction, row: GroupRow, echo: Echo) -> bool:
 def give_up(transaction: Transaction, group: str) -> GroupRow:
     """End a group that its client no longer wants; harmless when repeated.
 
-    Refused as `group_in_use` where a step has it or it waits for one, as `lease_expired` where it is over anyway.
+    Refused as `group_in_use` if a step has it or it waits for one, as `lease_expired` if it is over anyway.
     """
     row = read_group(transaction, group)
     if row.state == "given_up":
@@ -276,7 +276,7 @@ def content_hash(echo: Echo) -> str:
 
 
 def need_free_draw(transaction: Transaction, run: str, draw: int) -> None:
-    """Refused as `draw_taken` where a living group of the run has the draw."""
+    """Refused as `draw_taken` if a living group of the run has the draw."""
     holder = transaction.value(
         f"SELECT id FROM groups WHERE run = ? AND draw = ? AND state NOT IN ({listed(FREE)})",
         (run, draw),

@@ -5,7 +5,7 @@ answer's bytes for that, so that what an answer looks like is decided here (`ans
 alike. Refusals are not kept: the same request may be made again when what was in its way is gone. A request that waits for a step is
 kept as accepted; a repeat waits for the same step.
 
-`UnderWay` is for the time between: the same key while the first request is still being answered waits for that answer. Where the first is
+`UnderWay` is for the time between: the same key while the first request is still being answered waits for that answer. If the first is
 refused, or its client goes away, the next in line does the work itself.
 """
 
@@ -85,7 +85,7 @@ class UnderWay:
     async def answer(self, caller: Caller) -> StoredResponse | None:
         """Wait for the answer to the first request with this key; None if none is under way, and the caller must do the work.
 
-        Raises Refusal `idempotency_key_reused` where the first one has another body.
+        Raises Refusal `idempotency_key_reused` if the first one has another body.
         """
         while (named := caller.answer_key) and (first := self._first.get(_name(caller, named))):
             body_hash, answer = first

@@ -66,7 +66,7 @@ def make_plan(
     """Make the plan of a step of the active run from its rewarded and held groups, in this order.
 
     Refused as `unknown_group` (also of another run), `invalid_request` (no rewards yet), `group_in_use` (in a plan already, or named
-    twice), or by how the group ended; as `finished` where the run has. A second living plan of a step is a mistake of the caller:
+    twice), or by how the group ended; as `finished` if the run has. A second living plan of a step is a mistake of the caller:
     MoveError.
     """
     need_active(transaction, run)
@@ -114,7 +114,7 @@ def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained
 
 
 def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> PlanRow:
-    """Put the plan of a step and its groups aside; the step's number is free again. MoveError where it was trained before."""
+    """Put the plan of a step and its groups aside; the step's number is free again. MoveError if it was trained before."""
     plan = _need(transaction, run, step)
     if plan.state != "planned":
         raise MoveError(

@@ -51,7 +51,7 @@ class Transaction:
         return self.connection.execute(query, values).fetchone()
 
     def value(self, query: str, values: Row = ()) -> Any:
-        """The first column of the first row; None where there is no row."""
+        """The first column of the first row; None if there is no row."""
         row = self.first(query, values)
         return None if row is None else row[0]
 

@@ -67,7 +67,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, clock: Clock | None = None) -> Ledger:
-        """Open or make the file and start its writer. StoreError where it cannot be used."""
+        """Open or make the file and start its writer. StoreError if it cannot be used."""
         return cls(path, open_file(path), clock or Clock())
 
     async def do(

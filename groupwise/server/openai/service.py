@@ -89,7 +89,7 @@ class _Progress:
     """Choices of each."""
 
     async def texts(self) -> list[str]:
-        """So far, one for each choice that is under way; none where it is not known."""
+        """So far, one for each choice that is under way; none if it is not known."""
         if self.engine is None:
             return []
         with suppress(GroupwiseError):  # whoever waits for the completions hears of it
@@ -292,7 +292,7 @@ class OpenAIService:
     async def _member(
         self, ask: Ask, gathering: Gathering, conductor: Conductor, keeping: Keeping
     ) -> Kept | None:
-        """A member of a group that calls share; None where there is none to be had."""
+        """A member of a group that calls share; None if there is none to be had."""
         now = conductor.now
         oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
         waiting = await self._ledger.do(storing.next_member, gathering, oldest)

@@ -82,7 +82,7 @@ def keep_group(
 
 
 def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Waiting | None:
-    """The member that the next call there gets; None where a new group is needed."""
+    """The member that the next call there gets; None if a new group is needed."""
     given = members.next_member(transaction, gathering, oldest)
     if given is None:
         return None
@@ -94,7 +94,7 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
 def give_member(
     transaction: Transaction, waiting: Waiting, choice: Written, keeping: Keeping
 ) -> Kept | None:
-    """Let a call have the member; None where it is no longer to be had."""
+    """Let a call have the member; None if it is no longer to be had."""
     given = waiting.given
 
     def work(transaction: Transaction) -> Completed:

@@ -119,7 +119,7 @@ class Calls:
         return sum(not call.over for call in self._calls.values())
 
     def forget(self) -> None:
-        """Let go of answers that the client has."""
+        """Release answers that the client has."""
         before = self._clock() - TOLD_KEPT
         for number, call in [*self._calls.items()]:
             if not call.over:

@@ -377,7 +377,7 @@ class PartsService:
         return answer
 
     def forget_told(self) -> None:
-        """Let go of answers that clients have."""
+        """Release answers that clients have."""
         if self._parts is not None:
             self._parts.calls.forget()
 

@@ -148,7 +148,7 @@ class Admission:
         self._gone(waiting)
 
     async def _let_in_within(self, waiting: Waiting, limit: float) -> None:
-        """TimeoutError where the time is over, or there is nothing to wait for."""
+        """Raise TimeoutError if the time is over, or there is nothing to wait for."""
         first = min(limit, IDLE_SECONDS)
         with suppress(TimeoutError):
             async with asyncio.timeout(first):

@@ -204,7 +204,7 @@ class Conductor:
             await asyncio.wait((self._task,))
 
     async def leave(self, why: Leaving, seconds: float) -> None:
-        """Finish the step under way and take no other. Where that takes longer than so many seconds, the engine is killed."""
+        """Finish the step under way and take no other. If that takes longer than so many seconds, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):
             return
         self._leaving, self.phase = why, "stopping"

@@ -45,7 +45,7 @@ class OpenVersion:
     files: Sequence[OpenFile]
 
     def close(self) -> None:
-        """Let go of the files; a second call does nothing."""
+        """Release the files; a second call does nothing."""
         for entry in self.files:
             entry.file.close()
 

@@ -42,7 +42,7 @@ from groupwise.server.run import steps
 
 
 def named(caller: Caller) -> Request | None:
-    """The request as the ledger names it; None where it does not name itself."""
+    """The request as the ledger names it; None if it does not name itself."""
     key = caller.answer_key
     return None if key is None else Request(caller.key_id, key.route, key.key, key.body_hash)
 
@@ -80,7 +80,7 @@ def started(
 
 
 def check_draws(transaction: Transaction, run: str, draws: Sequence[int | None]) -> None:
-    """Refused as `draw_taken` where a group has one of them, before it is waited for."""
+    """Refused as `draw_taken` if a group has one of them, before it is waited for."""
     for draw in draws:
         if draw is not None:
             groups.need_free_draw(transaction, run, draw)
@@ -255,7 +255,7 @@ def keep_plan(
     staleness: int,
     caller: Caller,
 ) -> StepAnswer | None:
-    """A step that is asked for, and the answer about it; None where another one waits already."""
+    """A step that is asked for, and the answer about it; None if another one waits already."""
     made: list[StepAnswer] = []
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
@@ -280,7 +280,7 @@ class _Busy(Exception):
 
 
 def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
-    """The answer as it is now. Refused as `group_quarantined` where the step was put aside."""
+    """The answer as it is now. Refused as `group_quarantined` if the step was put aside."""
     plan = plans.plan_of(transaction, answer.group_ids[0])
     assert plan is not None, "it was planned"
     if plan.state == "quarantined":

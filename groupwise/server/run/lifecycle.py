@@ -42,7 +42,7 @@ class Beside(Protocol):
     """Training beside runs, or in their place: models that clients drive by verbs, parts that a loop drives from elsewhere."""
 
     async def make_way(self) -> None:
-        """Something else is to have the machine. Refused as `run_active` where there is no room for it."""
+        """Something else is to have the machine. Refused as `run_active` if there is no room for it."""
         ...
 
     async def let_go(self) -> None:

@@ -43,7 +43,7 @@ class NamedCheckpoints:
         self._root = output / CHECKPOINTS
 
     def refuse_taken(self, name: str) -> None:
-        """Refused as `checkpoint_exists` where the name is taken."""
+        """Refused as `checkpoint_exists` if the name is taken."""
         if (self._root / name).exists():
             raise Refusal(
                 "checkpoint_exists",
@@ -51,7 +51,7 @@ class NamedCheckpoints:
             )
 
     def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
-        """The checkpoint of a name where this very request, by its Idempotency-Key, has made it; None where it has not."""
+        """The checkpoint of a name where this very request, by its Idempotency-Key, has made it; None if it has not."""
         file = self._root / name / SAVED
         if caller.answer_key is None or not file.is_file():
             return None
@@ -61,7 +61,7 @@ class NamedCheckpoints:
         return CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
     def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
-        """Keep a checkpoint under a name. FileNotFoundError where it is pruned meanwhile."""
+        """Keep a checkpoint under a name. FileNotFoundError if it is pruned meanwhile."""
         self.refuse_taken(name)
         found = checkpoints.read(checkpoint)
 
@@ -91,7 +91,7 @@ class NamedCheckpoints:
         return list(checkpoints.complete(self._output / row.folder / CHECKPOINTS))
 
     def find(self, name: str) -> Beginning | None:
-        """The checkpoint of a name; None where there is none."""
+        """The checkpoint of a name; None if there is none."""
         folder = self._root / name
         if folder.parent != self._root or not (folder / SAVED).is_file():
             return None

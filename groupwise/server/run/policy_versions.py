@@ -52,7 +52,7 @@ class Versions:
     def open(self, version: str | None) -> OpenVersion:
         """A version with its files open: its weights, the tokenizer, and a model card.
 
-        Refused as `unknown_version` where there was none of that name, as `version_gone` where it is no longer kept.
+        Refused as `unknown_version` if there was none of that name, as `version_gone` if it is no longer kept.
         """
         step = self._step_of(version)
         for place in (self._published(step), self._saved().get(step)):

@@ -82,9 +82,9 @@ def plan_of_named(
     staleness: int,
     parameters: Mapping[str, Any],
 ) -> PlanRow | None:
-    """A plan of the groups that a client names, in its order; None where another plan waits.
+    """A plan of the groups that a client names, in its order; None if another plan waits.
 
-    Without names, of all rewarded ones, at most `most`; refused as `nothing_to_train` where there is none.
+    Without names, of all rewarded ones, at most `most`; refused as `nothing_to_train` if there is none.
     """
     if pending_plan(transaction, run) is not None:
         return None
@@ -108,7 +108,7 @@ def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> No
 def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...]:
     """The groups of a plan, with their rewards, in its order.
 
-    Raises Refusal `unknown_checkpoint` where what they were sampled with was dropped, because a checkpoint after the step stood.
+    Raises Refusal `unknown_checkpoint` if what they were sampled with was dropped, because a checkpoint after the step stood.
     """
     return tuple(_to_train(transaction, plan, row) for row in plans.groups_of(transaction, plan))
 
@@ -192,7 +192,7 @@ def note_committed(
 
 
 def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None:
-    """The plan that ended its engine too often, quarantined with its groups; None where there is none."""
+    """The plan that ended its engine too often, quarantined with its groups; None if there is none."""
     plan = pending_plan(transaction, run)
     if plan is None or plan.losses < MOST_LOSSES:
         return None

@@ -361,7 +361,7 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 
 
 def refused_route(method: str, path: str) -> Unsupported | None:
-    """Why a route of the protocol is refused; None where the protocol has no such route."""
+    """Why a route of the protocol is refused; None if the protocol has no such route."""
     owners = [
         f"{each.owner}.{each.name}"
         for each in METHODS

@@ -364,7 +364,7 @@ class Host:
             return None
 
     async def _own(self, base: str, loads: str) -> _Standing | None:
-        """The verbs' own engine; None where a run has begun meanwhile, or it ended before it was ready."""
+        """The verbs' own engine; None if a run has begun meanwhile, or it ended before it was ready."""
         standing = self._standing
         if standing is not None and standing.run is None and standing.loads == loads:
             return standing
@@ -394,7 +394,7 @@ class Host:
         return self._standing
 
     async def _lost(self, standing: _Standing, error: EngineLost) -> None:
-        """Let go of an engine that has ended. TooManyRestarts where that has happened too often."""
+        """Release an engine that has ended. TooManyRestarts where that has happened too often."""
         async with self._turn:
             if self._standing is not standing:
                 return

@@ -160,7 +160,7 @@ class Futures:
         return self._waiting
 
     def earlier(self, key: Key, digest: bytes) -> str | None:
-        """The id of the call with this key. UsageError where its content was another."""
+        """The id of the call with this key. UsageError if its content was another."""
         call = self._by_key.get(key)
         if call is None:
             return None
@@ -296,7 +296,7 @@ class Futures:
         return task
 
     async def answer(self, id: str, patience: float) -> CallResult | Failure | None:
-        """The answer, or None where there is none within `patience` seconds, or before this process ends. AnswerGone or UnknownAnswer
+        """The answer, or None if there is none within `patience` seconds, or before this process ends. AnswerGone or UnknownAnswer
         where there will be none."""
         call = self._find(id)
         try:
@@ -402,7 +402,7 @@ class CallQueue:
         """The id of the call with this number; its work is begun when all numbers before it are done.
 
         An exception instead of work is its answer when its turn comes: a refused request has used its number, too.
-        UsageError where the number was used for something else, AnswerGone where its answer is no longer kept.
+        UsageError if the number was used for something else, AnswerGone where its answer is no longer kept.
         """
         key = (self.name, sequence)
         digest = hashlib.sha256(kind.encode() + content).digest()

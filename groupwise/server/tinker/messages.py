@@ -20,7 +20,7 @@ FILE = "tinker_public_pb2.py"
 
 @cache
 def messages() -> Any:
-    """The module with the classes. UsageError where the package is not installed."""
+    """The module with the classes. UsageError if the package is not installed."""
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     package = find_spec("tinker")

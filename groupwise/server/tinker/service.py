@@ -132,7 +132,7 @@ class VerbService:
         ]
 
     async def refused(self, body: bytes, error: UsageError) -> None:
-        """A JSON request was refused before it came to its model's line. Where it has a number there, the number is used up: the client
+        """A JSON request was refused before it came to its model's line. If it has a number there, the number is used up: the client
         goes on with the next one, which would wait for it for ever."""
         try:
             given: Any = await strict_json.parse_aside(body)

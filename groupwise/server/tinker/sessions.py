@@ -135,7 +135,7 @@ class Opened:
             await self._journal.end_session(session)
 
     async def end_silent_sessions(self) -> None:
-        """Let go of the models of clients that have gone without a word."""
+        """Release the models of clients that have gone without a word."""
         silent = self._clock() - SESSION_SILENCE
         for session in [each.id for each in self._sessions.values() if each.seen < silent]:
             await self.finish(session)
@@ -171,7 +171,7 @@ class Opened:
         ]
 
     def session(self, id: str) -> Session:
-        """One that has just shown that it is there. NotThere where it is none."""
+        """One that has just shown that it is there. NotThere if it is none."""
         if id not in self._sessions:
             raise NotThere(
                 f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
@@ -213,7 +213,7 @@ class Opened:
     # --- samplers --------------------------------------------------------------------------------
 
     def add_sampler(self, sampler: Sampler) -> None:
-        """A new one; the same again is harmless. UsageError where its id has other weights."""
+        """A new one; the same again is harmless. UsageError if its id has other weights."""
         if self._samplers.setdefault(sampler.id, sampler) != sampler:
             raise UsageError(f"The sampler {sampler.id} exists already, with other weights.")
 
@@ -229,7 +229,7 @@ class Opened:
                 owner.ephemeral.append(weights)
 
     def sampler(self, id: str) -> Sampler:
-        """NotThere where it is none."""
+        """Raise NotThere if it is none."""
         if id not in self._samplers:
             raise NotThere(
                 f"There is no sampler {id!r}: its session has ended, or the server was restarted. Make a new sampling client."

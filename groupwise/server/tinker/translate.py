@@ -70,7 +70,7 @@ class ForwardRequest:
 
 
 def read(body: bytes) -> ForwardRequest:
-    """See `ForwardRequest`. UsageError where the body is no such message, so that it has no number."""
+    """See `ForwardRequest`. UsageError if the body is no such message, so that it has no number."""
     message = parsed(body)
     try:
         asked = forward_of(message)
@@ -86,7 +86,7 @@ async def read_aside(body: bytes) -> ForwardRequest:
 
 
 def parsed(body: bytes) -> Any:
-    """The message `ForwardBackwardRequest`; UsageError where the body is none, or has more than MOST_FIELDS."""
+    """The message `ForwardBackwardRequest`; UsageError if the body is none, or has more than MOST_FIELDS."""
     from google.protobuf.message import DecodeError
 
     found = messages().ForwardBackwardRequest()
@@ -101,7 +101,7 @@ def parsed(body: bytes) -> Any:
 
 
 def _check_number(body: bytes, descriptor: Any) -> None:
-    """UsageError for more than MOST_FIELDS, before any of them is made; IndexError where the body ends too early."""
+    """UsageError for more than MOST_FIELDS, before any of them is made; IndexError if the body ends too early."""
     left = [(0, len(body), descriptor)]
     number = 0
     while left:
