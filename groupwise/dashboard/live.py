@@ -46,7 +46,7 @@ class Streams:
             )
 
     def leave(self) -> None:
-        """One has ended."""
+        """Count a stream that has ended."""
         self._free.release()
 
 
@@ -77,14 +77,14 @@ def look_of(place: DashboardContext, request: Request) -> Look:
 
 
 def _of_run(place: DashboardContext, path: Path) -> Any:
-    """Its record, the results that evaluations have left beside it, and whether a process works on it."""
+    """State of a run: its record, the results that evaluations have left beside it, and whether a process works on it."""
     return stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state
 
 
 async def _events(
     place: DashboardContext, look: Look, streams: Streams, request: Request
 ) -> AsyncGenerator[bytes]:
-    """Until the browser goes, or the dashboard ends."""
+    """Send news until the browser goes, or the dashboard ends."""
     try:
         yield b"retry: 3000\n\n"
         before, silent = await asyncio.to_thread(look), 0.0

@@ -61,7 +61,7 @@ class Cut(Generic[T]):
 
 
 def cut(rows: Sequence[T], page: int, most: int) -> Cut[T]:
-    """So many of a list, of that page."""
+    """Cut a page of `most` rows from a list."""
     pages = max(1, -(-len(rows) // most))
     page = min(page, pages)
     return Cut(rows[(page - 1) * most : page * most], page, pages)

@@ -46,7 +46,7 @@ class Settings:
 
 
 def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
-    """Those that are let in; None: there are none, and only this machine is answered. `plain`: from the environment.
+    """Keys that are let in; None: there are none, and only this machine is answered. `plain`: from the environment.
 
     Raises UsageError where others could look without one, or a key would travel in the clear.
     """

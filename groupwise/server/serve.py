@@ -219,7 +219,7 @@ def _take(folder: Path) -> RunLock:
 
 
 class _Server:
-    """One server, from its first request to its last."""
+    """A running server, from its first request to its last."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _Server:
         """Why `start_with` was."""
 
     async def run(self) -> int:
-        """Until it has ended."""
+        """Run until it has ended."""
         built = await self._build(self._config)
         await built.begin()
         serving, answers = built.application(self._config, self._keys)

@@ -185,7 +185,7 @@ class _Request:
 
     completions: tuple[Completion, ...] = ()
     shown: int = 0
-    """Tokens of each that are there already, as far as anybody can tell."""
+    """Tokens of each that have been written by now."""
 
 
 class FakeEngine:
@@ -516,7 +516,7 @@ class FakeEngine:
         return Probe(self._phase, None, len(self._requests), self._sampled_tokens)
 
     async def _close(self, _: _Points) -> None:
-        """There is nothing to let go of; what is under way ends afterwards."""
+        """Nothing is held open; what is under way ends afterwards."""
 
     @property
     def _current(self) -> _Run:

@@ -285,7 +285,7 @@ class FakeHost:
             try:
                 self.perform(request)
             except RunnerRefused:
-                continue  # nobody is there any more to be told
+                continue  # no caller is left to be told
         self.wake()
         return len(late)
 
@@ -331,7 +331,7 @@ class FakeHost:
         why = "exited" if by_itself else process.why
         self._record_stop(folder, code if signal is None else -signal, why)
         if not folder.supervisor:
-            return  # nobody was there to write it down
+            return  # no supervisor was left to write it down
         folder.supervisor = False
         self._write_exit(
             folder, None if signal is not None else code, signal, why,

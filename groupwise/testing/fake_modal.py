@@ -111,11 +111,11 @@ class FakeModal:
         (self.folder / "hold").touch() if on else (self.folder / "hold").unlink()
 
     def preempt(self, call: str) -> None:
-        """Its container is wanted back."""
+        """Take a call's container back, with a warning."""
         self._tell(call, "preempt")
 
     def lose(self, call: str) -> None:
-        """Its container is gone."""
+        """Take a call's container away without a word."""
         self._tell(call, "lose")
 
     def expire(self, call: str) -> None:
@@ -200,7 +200,7 @@ class View:
     def _carry(
         source: Path, target: Path, before: Mapping[str, Any], but: Collection[str]
     ) -> set[str]:
-        """Those that have come or gone since."""
+        """Paths that have come or gone since."""
         now = _listed(source)
         gone = {path for path in before if path not in now and path not in but}
         came = {path for path in now if before.get(path) != now[path] and path not in but}
@@ -263,7 +263,7 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def desk(folder: Path, what: str, *arguments: Any) -> Any:
-    """Its one container, which answers one after the other."""
+    """Ask the desk: a single container, which answers one request after the other."""
     with _locked(folder / "desk" / "lock"):
         view = View(folder / "volume", folder / "desk" / "volume")
         view.reload()
@@ -334,7 +334,7 @@ class Keeper:
         return True
 
     def contain(self, number: int, secrets: Mapping[str, str]) -> str:
-        """One container; how the call ended in it, or `again`."""
+        """Run one container; returns how the call ended in it, or `again`."""
         container = os.fork()
         if container == 0:
             os.setsid()
@@ -347,7 +347,7 @@ class Keeper:
             self.end()
 
     def watch(self, container: int, deadline: float) -> str:
-        """Until it has ended, or has to."""
+        """Watch a container until it has ended, or has to."""
         while (ended := _ended(container)) is None:
             if self.told("stop"):
                 return "stopped"

@@ -46,7 +46,7 @@ from groupwise.core.types import Prompt
 A = TypeVar("A", bound=BaseModel)
 
 Rewards = Sequence[float | None]
-"""One entry for each completion: a number, or None for one that failed and does not teach."""
+"""A number for each completion, or None for one that failed and does not teach."""
 
 RewardsEntry = GroupRewards | Mapping[str, Any]
 """The rewards of one group among several: made by `rewards_for`, or its fields."""
@@ -166,7 +166,7 @@ def activity() -> Call[ActivityAnswer]:
 
 
 def checkpoints() -> Call[CheckpointsAnswer]:
-    """Those that there are."""
+    """Ask for the list of checkpoints."""
     return _call("GET", "/checkpoints", CheckpointsAnswer)
 
 

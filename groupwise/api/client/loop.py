@@ -314,7 +314,7 @@ class _Loop:
         self._late = 0
 
     async def run(self, concurrency: int) -> None:
-        """Until the watcher has seen the last step. Raises what the first task that failed raised."""
+        """Run until the watcher has seen the last step. Raises the error of the first task that failed."""
         watcher = asyncio.create_task(self._watch())
         workers = [asyncio.create_task(self._work()) for _ in range(concurrency)]
         waiting: set[asyncio.Task[None]] = {watcher, *workers}

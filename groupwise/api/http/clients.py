@@ -19,7 +19,7 @@ LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
 
 @dataclass(slots=True)
 class Seen:
-    """One of them."""
+    """The record of one key's requests."""
 
     key_id: str
     role: Role

@@ -43,7 +43,7 @@ class Route:
     path: str
     handler: Callable[..., Any]
     role: Role | None
-    """The lowest that may ask; None: everybody, also without a key."""
+    """The lowest role that may ask; None: no key is needed."""
     tag: str
     """The part of the document where it stands."""
     answer: Any = None
@@ -186,7 +186,7 @@ SCOPE = "groupwise.facts"
 
 
 def facts_of(scope: Any) -> Facts:
-    """Those that the middleware has put there."""
+    """Facts that the middleware has put into the scope."""
     return cast("Facts", scope[SCOPE])
 
 

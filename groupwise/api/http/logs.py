@@ -79,7 +79,7 @@ def configure(kind: Literal["text", "json"]) -> logging.Handler:
 def log_request(
     *, request_id: str, method: str, path: str, status: int, seconds: float, key_id: str, code: str
 ) -> None:
-    """One request that is over. `code`: of the problem that it was answered with, or empty."""
+    """Log a finished request. `code`: of the problem that it was answered with, or empty."""
     shown = one_line(path)[:LONGEST_PATH]
     milliseconds = round(seconds * 1000, 1)
     facts = {

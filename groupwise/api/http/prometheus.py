@@ -48,7 +48,7 @@ class Histogram:
     """Seconds."""
 
     def observe(self, seconds: float) -> None:
-        """One more."""
+        """Count one more observation."""
         self.counts[bisect.bisect_left(LATENCIES, seconds)] += 1
         self.total += seconds
 

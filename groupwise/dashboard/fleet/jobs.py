@@ -142,7 +142,7 @@ def _called(visit: Visit, name: str, epoch: int | None) -> str | None:
 
 
 def whole_letters(data: bytes) -> bytes:
-    """Without the beginning of a letter whose end is still to come."""
+    """Bytes up to the last whole character."""
     for back in range(1, min(4, len(data)) + 1):
         first = data[-back]
         if first >= 0b1100_0000:

@@ -202,7 +202,7 @@ def _scored(
 
 
 def in_order(pairs: Sequence[Pair], order: str) -> list[Pair]:
-    """Those of an order, which for better and worse are those alone that are so; what cannot be compared comes last."""
+    """Sort pairs; `better` and `worse` keep only such pairs. Pairs that cannot be compared come last."""
     told = [(each, each.difference) for each in pairs]
     if order == "better":
         return [each for each, by in sorted(told, key=_by(-1)) if by is not None and by > 0]

@@ -149,7 +149,7 @@ def _known(line: PlottedMetric, names: set[str]) -> PlottedMetric:
 
 
 def _parts(names: Sequence[str]) -> list[Plot]:
-    """One for each part of the reward."""
+    """A plot for each part of the reward."""
     parts = [n for n in names if n.startswith(PART) and n.endswith(MEAN)]
     return [
         Plot(
@@ -163,7 +163,7 @@ def _parts(names: Sequence[str]) -> list[Plot]:
 
 
 def _pass_at(names: Sequence[str]) -> list[Plot]:
-    """One for all k."""
+    """A plot for all k."""
     named = list(by_k(names, f"{EVAL}/").items())
     lines = tuple(
         PlottedMetric(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS]

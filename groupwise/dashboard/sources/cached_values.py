@@ -44,7 +44,7 @@ def ending(watched: E) -> Generator[E]:
 
 
 class Ticking(Generic[T]):
-    """One such value."""
+    """A value that is found in the background."""
 
     def __init__(self, find: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
         """`find` may take as long as it likes, and raises nothing."""

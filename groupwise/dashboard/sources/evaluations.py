@@ -34,7 +34,7 @@ MOST_FILES = 500
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One of them."""
+    """The results of one evaluation."""
 
     step: int | None
     """After so many steps of the run; None if that is not known."""
@@ -92,7 +92,7 @@ def places(runs: Path) -> dict[str, Path]:
 
 
 def side_beside(runs: Path, reference: str) -> Side:
-    """One of these to compare, by its reference. Raises RunNotFoundError."""
+    """An evaluation beside the runs to compare, by its reference. Raises RunNotFoundError."""
     for prefix, folder in places(runs).items():
         name = reference.removeprefix(f":{prefix}")
         named = reference == f":{prefix}{name}" and Path(name).name == name

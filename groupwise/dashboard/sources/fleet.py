@@ -44,7 +44,7 @@ class FleetLike(Protocol):
 
 
 class WatchedFleet:
-    """One fleet. Any thread may ask."""
+    """A fleet as pages see it. Thread-safe."""
 
     def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet, self._clock = fleet, clock
@@ -113,7 +113,7 @@ class WatchedFleet:
 
 
 def lasting(value: Any) -> Any:
-    """Without what is another value each second."""
+    """The value without keys that change each second."""
     if isinstance(value, dict):
         return {str(k): lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):

@@ -34,7 +34,7 @@ class ServerLike(Protocol):
 
 
 class WatchedServer:
-    """One training server. Any thread may ask."""
+    """A training server as pages see it. Thread-safe."""
 
     def __init__(self, server: ServerLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

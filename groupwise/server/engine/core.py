@@ -165,7 +165,7 @@ class EngineCore:
             restore_checkpoint(run, prepared, resumption)
         elif order.start_from is not None:
             run.learner.load(order.start_from)
-            save_checkpoint(run)  # it needs nobody else's from now on
+            save_checkpoint(run)  # from now on it needs no other run's
         await publish(run, run.policy.version)
         run.gate.open()
         progress.phase("ready")

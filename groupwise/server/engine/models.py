@@ -353,7 +353,7 @@ class EngineModels:
         if weights is not None and saved is not None:
             folder = str(self._here.folders.place(weights))
             policy = Policy(weights.model, 0, saved.fingerprint, "adapter", folder)
-            self._samplers.remove(sampler)  # what cannot be read leaves it with nobody knows what
+            self._samplers.remove(sampler)  # a failed read leaves it in an unknown state
             try:
                 await sampler.parts.sampler.load(policy)
             except BaseException:

@@ -82,14 +82,14 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the completions of one request are drawn, where it differs from the run's own way. None: the run's."""
+    """Sampling settings of one request that differ from the run's. None: the run's."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     top_p: float | None = None
-    """Only where nothing is learnt from it, as for the next two."""
+    """Allowed only if nothing is learnt from the group, as are the next two."""
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -245,7 +245,7 @@ class Engine(Protocol):
         ...
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
-        """Those of a committed step, also of one that the opening has undone; none if it is unknown."""
+        """Metrics of a committed step, also of one that the opening has undone; empty if it is unknown."""
         ...
 
     async def save(self) -> Saved:

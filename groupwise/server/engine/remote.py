@@ -115,7 +115,7 @@ def log_here(record: logging.LogRecord) -> None:
 
 @dataclass(slots=True)
 class _Pending:
-    """A call that the engine has not answered, whether or not anybody still waits."""
+    """A call that the engine has not answered, even if its caller no longer waits."""
 
     verb: str
     deadline: float
@@ -203,7 +203,7 @@ class EngineProcess:
 
     @property
     def process(self) -> int:
-        """Its number."""
+        """The process id."""
         assert self._process is not None
         return self._process.pid
 
@@ -279,9 +279,9 @@ class EngineProcess:
         await asyncio.shield(self._closing)
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the engine by its name, for whatever has more of them than `Engine`.
+        """Call a method of the engine by its name, for engines with more methods than `Engine`.
 
-        Cancelling the wait cancels the call where it changes nothing (`CANCELLED_VERBS`); otherwise it goes on.
+        Cancelling the wait cancels the call if it changes nothing (`CANCELLED_VERBS`); otherwise it goes on.
         """
         limit = self._limits.get(verb, self._limits["step"])
         pending = _Pending(verb, time.monotonic() + limit, limit)
@@ -326,10 +326,10 @@ class EngineProcess:
                 self._line.send(message)
 
     def _attend(self) -> None:
-        """Start the engine, listen as long as it lives, and tell everybody how it ended."""
+        """Start the engine, listen as long as it lives, and fail open calls with the reason of its end."""
         try:
             reason = self._lived()
-        except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+        except BaseException as error:  # noqa: BLE001 — callers would wait for ever
             reason = f"What the engine says cannot be taken:\n{explain(error)}"
         self._outbox.put(None)
         if self._writer.ident is not None:
@@ -411,7 +411,7 @@ class EngineProcess:
             case Answered(number, body):
                 pending = self._answered(number)
                 if pending is not None:
-                    with suppress(InvalidStateError):  # nobody waits for it any more
+                    with suppress(InvalidStateError):  # its caller no longer waits
                         pending.answer.set_result(body)
             case Failed(number, error):
                 pending = self._answered(number)

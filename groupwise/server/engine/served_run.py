@@ -44,7 +44,7 @@ class Gate:
         self._empty.clear()
 
     def left(self) -> None:
-        """One less is inside."""
+        """Count one request out."""
         self.inside -= 1
         if not self.inside:
             self._busy += time.perf_counter() - self._since

@@ -186,7 +186,8 @@ def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[st
 
 
 def forget_answers(transaction: Transaction, ids: Sequence[str]) -> None:
-    """These are asked for no more. What has to be repeated stays; so does the last call of each line, which says how far it is."""
+    """Forget answers that are no longer needed. Calls to be repeated stay; so does the last call of each line, which says how far it
+    is."""
     for id in ids:
         transaction.execute(
             """DELETE FROM verb_calls WHERE id = ? AND content IS NULL AND EXISTS

@@ -1,4 +1,4 @@
-"""Groups: kept when they are sampled, before their client hears of them, and read by everybody afterwards.
+"""Groups: stored when they are sampled, before their client hears of them, and only read afterwards.
 
 The client gets a group's text and token ids; the ledger keeps the whole record, with log-probabilities and seeds, and trains from that
 alone. `groupwise.server.ledger.rewards` and `plans` move groups on; here they are opened, looked up, and ended where nothing comes of
@@ -56,7 +56,7 @@ class GroupRow:
     lease_end: float
     """The uptime at which its lease is over, in seconds."""
     rewards: tuple[float | None, ...] | None
-    """One for each member, None for one that failed; None as a whole until they are accepted."""
+    """A reward for each member, None for one that failed; None as a whole until they are accepted."""
     accepted: int | None
     """Place in the order in which the server accepted rewards, from 1."""
     reason: str | None
@@ -226,10 +226,10 @@ def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[Gr
 
 
 def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
-    """Drop what the run's groups were sampled with where no step will need it; returns how many were dropped.
+    """Drop the sampling records of groups that no step will need; returns how many were dropped.
 
-    That is where they were trained in steps before this one, of which a checkpoint stands, or ended without training. What is
-    quarantined is kept, to be looked at. The rows of the groups stay.
+    These are groups trained in steps before this one, of which a checkpoint stands, or ended without training. Quarantined
+    records are kept, to be looked at. The rows of the groups stay.
     """
     return transaction.execute(
         # From the records, of which few are left at any time, to their groups.

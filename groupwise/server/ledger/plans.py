@@ -94,7 +94,7 @@ def count_loss(transaction: Transaction, run: str, step: int) -> int:
 
 
 def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained) -> PlanRow:
-    """Keep what came of a step that the engine has committed; of one that was trained again, what came of it now."""
+    """Store the result of a step that the engine has committed; a step trained again gets its new result."""
     plan = _need(transaction, run, step)
     transaction.execute(
         """UPDATE plans SET state = 'trained', losses = 0, fingerprint_out = ?, version_out = ?, policy_path = ?,
@@ -136,7 +136,7 @@ def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None
 
 
 def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
-    """Those that are made and not done, in order."""
+    """Plans that are made and not done, in order."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'planned' ORDER BY step", (run,)
     )
@@ -153,7 +153,7 @@ def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
 
 
 def quarantined_plans(transaction: Transaction, run: str) -> list[PlanRow]:
-    """Those that were put aside, in the order in which they were made."""
+    """Plans that were put aside, in the order in which they were made."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'quarantined' ORDER BY id", (run,)
     )

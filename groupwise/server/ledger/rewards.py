@@ -28,11 +28,11 @@ class Post:
     """A client's rewards for one group."""
 
     group: str | Echo
-    """Its id, or what its client was given, which must be of the run that the posts are for."""
+    """The group's id, or its content as given to the client; it must be of the run that the posts are for."""
     rewards: tuple[float | None, ...]
     """A finite number for each member, None for one that failed."""
     answer: Mapping[str, Any]
-    """How it is acknowledged where it is accepted now; kept for duplicates."""
+    """The answer if it is accepted now; kept for duplicates."""
     include: Include = "next"
     """`hold`: no step takes the group unless it is named, or released."""
     field: str = "rewards"

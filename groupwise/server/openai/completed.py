@@ -19,7 +19,7 @@ class Written:
     """One completion."""
 
     text: str
-    """Without the stop that ended it, and without `calls`."""
+    """Text without the stop that ended it, and without `calls`."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
@@ -34,7 +34,7 @@ class Completed:
     """The content of one request's answer."""
 
     id: str
-    """Without the word that says of which kind it is."""
+    """Id without the prefix of its kind."""
     group: str | None
     """The id of the group, where it is kept."""
     run: str

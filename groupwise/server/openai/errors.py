@@ -58,7 +58,7 @@ class OpenAIErrors:
 
 
 class _Translated:
-    """One answer."""
+    """Translates one answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -89,10 +89,10 @@ class _Progress:
     """Choices of each."""
 
     async def texts(self) -> list[str]:
-        """So far, one for each choice that is under way; none if it is not known."""
+        """The texts so far, one for each choice that is under way; empty if they are not known."""
         if self.engine is None:
             return []
-        with suppress(GroupwiseError):  # whoever waits for the completions hears of it
+        with suppress(GroupwiseError):  # the caller that waits for the completions gets the error
             found = await gather_all(self.engine.partial(draw) for draw in self.draws)
             if all(len(each) >= self.n for each in found):
                 return [text for each in found for text in each[: self.n]]
@@ -131,7 +131,7 @@ class OpenAIService:
         ]
 
     async def model(self, name: str) -> ModelData:
-        """One of them; refused as `unknown_model`."""
+        """One of the models; refused as `unknown_model`."""
         for each in await self.models():
             if each.id == name:
                 return each
@@ -303,7 +303,7 @@ class OpenAIService:
 
     @asynccontextmanager
     async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:
-        """One call of those that gather at a time, as long as it takes to sample their group."""
+        """Let one call of a gathering through at a time, as long as it takes to sample their group."""
         lock, calls = self._turns.get(gathering, (asyncio.Lock(), 0))
         self._turns[gathering] = (lock, calls + 1)
         try:

@@ -22,7 +22,7 @@ Render = Callable[[Completed], StoredResponse]
 
 
 def new_group_id() -> str:
-    """One that no group has."""
+    """A new, unused group id."""
     return f"g-{secrets.token_hex(10)}"
 
 

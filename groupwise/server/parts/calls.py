@@ -115,7 +115,7 @@ class Calls:
 
     @property
     def pending(self) -> int:
-        """Those that wait or are under way."""
+        """Number of calls that wait or are under way."""
         return sum(not call.over for call in self._calls.values())
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ _PATH = re.compile(PATH_PATTERN)
 
 
 class Files:
-    """Those of some parts."""
+    """Files of some parts."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ from groupwise.server.run.run_config import Allowed, allowed_model
 logger = logging.getLogger(__name__)
 
 NAME = "parts"
-"""Among what is beside runs, and of the folder."""
+"""Name of the parts among the machine's users, and of their folder."""
 GONE_KEPT = 100
 """Parts that have ended whose end can be told."""
 LOOK_EVERY = 5.0

@@ -1,4 +1,4 @@
-"""The run that is, or was last: what everybody who serves clients asks first.
+"""The run that is, or was last: shared by everything that serves clients.
 
 `lifecycle.py` puts a run here and takes it away, `service.py` says when the server ends; the others only look.
 """
@@ -76,7 +76,7 @@ class Current:
         return self.shutting_down or conductor is None or conductor.phase in ENDED
 
     def versions(self, row: RunRow) -> Versions:
-        """Those of a run that can be read."""
+        """Versions of a run that can be read."""
         standing = self.standing
         named = NamedCheckpoints(self.config.folder).of_run(row.run)
         if standing is None or standing.run != row.run:

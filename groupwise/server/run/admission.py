@@ -44,7 +44,7 @@ class Room:
         return self.most if self.manual else self.groups_per_step * (self.staleness + 1)
 
     def first_too_early(self, steps_done: int, lost: int) -> int:
-        """The first draw whose turn it is not, where so many draws will never be trained."""
+        """The first draw whose turn has not come, given that so many draws will never be trained."""
         return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
 
     def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
@@ -65,7 +65,7 @@ class Traffic:
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One request."""
+    """A waiting request."""
 
     draws: tuple[int | None, ...]
     who: str
@@ -95,7 +95,7 @@ class Admission:
         return len(self._queue)
 
     def in_line(self) -> tuple[Waiting, ...]:
-        """They, in the order in which they came."""
+        """The waiting requests, in the order in which they came."""
         return tuple(self._queue)
 
     def now(self, traffic: Traffic) -> None:

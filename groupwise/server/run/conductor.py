@@ -1,4 +1,4 @@
-"""Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps what came of it.
+"""Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps the result.
 
     clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → waiting clients are told
 
@@ -99,7 +99,7 @@ class RunStatus:
 
 
 class Conductor:
-    """One run, from the engine that opens it to its end."""
+    """Conducts one run, from the engine that opens it to its end."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Conductor:
         return self.now
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
-        """Those of the engine that has begun."""
+        """Tokenizer files of the engine that has begun."""
         assert self._engine is not None, "it has begun"
         return await self._engine.tokenizer_files()
 
@@ -327,7 +327,7 @@ class Conductor:
         return engine
 
     async def _note_committed(self, engine: Engine, opened: Opened) -> None:
-        """Steps that were committed when the engine, or this process, ended before anybody could be told."""
+        """Steps that were committed when the engine, or this process, ended before clients could be told."""
         known = await self._ledger.do(steps.next_step, opened.run)
         for manifest in opened.manifests:
             if manifest.step >= known:
@@ -380,7 +380,7 @@ class Conductor:
                 await self._take(engine, plan)
 
     async def _take(self, engine: Engine, plan: PlanRow) -> bool:
-        """One step, on disk before and after; whether it came out as before, where it is taken again."""
+        """Take one step, on disk before and after; False if a step taken again came out differently."""
         learnt_from = await self._ledger.do(steps.groups_to_train, plan)
         rate = plan.parameters.get(steps.LEARNING_RATE)
         try:

@@ -1,4 +1,4 @@
-"""How clients are told of what an engine refuses, and of one that ends while it is asked."""
+"""Converts refusals of an engine, and its loss during a call, into answers for clients."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Limits:
     """How often an engine is begun again."""
 
     restarts: int = 5
-    """Within the window."""
+    """Restarts allowed within the window."""
     window: float = 600.0
     """Seconds."""
 

@@ -178,7 +178,7 @@ class StartStop:
         except UsageError as error:
             raise refusal_of(error, otherwise="settings_conflict") from None
         except EngineLost as error:
-            # It may have been killed for want of memory that is there again.
+            # It may have been killed because memory was short that is free again.
             raise Refusal("engine_recovering", str(error), retry_after=2) from None
         except GroupwiseError as error:
             await self._keeper.end()

@@ -36,7 +36,7 @@ class Beginning:
 
 
 class NamedCheckpoints:
-    """Those of one server, beside the automatic ones of its runs."""
+    """Named checkpoints of one server, beside the automatic ones of its runs."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -82,7 +82,7 @@ class NamedCheckpoints:
         for file in sorted(self._root.glob(f"*/{SAVED}")):
             try:
                 facts, name = json.loads(file.read_text()), file.parent.name
-            except FileNotFoundError:  # somebody deletes it
+            except FileNotFoundError:  # it is being deleted
                 continue
             yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 

@@ -162,7 +162,7 @@ def _inside(root: Path, name: str) -> Path | None:
 
 
 def folders_in(root: Path) -> list[str]:
-    """Those that may be named as models."""
+    """Folders that may be named as models."""
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 

@@ -87,7 +87,7 @@ class Service:
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
         """Status of the models that clients drive; by default there are none."""
         self.sessions: Callable[[], list[Session]] = list
-        """Those clients, for people."""
+        """Sessions of those clients, for people."""
         self.loop_elsewhere: Callable[[], LoopElsewhere | None] = lambda: None
         """Describes the client that drives sampler and learner from elsewhere."""
         self.turn = self._start_stop.turn

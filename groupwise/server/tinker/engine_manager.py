@@ -42,7 +42,7 @@ from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 logger = logging.getLogger(__name__)
 
 NAME = "verbs"
-"""Among what is beside runs."""
+"""Name of the verbs among the machine's users."""
 LOSSES = 3
 """Engines that may end while one call is under way, or before it could begin."""
 LOOK_AGAIN = 0.2

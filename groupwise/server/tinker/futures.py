@@ -349,7 +349,7 @@ class Futures:
         self._let_go(but=call)
 
     def _let_go(self, but: _Call) -> None:
-        """Until it fits again; the newest answer stays, however large it is."""
+        """Drop the oldest answers until the rest fits; the newest stays, however large it is."""
         gone: list[str] = []
         while (
             len(self._fetched) + len(self._unfetched) > self._limits.answers

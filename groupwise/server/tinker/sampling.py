@@ -19,7 +19,7 @@ from groupwise.tasks.rollouts.seeds import derive
 
 
 class SamplingCalls:
-    """Those of all samplers."""
+    """Calls of all samplers."""
 
     def __init__(
         self, opened: Opened, engine: VerbEngine, futures: Futures, journal: Journal
@@ -133,7 +133,7 @@ def _stops(
 
 
 def _seeds(body: requests.Sample) -> tuple[int, ...]:
-    """Distinct ones: from the client's seed, or by chance where it gives none."""
+    """Distinct seeds: from the client's seed, or random if it gives none."""
     seed = body.sampling_params.seed
     chosen = secrets.randbits(64) if seed is None else seed
     return tuple(derive("verbs", chosen, index) for index in range(body.num_samples))

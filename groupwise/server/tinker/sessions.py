@@ -45,7 +45,7 @@ class Session:
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """One that a client trains."""
+    """A model that a client trains."""
 
     id: str
     line: CallQueue
@@ -83,7 +83,7 @@ class Opened:
         self._session_keys: OrderedDict[str, str] = OrderedDict()
         self._samplers: dict[str, Sampler] = {}
         self.models: dict[str, Model] = {}
-        """Those that are there, or about to be made, by their ids."""
+        """Models that exist, or are about to be made, by their ids."""
 
     def restore(self, found: Everything) -> None:
         """Know what clients have opened before."""
@@ -171,7 +171,7 @@ class Opened:
         ]
 
     def session(self, id: str) -> Session:
-        """One that has just shown that it is there. NotThere if it is none."""
+        """Note that a session is alive, and return it. Raises NotThere if there is none."""
         if id not in self._sessions:
             raise NotThere(
                 f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
@@ -188,7 +188,7 @@ class Opened:
     # --- models ----------------------------------------------------------------------------------
 
     def new_model(self, session: str, number: int) -> Model:
-        """One that is about to be made; the same one for the same number."""
+        """Register a model that is about to be made; the same one for the same number."""
         owner = self.session(session)
         id = f"{session}:train:{number}"
         if id not in self.models:

@@ -31,7 +31,7 @@ FORWARD_BACKWARD = "forward_backward"
 
 
 class TrainingCalls:
-    """Those of all models."""
+    """Training calls of all models."""
 
     def __init__(
         self, opened: Opened, engine: VerbEngine, journal: Journal, keep_every: int
