@@ -1,6 +1,6 @@
 """Pages: a template and the data that it shows. The same data is the answer to programs that ask for JSON.
 
-A page is a function of a `Visit` that returns a `Page`, or a response of its own where it gives a file. It may block: it runs in a thread.
+A page is a function of a `Visit` that returns a `Page`, or a response of its own if it gives a file. It may block: it runs in a thread.
 What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and becomes a page that says what to do.
 """
 
@@ -222,7 +222,7 @@ def respond(visit: Visit, page: Page) -> Response:
     )
     return HTMLResponse(
         text.encode("utf-8", "replace")
-    )  # half a letter of somebody is no reason to fail
+    )  # a lone surrogate in a text is no reason to fail
 
 
 def wants_json(request: Request) -> bool:
@@ -245,7 +245,7 @@ async def failed(request: Request, error: Exception) -> Response:
             "code": code,
             "detail": message,
         }
-        content = json.dumps(body).encode()  # half a letter of somebody is written as its number
+        content = json.dumps(body).encode()  # a lone surrogate is written as its number
         return Response(content, status, headers, media_type=MEDIA_TYPE)
     place: DashboardContext | None = getattr(request.app.state, "place", None)
     parts = {

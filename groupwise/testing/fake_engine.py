@@ -112,7 +112,7 @@ class Fault:
     step: int | None = None
     """Limits a fault of `step` to the plan of this step."""
     once: str | None = None
-    """A file that is made when it happens; where it is there, it has happened, in this process or in an earlier one."""
+    """A file that is made when it happens; if it exists, the fault has happened, in this process or in an earlier one."""
     message: str = "A fault was asked for."
 
     def __post_init__(self) -> None:

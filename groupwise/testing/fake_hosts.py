@@ -292,7 +292,7 @@ class FakeHost:
     # Work
 
     def tick(self) -> None:
-        """Commands work, and end where they are done or were told to."""
+        """Let commands work, and end those that are done or were told to stop."""
         for folder in list(self.folders.values()):
             process = folder.process
             if process is None:
@@ -309,7 +309,7 @@ class FakeHost:
                     )
 
     def strike(self) -> None:
-        """The deadman of each attempt, where it has one."""
+        """The deadman of each attempt that has one."""
         for folder in self.folders.values():
             process = folder.process
             if process is None or folder.deadman is None or not folder.supervisor:

@@ -1,6 +1,6 @@
 """A local imitation of Modal: calls are processes, each container has its own copy of the volume, and only commits are seen by others.
 
-What it keeps to, as Modal has it:
+Rules that it shares with Modal:
 
     - One desk, one request after the other. Work goes on when its spawner is gone: a process of its own keeps it.
     - A call waits for a container (`hold`), runs in one, and is begun again with the same input in a new one, with an empty disk, when that
@@ -200,7 +200,7 @@ class View:
     def _carry(
         source: Path, target: Path, before: Mapping[str, Any], but: Collection[str]
     ) -> set[str]:
-        """Paths that have come or gone since."""
+        """Carry changes since `before` from source to target, leaving out `but`; returns the paths that are new or changed."""
         now = _listed(source)
         gone = {path for path in before if path not in now and path not in but}
         came = {path for path in now if before.get(path) != now[path] and path not in but}
@@ -363,7 +363,7 @@ class Keeper:
         return "done" if ended == 0 else "failed"
 
     def leave(self, container: int, how: signal.Signals) -> str:
-        """It is told, and has some time. `done` if its work came to an end in that."""
+        """Signal the container, and give it some time; returns `done` if its work ended within that time."""
         os.kill(container, how)
         until = time.monotonic() + GRACE
         while (ended := _ended(container)) is None and time.monotonic() < until:

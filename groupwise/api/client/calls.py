@@ -1,6 +1,6 @@
 """Every call of the training server, as data: what is sent, and how the answer is read. Both clients make theirs from these.
 
-What a caller gives is checked with the models of the wire before it is sent, so that a mistake is told at once, and in the same words as
+What a caller gives is checked with the models of the wire before it is sent, so that a mistake is reported at once, in the same words as
 by the server: `InvalidRequest`, with each field.
 """
 
@@ -53,7 +53,7 @@ RewardsEntry = GroupRewards | Mapping[str, Any]
 
 
 class Sampling(TypedDict, total=False):
-    """How completions are drawn, where it differs from the run's own way; see `CompletionsRequest`."""
+    """Sampling settings that differ from the run's; see `CompletionsRequest`."""
 
     num_completions: int | None
     temperature: float | None

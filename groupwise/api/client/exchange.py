@@ -1,10 +1,10 @@
-"""How one call becomes an answer: what is sent, what of what comes back is an answer, and when it is sent again. Without any I/O.
+"""Turns one call into an answer: decides what to send, which responses are answers, and when to retry. Does no I/O.
 
-`exchange` is a generator that says what to do next (`Send` a request, `Sleep`) and is told what came of it; a client, synchronous or not,
-does as it says. Every attempt of a call carries the same idempotency key, so that it does not matter which of them arrived. Sent again
-is what may pass: a lost connection, a time-out, the problems that the table calls so, and the statuses by which proxies say the same.
-The wait is chosen by chance between nothing and a bound that doubles (full jitter); where the server names a time, it begins after that.
-A server that does not answer is told as a warning in the log, once, and once when it answers again: patience lasts for many minutes.
+`exchange` is a generator that says what to do next (`Send` a request, `Sleep`) and receives the result; a client, synchronous or not,
+does as it says. Every attempt of a call carries the same idempotency key, so that it does not matter which of them arrived. Retried are
+failures that may pass: a lost connection, a time-out, the problems that the table calls so, and the statuses by which proxies say the
+same. The wait is chosen by chance between nothing and a bound that doubles (full jitter); if the server names a time, it begins after
+that. A server that does not answer is logged as a warning, once, and once more when it answers again: patience lasts for many minutes.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Patience:
         return self._seconds - (self._timing.clock() - self._began)
 
     def wait(self, error: ClientError) -> float:
-        """Seconds until the next attempt; raises the error where they would end beyond the patience."""
+        """Seconds until the next attempt; raises the error if they would end beyond the patience."""
         bound = min(LONGEST, FIRST * 2.0 ** min(self._failures, 30))
         self._failures += 1
         wait = (error.retry_after or 0.0) + bound * self._timing.chance()

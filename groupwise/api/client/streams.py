@@ -1,6 +1,6 @@
 """Parses streams: events, and the files of a model. Receives bytes as they arrive, and does no network I/O.
 
-An `EventReader` makes events of a stream of server-sent events, and knows from where the next stream has to go on. A `Download` writes a
+An `EventReader` makes events of a stream of server-sent events, and knows where the next stream has to continue. A `Download` writes a
 zip beside where it is to lie, and puts it there only when it is whole.
 """
 
@@ -113,7 +113,7 @@ class Download:
         folder = Path(tempfile.mkdtemp(prefix=f".{self._to.name}.", dir=self._to.parent))
         try:
             packed.extractall(folder)
-            folder.chmod(0o755)  # as any other folder; mkdtemp lets nobody else in
+            folder.chmod(0o755)  # as any other folder; mkdtemp denies access to other users
             folder.rename(self._to)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

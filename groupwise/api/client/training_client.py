@@ -75,10 +75,10 @@ class TrainingClient:
         timing: Timing | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY where they are not given.
+        """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY if they are not given.
 
         `patience`: seconds for which a call is tried again. `timeout`: seconds without a byte after which an attempt is given up.
-        `transport` answers in the network's place.
+        `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
         self._transport = transport

@@ -166,7 +166,7 @@ class _StrictRoute(APIRoute):
         return strict
 
     def _check_parameters(self, request: Request) -> None:
-        """Refuse those that the route does not have; a probe that anybody may make can have what it wants."""
+        """Refuse parameters that the route does not have, except on probes without a key."""
         route = facts_of(request.scope).route
         if route is None or route.role is None:
             return

@@ -45,7 +45,7 @@ class Route:
     role: Role | None
     """The lowest role that may ask; None: no key is needed."""
     tag: str
-    """The part of the document where it stands."""
+    """The section of the document that describes it."""
     answer: Any = None
     """The model of its answer; None: no JSON."""
     media_type: str = "application/json"

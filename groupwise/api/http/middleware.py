@@ -5,7 +5,7 @@
     Guarded    who asks, whether the key may, whether the server still takes work, whether the key asks too often
     BodyRead   reads the body within a limit of bytes and time, and cancels the work of a client that goes away
 
-Plain ASGI: nothing is wrapped that streams. What a route wants of all this stands in its `Route`.
+Plain ASGI: nothing is wrapped that streams. A route's own settings stand in its `Route`.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class BodyRead:
             await self._app(scope, receive, send)
             return
         route = facts_of(scope).route
-        body = b""  # where none is taken, what comes all the same is thrown away as it comes
+        body = b""  # if the route takes no body, one that comes all the same is discarded
         if route is not None and route.takes_body:
             shared = self._shared
             bodies = shared.bodies if route.takes_bytes else shared.json_bodies
@@ -241,7 +241,7 @@ class BodyRead:
         try:
             await _while_listening(self._app, scope, body, receive, send)
         finally:
-            if len(body) > LARGE:  # once nobody holds it any more
+            if len(body) > LARGE:  # once nothing holds it any more
                 asyncio.get_running_loop().call_later(1.0, give_memory_back)
 
 

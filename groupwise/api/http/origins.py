@@ -18,8 +18,8 @@ _OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
 def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
     """True if a page of this host sent it; None: no page, but a program or a typed address.
 
-    A browser says so outright where the connection is a safe one, whatever a proxy makes of the host's name; else the page's host is
-    compared with the one that was asked.
+    On a secure connection the browser says so outright, whatever a proxy makes of the host's name; else the page's host is
+    compared with the requested one.
     """
     if site := headers.get("sec-fetch-site"):
         return None if site == "none" else site == "same-origin"

@@ -103,7 +103,7 @@ class Requests:
 
 
 def resident_bytes() -> int:
-    """Memory of this process now; where the system does not tell, the most that it has had."""
+    """Memory of this process now; its peak if the system does not tell."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

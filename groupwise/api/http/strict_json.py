@@ -74,7 +74,7 @@ def parse_inner(text: str) -> Any:
 
 
 async def parse_aside(text: bytes) -> Any:
-    """See `parse`: in a thread where that takes long."""
+    """See `parse`; runs in a thread if the body is large."""
     return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
 
 

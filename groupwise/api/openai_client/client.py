@@ -65,7 +65,7 @@ class Endpoint:
     """URL before /chat/completions, such as `http://127.0.0.1:8000/v1`; without any path, /v1 is meant."""
     model: str
     api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; a service that needs none is asked without where it is not set."""
+    """The environment variable that holds the key; if it is not set, requests carry no key."""
     timeout: float = 900.0
     """Seconds for one attempt, from the request to the last byte of its answer."""
     retries: int = 8

@@ -5,7 +5,7 @@ call the verbs of one model one after another, in the order of the client's sequ
 at once. What is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine.
 A call may be repeated if it is unknown whether it was done: by its number, `call`, the engine recognises what it has already saved.
 
-Errors: `UsageError` for what was asked wrongly (nothing was done; the client is told that it is its own fault), any other
+Errors: `UsageError` for what was asked wrongly (nothing was done; it is the client's fault, and it is told so), any other
 `GroupwiseError` for what failed on its way.
 """
 
@@ -107,7 +107,7 @@ class VerbEngine(Protocol):
         ...
 
     async def base(self, name: str) -> Base:
-        """A base model that may be asked for; it is loaded where it is not in memory yet."""
+        """A base model that may be asked for; it is loaded if it is not in memory yet."""
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:

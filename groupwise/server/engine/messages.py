@@ -4,7 +4,7 @@ The HTTP process sends `Call`s, each answered by `Answered` or `Failed` with its
 waits. The engine sends a `Beat` about every second from its event loop, whose silence means that the loop hangs, and `LogRecordMessage` for
 what it logs. The first `Beat` says that it is ready; a `Failed` with the id `MAKING` before it, that it could not be made.
 
-What a call or an answer holds is pickled by itself, so that what cannot be written or read spoils that call alone.
+The content of each call or answer is pickled by itself, so that one that cannot be written or read spoils that call alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MAKING = 0
-"""The id in place of a call's where the engine could not be made."""
+"""Stands in for a call's id if the engine could not be made."""
 
 CANCELLED_VERBS = frozenset(
     {

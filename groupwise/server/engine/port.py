@@ -34,7 +34,7 @@ class WrongOrder(UsageError):
     """A prompt that cannot be completed as it is asked for."""
 
     def __init__(self, message: str, field: OrderField, code: str = UsageError.code) -> None:
-        """`code`: that of the problem which a client is told, where it has one of its own."""
+        """`code`: the code of the client's problem, if it has one of its own."""
         super().__init__(message)
         self.field: OrderField = field
         self.code = code
@@ -181,7 +181,7 @@ class OpenModels:
     most: int
     """Models in memory at once, a run among them."""
     longest: int
-    """Tokens of prompt and completion that can be sampled, where the base is loaded for the models alone."""
+    """Tokens of prompt and completion that can be sampled, if the base is loaded for the models alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,8 @@ class Engine(Protocol):
         ...
 
     async def close_run(self, finished: bool) -> str:
-        """A checkpoint, and where the run is finished its final weights; the run's folder. Sampling goes on until another one is opened."""
+        """Save a checkpoint, and the final weights of a finished run; returns the run's folder. Sampling goes on until another run is
+        opened."""
         ...
 
     async def probe(self) -> Probe:

@@ -79,7 +79,7 @@ LIMITS: Mapping[str, float] = {
     "step": 3600.0,  # learns a large batch on a CPU
     "save": 900.0,  # all weights and the optimiser's state onto a slow disk
     "close_run": 1800.0,  # the same, and final weights
-    "close": 10.0,  # what is not let go of by then is taken
+    "close": 10.0,  # what it has not released by then is killed
 }
 """Seconds that a call may take, generously: they end what would otherwise never end. What is not named here has that of `step`."""
 GRACE = 30.0
@@ -269,7 +269,7 @@ class EngineProcess:
         """See `Engine.lost`."""
         reason = await self.ended()
         if reason == _CLOSED:
-            await asyncio.Event().wait()  # it was asked to, and nobody is to hear of it
+            await asyncio.Event().wait()  # it was asked to end, so no caller is to hear of it
         return EngineLost(reason)
 
     async def close(self) -> None:

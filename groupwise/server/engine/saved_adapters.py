@@ -34,7 +34,7 @@ class Saved:
     fingerprint: str
     """Fingerprint of the weights; see `groupwise.core.types.Policy.fingerprint`."""
     call: int
-    """The number of the call that saved it: where that is repeated, its own work is no reason to refuse it."""
+    """The number of the call that saved it: if that is repeated, its own work is no reason to refuse it."""
 
 
 class SavedFolders:

@@ -5,7 +5,7 @@ completion is on its way, so that each completion has one policy: `settle` close
 new requests wait outside until the step is over.
 
 Nothing that a client sends may stop the run: steps without a scored rollout, and updates that are left out because they are not finite,
-are counted and told, and the run goes on.
+are counted and reported, and the run goes on.
 """
 
 from __future__ import annotations

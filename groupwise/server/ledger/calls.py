@@ -1,6 +1,6 @@
 """Sessions, models, samplers and calls of clients that train by verbs, with each call's outcome; see `groupwise.server.tinker`.
 
-A call is here before its client is told that it was taken, and what it came to before that is told. So a client's loop goes on whatever
+A call is stored before its client hears that it was taken, and its result before the client gets it. So a client's loop goes on whatever
 ends: the engine's models are made again from the state that was kept last, by repeating the calls that came after it (`to_repeat`);
 a new server knows the sessions, models and samplers, and does what still waits.
 
@@ -71,7 +71,7 @@ class ModelRow:
     spec: dict[str, Any]
     kept: int | None
     done: int
-    """The number of its last call that has come to something; -1: none has."""
+    """The number of its last call that has a result; -1: none has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How `server.db` is opened, and what is said where the disk or SQLite refuses it.
+"""Opens `server.db`, and explains errors of the disk or of SQLite.
 
 One process has it open for writing: the HTTP side. Others may read it meanwhile.
 """

@@ -232,7 +232,7 @@ def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
     records are kept, to be looked at. The rows of the groups stay.
     """
     return transaction.execute(
-        # From the records, of which few are left at any time, to their groups.
+        # From the records, few of which are left at any time, to their groups.
         f"""DELETE FROM records WHERE id IN (
             SELECT records.id FROM records CROSS JOIN groups ON groups.id = records.id
             LEFT JOIN plans ON plans.id = groups.plan
@@ -270,7 +270,7 @@ def echo_of(group: Group) -> Echo:
 
 
 def content_hash(echo: Echo) -> str:
-    """SHA-256 (hex) of the texts of an echo, the same for messages whose keys come in another order."""
+    """SHA-256 (hex) of the texts of an echo, independent of the order of messages' keys."""
     content: list[Any] = [echo.prompt, echo.completions]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

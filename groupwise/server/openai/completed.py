@@ -36,7 +36,7 @@ class Completed:
     id: str
     """Id without the prefix of its kind."""
     group: str | None
-    """The id of the group, where it is kept."""
+    """The id of the group, if it is kept."""
     run: str
     step: int
     """Steps done when it was sampled."""

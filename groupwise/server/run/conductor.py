@@ -286,7 +286,7 @@ class Conductor:
         self.phase, self.last_error = "failed", reason
         logger.error("the run has failed: %s", reason)
         step = self.standing.step if self.standing else 0
-        with suppress(StoreError):  # it is told all the same, and the next server tries again
+        with suppress(StoreError):  # clients are told all the same, and the next server tries again
             await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
 
     async def _end(self, engine: Engine) -> None:

@@ -1,7 +1,7 @@
 """Starts engines, one after another, and gives up after too many restarts.
 
 An engine may end at any instant: killed, out of memory, hanging, or with a disk that is full. Its driver asks here for the next
-one. Restarts are counted within a window, with a growing pause between them; beyond the limit the reason is told and no further one is
+one. Restarts are counted within a window, with a growing pause between them; beyond the limit the reason is reported and no further one is
 begun. A full disk is waited for, and not counted.
 """
 

@@ -116,7 +116,7 @@ def _new(sampled: Sampled) -> NewGroup:
 
 
 def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
-    """A group as its client is told of it."""
+    """A group in the form that its client receives."""
     rollouts = group.rollouts
     return GroupAnswer(
         group_id=row.id,
@@ -221,7 +221,7 @@ def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
 
 
 def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> list[RewardAnswer]:
-    """The answers as they are now: trained where a step has learnt from the group. Refused by how a group ended without."""
+    """The answers as they are now: trained if a step has learnt from the group. Refused by how a group ended without."""
     return [_after_step(transaction, answer) for answer in answers]
 
 
@@ -317,7 +317,7 @@ def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Ca
 
 
 def tick(transaction: Transaction) -> bool:
-    """Keep the uptime, and end groups whose lease is over; whether there were any."""
+    """Keep the uptime, and end groups whose lease is over; True if there were any."""
     uptime.tick(transaction)
     settled = members.settle_overdue(transaction)
     overdue = groups.expire_overdue(transaction)

@@ -1,6 +1,6 @@
 """Checkpoints that a client has saved by name: kept until they are deleted, whatever becomes of the run.
 
-D/checkpoints/<name>/       the files of the checkpoint, linked where the disk can
+D/checkpoints/<name>/       the files of the checkpoint, linked if the disk can
 D/checkpoints/<name>/saved.json   the run that it is of, the settings that a new run from it begins with, and by which request it was made
 """
 

@@ -47,7 +47,7 @@ class Clockwork:
         forgotten = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            with suppress(GroupwiseError):  # a full disk is told to those who write
+            with suppress(GroupwiseError):  # a full disk is reported to those who write
                 if await self._ledger.do(ledger_operations.tick):
                     self._current.changed.beat()
                     if self._current.conductor is not None:

@@ -126,7 +126,7 @@ def _to_train(transaction: Transaction, plan: PlanRow, row: groups.GroupRow) -> 
 
 
 def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> bool:
-    """Keep what came of a step; whether it is what came of it before, where it was taken again.
+    """Store the result of a step; False if the step was taken again with another result.
 
     Records that no checkpoint needs any more are dropped.
     """

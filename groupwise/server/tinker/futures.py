@@ -1,13 +1,13 @@
 """Calls that are answered later: a request gets an id at once, and its answer is fetched with the id as often as one likes.
 
-A client sends a request, is told an id, and polls. Because it sends a request again when the connection is lost, each has a natural key,
-and the second one with the same key and content is told the first one's id. The requests of one model form a `CallQueue`: they are applied
+A client sends a request, gets an id, and polls. Because it sends a request again when the connection is lost, each has a natural key,
+and a second one with the same key and content gets the first one's id. The requests of one model form a `CallQueue`: they are applied
 one after another in the order of their sequence numbers, in whatever order they arrive; a number that is missing holds up those after it.
 Samples have no order.
 
-An answer never changes. Memory is bounded: answers are let go of from the oldest, fetched ones first, and asking for one that is gone is
-told apart from asking for one that never was. All of it lives in one event loop. Calls are in the journal before they are begun, and what
-they came to before it is told, so that a new process goes on with them (`restore`).
+An answer never changes. Memory is bounded: answers are dropped from the oldest, fetched ones first, and asking for a dropped one is
+told apart from asking for one that never was. All of it lives in one event loop. Calls are in the journal before they are begun, and their
+results before clients get them, so that a new process goes on with them (`restore`).
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Futures:
         self._task(self.do(id, work))
 
     async def do(self, id: str, work: Work) -> None:
-        """Do the work of a call, and keep what it came to."""
+        """Do the work of a call, and keep its result."""
         call = self._calls[id]
         if call.kept is not None:
             await asyncio.shield(call.kept)

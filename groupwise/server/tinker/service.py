@@ -61,7 +61,7 @@ class VerbService:
         journal: Journal | None = None,
         keep_every: int = KEEP_EVERY,
     ) -> None:
-        """`keep_every`: updates of a model after which its state is kept, where there is a journal."""
+        """`keep_every`: updates of a model after which its state is kept, if there is a journal."""
         journal = journal or NoJournal()
         self._engine = engine
         self._journal = journal
@@ -109,7 +109,7 @@ class VerbService:
             self.futures.abandon(row.id, UsageError(f"It cannot be gone on with: {error}"))
 
     async def kept(self, id: str) -> None:
-        """Return when a call is written down, so that its client may be told of it. NotKept where that takes too long."""
+        """Return when a call is written down, so that its client may be told of it. NotKept if that takes too long."""
         await self.futures.kept(id, KEPT_WITHIN)
 
     async def close(self) -> None:

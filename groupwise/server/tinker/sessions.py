@@ -1,6 +1,6 @@
 """Tracks clients' sessions, their models, and samplers, each by its id.
 
-A client opens a session and keeps it alive by a heartbeat; its models are let go of when it ends, or falls silent. Samplers stand for
+A client opens a session and keeps it alive by a heartbeat; its models are released when it ends, or falls silent. Samplers stand for
 weights that do not change: those of a name, those that a training client saved for this sampler alone, or a base model. All of it is in the
 journal before clients are told, and a new process knows it again (`restore`).
 """
@@ -124,7 +124,7 @@ class Opened:
         self.session(session)
 
     async def finish(self, session: str) -> None:
-        """The client is done; its models are let go of. Repeating it is harmless."""
+        """The client is done; release its models. Repeating it is harmless."""
         found = self._sessions.pop(session, None)
         self._futures.callers.pop(session, None)
         for model in sorted(found.models) if found is not None else ():

@@ -36,7 +36,7 @@ class TrainingCalls:
     def __init__(
         self, opened: Opened, engine: VerbEngine, journal: Journal, keep_every: int
     ) -> None:
-        """`keep_every`: updates of a model after which its state is kept, where the journal is durable."""
+        """`keep_every`: updates of a model after which its state is kept, if the journal is durable."""
         self._opened = opened
         self._engine = engine
         self._journal = journal
