@@ -1,12 +1,12 @@
 """Controls access to the dashboard.
 
-    a key, typed once      → a cookie that no script can read, sealed with what the server keeps of the key: it holds for a week, outlives a
+    a key, typed once      → a cookie that no script can read, sealed with what is stored of the key: it is good for a week, outlives a
                              restart, and ends with the key; here also when its browser signs out
     a key with each request→ for programs, as the other servers take it
     no keys at all         → everyone at this machine, but no page of another site that has a browser ask for it
 
-What changes something is a form of ours: it carries a token that other sites cannot read, and comes from a page of this host. So a link or
-a page elsewhere changes nothing, whatever a browser sends along with it. And nothing can be changed at all unless that was allowed.
+Only our own forms change anything: a form carries a token that other sites cannot read, and comes from a page of this host. So a link or
+a page elsewhere changes nothing, whatever a browser sends along. And nothing can be changed at all unless the settings allow it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Events by which open pages learn that what they show has changed: one stream for each page.
+"""Tells open pages that their content has changed: one event stream for each page.
 
-The stream says only that something is new, and the page asks for itself again. So nothing that happens between is lost, and a page that
-slept is right with one request.
+The stream says only that something is new, and the page then reloads its content. So no change in between is lost, and a page that
+slept is up to date after one request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How pages are written: Jinja's templates with everything escaped, and the few words and numbers that they share.
+"""Renders pages: Jinja's templates with everything escaped, and the few filters that they share.
 
-What a model or a user wrote is text and nothing else: characters that would command a terminal or turn the direction of what follows are
-shown as pictures (`display.text`), and each text stands in an element whose direction is its own.
+Text by a model or a user is shown as text and nothing else: characters that would command a terminal or turn the direction of what
+follows are shown as pictures (`display.text`), and each text stands in an element whose direction is its own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """`groupwise serve`: one process that listens, keeps the ledger, and drives the engine.
 
-It takes the folder, so that no second server can; binds the address, so that a port in use is told before anything is loaded; lets the
-service open what the last server left; then answers. Beside the requests run two tasks: one writes the events of the run into the log,
-the other begins the run of `--start-with`.
+It locks the folder against a second server; binds the address, so that a port in use is reported before anything is loaded; lets the
+service open what the last server left; then answers. Two tasks run beside the requests: one writes the events of the run into the log,
+the other starts the run of `--start-with`.
 
-The first SIGTERM or Ctrl-C ends it cleanly: it is ready no more, refuses new work, and ends streams; the service answers waiting requests,
-saves, and ends the engine; at last the connections are closed. All of that has `shutdown_seconds`. The second signal ends it at once, which
-costs work but no truth.
+The first SIGTERM or Ctrl-C ends it cleanly: it is no longer ready, refuses new work, and ends streams; the service answers waiting
+requests, saves, and ends the engine; at last the connections are closed. All of that may take `shutdown_seconds`. The second signal ends
+it at once, which loses work, but leaves the ledger correct.
 """
 
 from __future__ import annotations

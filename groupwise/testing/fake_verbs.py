@@ -1,7 +1,7 @@
 """An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing.fakes`.
 
 It keeps the contract of `groupwise.server.engine.adapter_port` with the true gradient of the loss `given`, plain steps in place of AdamW's,
-and what is saved as files. `calls` tells what it was asked for, in order.
+and what is saved as files. `calls` lists its calls in order.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The one-call loop: examples and a reward function here, the model on the server, steps until there are enough.
+"""The one-call training loop: examples and a reward function here, the model on the server.
 
     with TrainingClient() as client:
         client.start(model_id="tiny", groups_per_step=4)
         train(client, [{"prompt": "…", "answer": "…"}], reward, steps=20)
 
 Several workers each ask for the completions of the next example, have them scored and post the rewards. One watcher reads the server's
-events: it shows each step, and ends everything when the last one is done. No more groups are posted than the steps need, but for those
-that the server says it lost, so that it stands still after the last step. The k-th draw is always of example k modulo their number, so
-that the run is the same whatever the number of workers.
+events: it shows each step, and ends everything when the last one is done. No more groups are posted than the steps need, except to
+replace those that the server reports as lost, so that it stands still after the last step. The k-th draw is always of example k modulo
+their number, so that the run is the same whatever the number of workers.
 """
 
 from __future__ import annotations

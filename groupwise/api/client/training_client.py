@@ -5,7 +5,7 @@
         answer = client.completions("Sort: pear fig apple")
         client.rewards(answer, [score(text) for text in answer.completions])
 
-All that both do alike stands in `calls`, `exchange` and `streams`; here requests are made and waits are waited. A client may be used by
+Their common parts are in `calls`, `exchange` and `streams`; this module only sends requests and sleeps. A client may be used by
 several threads at once.
 """
 

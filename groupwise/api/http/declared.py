@@ -1,7 +1,7 @@
-"""How a route is declared, and what is known of a request.
+"""Declarations of routes, and the facts about a request.
 
-A `Route` says everything of it in one place: who may ask, what it can be refused, whether it begins work (which a server that ends
-refuses), and whether the work ends with the client that asked. The middleware enforces it, the OpenAPI document shows it, and the tests
+A `Route` is described in one place: who may call it, which refusals it has, whether it begins work (which a server that is shutting
+down refuses), and whether the work ends when its client goes away. The middleware enforces it, the OpenAPI document shows it, and the tests
 walk it: there is no second list.
 """
 

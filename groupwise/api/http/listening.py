@@ -1,4 +1,4 @@
-"""How a server listens: its socket, bound before anything else is begun; TLS; and uvicorn, which leaves signals to us."""
+"""Makes a server listen: its socket, bound before anything else is started; TLS; and uvicorn, which leaves signals to us."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""JSON as the server reads it: what other readers pass over in silence is refused.
+"""Strict JSON: refuses what other readers silently accept.
 
-A key that stands twice, NaN, a number beyond the range of a float, half of a surrogate pair, and nesting that no request needs would all
+A duplicate key, NaN, a number beyond the range of a float, half of a surrogate pair, and nesting that no request needs would all
 be read by the standard library, and would mean something else to the next reader, or break it. Millions of small lists or texts, each of
 which takes more memory than what was sent, are refused before they are made.
 """

@@ -1,10 +1,10 @@
 """Compares two policies' answers to the same prompts: of two runs, or of one run at two of its steps.
 
-Each side is a run until a step. Of each prompt that both have answered the newest group of each side is taken (where a run is compared
-with itself and no step is said: the oldest and the newest), and the prompts whose rewards differ most come first.
+Each side is a run until a step. For each prompt that both have answered, the newest group of each side is taken (if a run is compared
+with itself and no step is given: the oldest and the newest). The prompts whose rewards differ most come first.
 
-A run may have asked a hundred thousand times. `MOST_GROUPS` groups of each side are looked at, and the rewards of `MOST_PROMPTS` prompts
-are compared; the page says where that has left something out.
+A run may have a hundred thousand groups. `MOST_GROUPS` groups of each side are looked at, and the rewards of `MOST_PROMPTS` prompts
+are compared; the page says if that has left something out.
 """
 
 from __future__ import annotations

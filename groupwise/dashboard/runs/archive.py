@@ -1,4 +1,4 @@
-"""A folder as one ZIP archive, made while it is sent: nothing of it is kept, in memory or on a disk, but the piece that is on its way.
+"""Sends a folder as one ZIP archive, made on the fly: only the piece being sent is in memory, and nothing is on disk.
 
 Weights do not get smaller by packing, so files are stored as they are. Sizes and check sums follow each file, because they are known
 only then; unpacking reads them at the archive's end, and notices there that it was broken off.

@@ -1,7 +1,7 @@
-"""The tokens of a rollout as they were drawn, each with what it reads, how probable it was, and how probable the learner found it.
+"""The tokens of a rollout as they were drawn, each with its text, its probability, and the learner's probability.
 
-The record has ids. What they read is told by the tokenizer that the run has left in its folder when it began, else by that of its final
-weights or of its model, where this machine has it; where there is none, the ids are shown.
+The record has ids only. Their texts come from the tokenizer that the run left in its folder when it began, else from that of its final
+weights or of its model, if this machine has it; if there is none, the ids are shown.
 """
 
 from __future__ import annotations

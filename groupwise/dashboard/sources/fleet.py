@@ -1,4 +1,4 @@
-"""A fleet as the dashboard asks it: one question at a time, and what all pages ask often is answered once a second for all of them."""
+"""The dashboard's view of a fleet: asks one question at a time, and answers common questions once a second for all pages."""
 
 from __future__ import annotations
 

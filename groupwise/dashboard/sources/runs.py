@@ -1,6 +1,6 @@
-"""The list of all runs, kept in memory: what it says of a run is read once, and again only when its files have changed.
+"""The list of all runs, kept in memory: a run's entry is read once, and again only when its files have changed.
 
-A thousand runs are looked at in some milliseconds that way. The first look reads them all, in the background: a page that cannot wait shows
+This way a thousand runs are checked within milliseconds. The first look reads them all, in the background: a page that cannot wait shows
 what is known, and how much is still to be read.
 """
 

@@ -1,4 +1,4 @@
-"""A training server as the dashboard asks it: what all pages ask is answered once a second for all of them."""
+"""The dashboard's view of a training server: asks once a second for all pages."""
 
 from __future__ import annotations
 

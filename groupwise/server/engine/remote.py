@@ -1,11 +1,11 @@
 """The HTTP process's side of its engine: starts the process, calls it, watches it, and ends it.
 
-Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and
-watches it until it is gone; it lives as long as the process does, because the kernel's parent-death signal goes by threads. The
-other writes, since an engine that does not read would block the writer. Futures connect them with the callers.
+Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and watches
+it until it is gone; it lives as long as the process does, because the kernel sends the parent-death signal when the parent's thread ends.
+The other writes, since an engine that does not read would block the writer. Futures connect them with the callers.
 
-Whatever ends the process (it crashed, it was killed, its event loop was silent, a call outlasted its deadline, `close`), first everything
-that it started is killed and it is reaped, and then every call fails with `EngineLost` and the reason: a successor may begin at once.
+However the process ends (it crashed, it was killed, its event loop was silent, a call outlasted its deadline, `close`), first everything
+that it started is killed and it is reaped; then every call fails with `EngineLost` and the reason, so a successor may start at once.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     verbs/<model>/weights/<name>/          adapter and optimiser, to train on
     verbs/<model>/sampler_weights/<name>/  the adapter
-    verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number, which later calls are repeated upon
+    verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number; later calls are repeated from it
 
-`saved.json`, in each of the first two, is their last word of what they are; a folder appears whole or not at all.
+`saved.json`, in each of the first two, describes what was saved; a folder appears whole or not at all.
 """
 
 from __future__ import annotations

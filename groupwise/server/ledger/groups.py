@@ -1,4 +1,4 @@
-"""Groups: stored when they are sampled, before their client hears of them, and only read afterwards.
+"""Groups: stored when they are sampled, before their client hears of them.
 
 The client gets a group's text and token ids; the ledger keeps the whole record, with log-probabilities and seeds, and trains from that
 alone. `groupwise.server.ledger.rewards` and `plans` move groups on; here they are opened, looked up, and ended where nothing comes of

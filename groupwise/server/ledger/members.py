@@ -6,7 +6,7 @@ completion is named after its group and place: `g-<id>-<place>`. Its reward is k
 of the last member the group itself is rewarded, as if one client had posted for all. If the lease ends before, it is rewarded with
 what there is, and the members without a reward have failed: an acknowledged reward is never lost.
 
-The group itself is like any other: it is opened with all of its members, moves along `states.TABLE`, and can be rewarded as
+The group itself is like any other: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded as
 a whole by a client that knows all of them.
 """
 

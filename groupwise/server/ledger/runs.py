@@ -1,6 +1,6 @@
-"""The trainings that were begun on a server, in order; at most one is active.
+"""The runs that were started on a server, in order; at most one is active.
 
-A run is added before the engine's answer is told to the client that started it. When it ends, by whatever cause, its groups, plans and
+A run is added before the client that started it gets its answer. When it ends, for whatever reason, its groups, plans and
 rewards stay readable.
 """
 

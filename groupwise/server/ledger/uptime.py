@@ -1,6 +1,6 @@
-"""How long a server has been up with this ledger, over all its processes: what leases count.
+"""Tracks how long a server has been up with this ledger, over all its processes. Leases are measured by it.
 
-It goes on from what was kept last, so that a server that is down expires nothing. The server calls `tick` every few seconds; a
+It continues from the last stored value, so that nothing expires while a server is down. The server calls `tick` every few seconds; a
 kill -9 loses the time since the last one, in the clients' favour.
 """
 

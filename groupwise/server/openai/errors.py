@@ -1,9 +1,9 @@
 """Refusals in the form that OpenAI's clients read, for every answer of the routes under /v1.
 
-They are the problems of the table (`groupwise.api.schemas.problems`), made into the other form where they leave the server, so that a
-refusal of the framework, of the key check and of the service all look the same. The statuses are the table's, but that a request that is
-not valid is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
-says what the table does.
+They are the problems of the table (`groupwise.api.schemas.problems`), converted where they leave the server, so that a
+refusal of the framework, of the key check and of the service all look the same. The statuses are the table's, except that an invalid
+request is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
+is set as the table says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the part of an unfinished text that may be shown, given texts that stop it.
 
-A client that names a stop never sees it, nor any part of it: so the end of what is there is held back as long as it may be the beginning
-of a stop. What is shown is always a beginning of what the whole will be.
+A client that names a stop never sees it, nor any part of it: so the end of the text is held back as long as it may be the beginning
+of a stop. The shown part is always a prefix of the final text.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders that go to and fro between a loop and its parts: within one folder of the server, by names that cannot lead out of it."""
+"""Folders exchanged between a loop and its parts: all within one folder of the server, by names that cannot lead out of it."""
 
 from __future__ import annotations
 

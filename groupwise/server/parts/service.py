@@ -1,10 +1,10 @@
 """Sampler and learner for one loop that runs elsewhere: opened under an id, called by numbers, and released after silence.
 
-    open       an engine of its own is begun, unless a run or models have the machine
-    call       something is done by the engine; it goes on whether or not the client waits, and its answer is kept until it was told
-    end        by the client, by the next loop of the same owner, or after silence; engine and files go
+    open       starts an engine of its own, unless a run or models have the machine
+    call       has the engine do something; it goes on even if the client stops waiting, and its answer is kept until the client has it
+    end        comes from the client, from the next loop of the same owner, or after silence; engine and files go
 
-What becomes of calls stands in `calls.py`. All of it ends with the engine, and with this process: the loop has its run, record and
+`calls.py` keeps the calls. All of it ends with the engine, and with this process: the loop has its run, record and
 checkpoints on its own disk, and resumes from there.
 """
 

@@ -2,12 +2,12 @@
 
     clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → waiting clients are told
 
-One task does so from the beginning to the end, so that there is never more than one step under way. Everything that the engine is asked
-for is in the ledger before; what it has done stands in its own record, of which the ledger keeps a copy. So whatever ends, and whenever:
+One task does all of this, so that there is never more than one step under way. Everything that the engine is asked for is stored in the
+ledger first; its results stand in its own record, and the ledger keeps a copy. So any process may end at any time:
 
-    the engine     another one is begun. It goes back to its last checkpoint and says which steps it had committed; the plans after
+    the engine     another one is started. It goes back to its last checkpoint and says which steps it had committed; the plans after
                    the checkpoint are taken again, in order, with the same groups.
-    this process   the next one does the same as soon as it has started.
+    this process   the next one does the same once it has started.
 
 A plan that ends its engine twice is put aside with its groups, and the run goes on without it.
 """

@@ -1,8 +1,8 @@
-"""Begins runs, goes on with earlier ones, and ends them: one at a time.
+"""Starts runs, resumes earlier ones, and ends them: one at a time.
 
     what is asked (`run_config.py`) → what is in the way makes way → an engine opens the run → its row in the ledger → its conductor goes on
 
-The answer to POST /start comes when the run is in the ledger; until then nothing of a new one is left where it cannot begin.
+The answer to POST /start comes when the run is in the ledger; if a new run cannot begin, nothing of it is left.
 """
 
 from __future__ import annotations

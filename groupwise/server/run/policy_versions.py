@@ -1,7 +1,7 @@
 """Lists the versions of a policy that can be read, and opens their files.
 
-The last few policies stand where the engine publishes them, checkpoints and the final weights in the run's folder, and those that were
-saved by name beside the runs. Whatever is read is opened at once as a whole: the engine deletes old publications, and a file that is open
+The last few policies are in the engine's publication folder, checkpoints and the final weights in the run's folder, and named
+checkpoints beside the runs. All files of a version are opened at once: the engine deletes old publications, and a file that is open
 can be read to its end.
 """
 
