@@ -90,7 +90,7 @@ class RunsIndex:
         return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
 
     def stamp(self, moment: float = MOMENT) -> Any:
-        """Another value once the list has changed, or a result has come to a run or beside them. It is found once a second for all."""
+        """A value that differs once the list has changed, or a new result exists in a run or beside them. Found once a second for all."""
         return self._stamp.now(moment)
 
     def _states(self) -> Any:

@@ -100,7 +100,7 @@ _END_LIMIT = 10.0
 _LOOK_EVERY = 0.005
 """Seconds between two looks at whether the process has ended, when it is about to."""
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-"""A crash in a library is told with its stack, and nothing that was printed is lost."""
+"""Options that print the stack of a crash in a library, and lose no output."""
 _CLOSED = "The engine was closed."
 
 Log = Callable[[logging.LogRecord], None]
@@ -273,7 +273,7 @@ class EngineProcess:
         return EngineLost(reason)
 
     async def close(self) -> None:
-        """Let the engine let go of what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
+        """Have the engine release what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)

@@ -1,7 +1,7 @@
 """One thread owns `server.db`; all others hand it operations and wait for its commits.
 
 Callers run on an asyncio loop: `await ledger.do(operation, …)` queues the operation and waits. The thread takes all that are queued,
-runs each within a savepoint of one transaction, commits once, and only then resolves the callers' futures: whatever a caller is told
+runs each within a savepoint of one transaction, commits once, and only then resolves the callers' futures: every result that a caller gets
 is on the disk. So a flush to the disk, which takes milliseconds, is shared by all who came meanwhile (group commit), and reads see one
 consistent state, because they are operations like any other.
 

@@ -194,7 +194,7 @@ class PartsService:
                 raise _run_is_active()
             await self._runs.make_room(NAME)
             if self._planning.locked():
-                self._spare = None  # what it plans for somebody may take long
+                self._spare = None  # planning may take long
             engine, self._spare = await self._fresh_engine(), None
             files = Files(self._folder / id)
             self._parts = self._new(id, request.owner, files, engine)

@@ -73,7 +73,7 @@ Work = Callable[[], Awaitable[CallResult]]
 
 
 class AnswerGone(GroupwiseError):
-    """The answer was let go of, or belongs to a server that has ended since."""
+    """The answer was dropped, or belongs to a server that has ended since."""
 
     code = "answer_gone"
 
@@ -137,7 +137,7 @@ class Futures:
         self._limits = limits or Limits()
         self._journal = journal or NoJournal()
         self._restored: dict[Key, str] = {}
-        """Calls of an earlier process that have come to nothing yet, by what they are begun again with."""
+        """Unfinished calls of an earlier process, by the keys with which they are begun again."""
         self._suspended = False
         self._boot = secrets.token_hex(4)
         self._issued = 0
@@ -172,7 +172,7 @@ class Futures:
         return call.id
 
     def restore(self, row: CallRow) -> None:
-        """A call of an earlier process. One that has come to nothing yet is begun by adding it again."""
+        """A call of an earlier process. An unfinished one is begun by adding it again."""
         key = row.line, row.sequence
         call = _Call(row.id, key, row.digest, len(row.content or b""), self._caller_of(key))
         self._calls[call.id] = call

@@ -1,6 +1,6 @@
 """Records what clients opened and asked for, and the results, before clients are told.
 
-`LedgerJournal` keeps it in `server.db`. A disk that refuses is waited for: nothing is told meanwhile, and clients are to come again.
+`LedgerJournal` keeps it in `server.db`. If the disk refuses, it waits: meanwhile clients get no answers, and are to ask again.
 `NoJournal` keeps nothing; then all that clients have opened ends with the process.
 """
 

@@ -24,7 +24,7 @@ from groupwise.server.tinker.paths import path_of
 EPHEMERAL = "_sampler-"
 """Begins the names of weights that were saved for one sampler; names that clients give begin with a letter or digit."""
 SESSION_SILENCE = 600.0
-"""Seconds without a heartbeat after which the models of a session may be let go of; clients send one every ten seconds."""
+"""Seconds without a heartbeat after which the models of a session may be released; clients send one every ten seconds."""
 SESSIONS_KEPT = 10_000
 
 
