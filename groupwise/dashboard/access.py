@@ -1,12 +1,12 @@
-"""Who may look at the dashboard.
+"""Controls access to the dashboard.
 
-    a key, typed once      → a cookie that no script can read, sealed with what the server keeps of the key: it holds for a week, outlives a
+    a key, typed once      → a cookie that no script can read, sealed with what is stored of the key: it is good for a week, outlives a
                              restart, and ends with the key; here also when its browser signs out
     a key with each request→ for programs, as the other servers take it
-    no keys at all         → whoever sits at this machine, and no page of another site that has a browser ask for it
+    no keys at all         → everyone at this machine, but no page of another site that has a browser ask for it
 
-What changes something is a form of ours: it carries a token that other sites cannot read, and comes from a page of this host. So a link or
-a page elsewhere changes nothing, whatever a browser sends along with it. And nothing can be changed at all unless that was allowed.
+Only our own forms change anything: a form carries a token that other sites cannot read, and comes from a page of this host. So a link or
+a page elsewhere changes nothing, whatever a browser sends along. And nothing can be changed at all unless the settings allow it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ MOST_LEFT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Visitor:
-    """Who asks for a page."""
+    """The sender of a request for a page."""
 
     caller: Caller
     token: str = field(default="", repr=False)
-    """Of the forms that they are given; empty: a program with a key, which no other site can make ask."""
+    """Token for the visitor's forms; empty for a program with a key, which no other site can make ask."""
     by_cookie: bool = False
-    """Whether there is something to sign out of."""
+    """True if there is a session to sign out of."""
 
 
 class Door:
-    """Of one dashboard."""
+    """Access control of one dashboard."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class Door:
 
     @property
     def is_open(self) -> bool:
-        """Nobody needs a key, and nobody elsewhere is answered."""
+        """True if no key is needed; then only this machine is answered."""
         return self._keys is None
 
     def visitor(self, headers: Mapping[str, str], cookie: str | None) -> Visitor | None:
-        """Who sends a request; None: nobody that is known. Raises `unauthorised` for a wrong key, `forbidden` for another site."""
+        """The sender of a request; None if unknown. Raises `unauthorised` for a wrong key, `forbidden` for another site."""
         if self._keys is None:
             check_local(headers)
             return Visitor(LOCAL, self._own)
@@ -72,7 +72,7 @@ class Door:
         return self._of_cookie(self._keys, cookie) if cookie else None
 
     def admit(self, key: str, address: str) -> str | None:
-        """The cookie of whoever has this key; None: nobody has it. Raises `rate_limited`."""
+        """A cookie for this key; None if the key is unknown. Raises `rate_limited`."""
         if seconds := self._tries.take(address):
             raise Refusal("rate_limited", retry_after=seconds)
         caller = self._keys.caller(key.strip()) if self._keys is not None else None
@@ -82,7 +82,7 @@ class Door:
         return f"{told}.{self._keys.sealed(caller.id, f'cookie {told}')}"
 
     def leave(self, cookie: str | None) -> None:
-        """Whoever has this cookie has signed out: it is good no longer, as long as this dashboard runs."""
+        """Sign a cookie out: it is no longer accepted, as long as this dashboard runs."""
         if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
             return
         self._left[cookie] = None
@@ -92,7 +92,7 @@ class Door:
             del self._left[next(iter(self._left))]
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
-        """Whether they are shown what changes something, which takes a key of this role."""
+        """True if the visitor is shown controls that change something and need a key of this role."""
         return self._acts and visitor.caller.role >= role
 
     def expect_actor(
@@ -133,7 +133,8 @@ class Door:
 
 
 def cookie_name(headers: Mapping[str, str], above: str) -> str:
-    """Of the dashboard below a path of a host: browsers send a cookie to all ports of its host, and to all paths below its own."""
+    """Cookie name of the dashboard below a path of a host: browsers send a cookie to all ports of its host, and to all paths below its
+    own."""
     _, _, port = headers.get("host", "").rpartition(":")
     words = ["groupwise", port if port.isdecimal() else "", *above.split("/")]
     return "-".join(filter(None, words))

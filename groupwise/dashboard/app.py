@@ -48,9 +48,10 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Of every answer: scripts and styles are files of ours, and no other site may frame, read or be told of a page."""
+"""Headers of every answer: scripts and styles are files of ours, and no other site may frame or read a page, or see its address as a
+referrer."""
 KEPT = "public, max-age=31536000, immutable"
-"""Of files whose address has their content's hash."""
+"""Cache header of files whose address has their content's hash."""
 
 
 def make_app(place: DashboardContext) -> ASGIApp:
@@ -114,7 +115,7 @@ class _WithHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Answer a request, as an ASGI application."""
 
         scope[ABOVE] = scope.get("root_path", "")  # before a route below it makes that longer
 

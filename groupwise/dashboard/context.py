@@ -1,4 +1,4 @@
-"""What a dashboard shows, and to whom: the folder of runs, a fleet and a training server where there are any, and the door."""
+"""A dashboard's sources and its access control: the folder of runs, and a fleet and a training server if there are any."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ class DashboardContext:
         return self.run(reference), None
 
     def has(self, name: str) -> bool:
-        """Whether it has a run of this name."""
+        """True if there is a run of this name."""
         plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
         return plain and is_file(self.runs.folder / name / RECORD)

@@ -1,7 +1,7 @@
-"""Events by which open pages learn that what they show has changed: one stream for each page.
+"""Tells open pages that their content has changed: one event stream for each page.
 
-The stream says only that something is new, and the page asks for itself again. So nothing that happens between is lost, and a page that
-slept is right with one request.
+The stream says only that something is new, and the page then reloads its content. So no change in between is lost, and a page that
+slept is up to date after one request.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from groupwise.runs.folder import RESULTS
 EVERY = 1.0
 """Seconds between two looks."""
 BEAT = 15.0
-"""Seconds after which something is sent in any case: proxies close what is silent, and whoever has gone is noticed."""
+"""Seconds after which something is sent in any case: proxies close silent connections, and a client that has gone is noticed."""
 MOST_STREAMS = 100
 RETRY_SECONDS = 5.0
 
 Look = Callable[[], Any]
-"""What a page depends on, as a value that differs once something is new."""
+"""A function whose value changes once a page has news."""
 
 
 class Streams:
@@ -46,7 +46,7 @@ class Streams:
             )
 
     def leave(self) -> None:
-        """One has ended."""
+        """Count a stream that has ended."""
         self._free.release()
 
 
@@ -66,7 +66,7 @@ async def live(request: Request) -> Response:
 
 
 def look_of(place: DashboardContext, request: Request) -> Look:
-    """What the page of this address depends on."""
+    """The function to watch for the page of this address."""
     runs = [place.run(name) for name in request.query_params.getlist("run")[:20]]
     if runs:
         return lambda: [_of_run(place, path) for path in runs]
@@ -77,14 +77,14 @@ def look_of(place: DashboardContext, request: Request) -> Look:
 
 
 def _of_run(place: DashboardContext, path: Path) -> Any:
-    """Its record, the results that evaluations have left beside it, and whether a process works on it."""
+    """State of a run: its record, the results that evaluations have left beside it, and whether a process works on it."""
     return stamp_of(path), changed(path / RESULTS), place.runs.one(path).info.state
 
 
 async def _events(
     place: DashboardContext, look: Look, streams: Streams, request: Request
 ) -> AsyncGenerator[bytes]:
-    """Until the browser goes, or the dashboard ends."""
+    """Send news until the browser goes, or the dashboard ends."""
     try:
         yield b"retry: 3000\n\n"
         before, silent = await asyncio.to_thread(look), 0.0

@@ -1,6 +1,6 @@
-"""What a page is: a template and the data that it shows. The same data is the answer to whoever asks for JSON.
+"""Pages: a template and the data that it shows. The same data is the answer to programs that ask for JSON.
 
-A page is a function of a `Visit` that returns a `Page`, or a response of its own where it gives a file. It may block: it runs in a thread.
+A page is a function of a `Visit` that returns a `Page`, or a response of its own if it gives a file. It may block: it runs in a thread.
 What a user did wrong is raised as everywhere (`GroupwiseError`, `Refusal`), and becomes a page that says what to do.
 """
 
@@ -35,7 +35,7 @@ TOKEN = "token"
 """Field of every form that changes something."""
 FORM = "application/x-www-form-urlencoded"
 ABOVE = "groupwise.above"
-"""Where a request says what stands before our paths."""
+"""Scope key of the path prefix before our paths."""
 MOST_FORM = 64 * 1024
 """Bytes of a form."""
 
@@ -56,12 +56,12 @@ class Cut(Generic[T]):
 
     rows: Sequence[T]
     page: int
-    """From 1; the last one where a later one was asked for."""
+    """Number of the page, from 1; the last one if a later one was asked for."""
     pages: int
 
 
 def cut(rows: Sequence[T], page: int, most: int) -> Cut[T]:
-    """So many of a list, of that page."""
+    """Cut a page of `most` rows from a list."""
     pages = max(1, -(-len(rows) // most))
     page = min(page, pages)
     return Cut(rows[(page - 1) * most : page * most], page, pages)
@@ -69,7 +69,7 @@ def cut(rows: Sequence[T], page: int, most: int) -> Cut[T]:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What is shown."""
+    """A template with its data."""
 
     template: str
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -91,7 +91,7 @@ class Visit:
         return str(self.request.path_params[name])
 
     def query(self, kind: type[Q]) -> Q:
-        """What the address says. Raises UsageError."""
+        """Parse the address's query. Raises UsageError."""
         given: dict[str, Any] = {}
         several = {name for name, each in kind.model_fields.items() if _is_several(each.annotation)}
         for name in self.request.query_params:
@@ -132,7 +132,7 @@ Do = Callable[[Visit, Mapping[str, str]], str]
 
 
 def done(path: str, do: Do, role: Role = Role.ACT) -> Route:
-    """What a form changes, where its visitor may: it takes a key of this role."""
+    """A route for a form that changes something, which takes a key of this role."""
     name = getattr(do, "__name__", path)
     return Route(path, partial(_do, do, role), methods=["POST"], name=name)
 
@@ -190,7 +190,7 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 def above(request: Request) -> str:
-    """What stands before our paths in addresses: empty, or where another server has put us."""
+    """The prefix of our paths in addresses: empty, unless another server mounts us under a path."""
     return str(request.scope.get(ABOVE, ""))
 
 
@@ -222,11 +222,11 @@ def respond(visit: Visit, page: Page) -> Response:
     )
     return HTMLResponse(
         text.encode("utf-8", "replace")
-    )  # half a letter of somebody is no reason to fail
+    )  # a lone surrogate in a text is no reason to fail
 
 
 def wants_json(request: Request) -> bool:
-    """Whether whoever asks is a program: `?format=json`, or it accepts JSON and no page."""
+    """True if the client is a program: `?format=json`, or it accepts JSON and no page."""
     if request.query_params.get("format") == "json":
         return True
     accepts = request.headers.get("accept", "")
@@ -234,7 +234,7 @@ def wants_json(request: Request) -> bool:
 
 
 async def failed(request: Request, error: Exception) -> Response:
-    """What went wrong, as a page or a problem that says what to do."""
+    """Render an error as a page or a problem that says what to do."""
     status, code, title, message = _explained(error)
     headers = error.headers if isinstance(error, Refusal) else {}
     if wants_json(request):
@@ -245,7 +245,7 @@ async def failed(request: Request, error: Exception) -> Response:
             "code": code,
             "detail": message,
         }
-        content = json.dumps(body).encode()  # half a letter of somebody is written as its number
+        content = json.dumps(body).encode()  # a lone surrogate is written as its number
         return Response(content, status, headers, media_type=MEDIA_TYPE)
     place: DashboardContext | None = getattr(request.app.state, "place", None)
     parts = {

@@ -23,7 +23,7 @@ from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import WatchedServer
 
 END_SECONDS = 5
-"""For connections to be closed."""
+"""Seconds in which connections must be closed."""
 FIRST_LOOK = 6.0
 """Seconds in which the runs are read before it says that it listens; later pages find them read."""
 
@@ -42,11 +42,11 @@ class Settings:
     proxy: str | None = None
     """Address of a proxy in front, whose forwarded headers are believed."""
     acts: bool = False
-    """Whether buttons may change something."""
+    """True if buttons may change something."""
 
 
 def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
-    """Those that are let in; None: there are none, and only this machine is answered. `plain`: from the environment.
+    """Keys that are let in; None: there are none, and only this machine is answered. `plain`: from the environment.
 
     Raises UsageError where others could look without one, or a key would travel in the clear.
     """
@@ -79,7 +79,7 @@ def serve(
     fleet: WatchedFleet | None = None,
     server: WatchedServer | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin."""
+    """Serve until a signal comes; returns the exit code. Raises UsageError if it cannot begin."""
     if settings.runs.exists() and not settings.runs.is_dir():
         raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
     check_tls(settings.certificate, settings.key)

@@ -1,7 +1,7 @@
-"""How pages are written: Jinja's templates with everything escaped, and the few words and numbers that they share.
+"""Renders pages: Jinja's templates with everything escaped, and the few filters that they share.
 
-What a model or a user wrote is text and nothing else: characters that would command a terminal or turn the direction of what follows are
-shown as pictures (`display.text`), and each text stands in an element whose direction is its own.
+Text by a model or a user is shown as text and nothing else: characters that would command a terminal or turn the direction of what
+follows are shown as pictures (`display.text`), and each text stands in an element whose direction is its own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OUTCOMES = {
     "pending": "not scored yet",
 }
 MARKS = re.compile(r"<\|[^|<>]{1,40}\|>|</?(?:start_of_turn|end_of_turn|bos|eos|s)>")
-"""Of chat templates."""
+"""Special tokens of chat templates."""
 SPEAKER = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)(\w{1,20})\b")
-"""Of a message, after the mark with which it begins."""
+"""The speaker of a message, after the mark with which it begins."""
 LONGEST_LINE = 4_000
 LONGEST = 200_000
 """Characters of one text in a page; more of it is in the file that the page links to."""
@@ -74,7 +74,7 @@ def static(at: str, name: str) -> str:
 
 
 def text(value: Any, most: int = LONGEST) -> str:
-    """What somebody wrote, harmless, as it stands; of very much of it the beginning."""
+    """Untrusted text, made harmless and otherwise unchanged; very long text is cut."""
     found = _plain(value)
     more = f"\n… {len(found) - most:,} more characters" if len(found) > most else ""
     return clean(found[:most]) + more
@@ -129,7 +129,7 @@ def spark(values: Sequence[float], width: int = 120, height: int = 28) -> str:
 
 
 def short(value: Any, most: int = 60) -> str:
-    """The beginning of what somebody wrote, in one line; the rest is not looked at. A line break may be two characters."""
+    """The beginning of untrusted text, in one line; the rest is not looked at. A line break may be two characters."""
     return shorten(one_line(_plain(value)[: 2 * most + 2]), most)
 
 
@@ -183,7 +183,7 @@ def pretty(value: Any) -> str:
 
 
 def outcome(value: str) -> str:
-    """What became of a rollout, in words."""
+    """The outcome of a rollout, in words."""
     return OUTCOMES.get(value, value)
 
 
@@ -211,4 +211,4 @@ FILTERS: Mapping[str, Any] = {
     "pretty": pretty,
     "outcome": outcome,
 }
-"""What templates write behind a bar."""
+"""Filters of the templates."""

@@ -15,7 +15,7 @@ from groupwise.server.routes.declared import ServiceLike, Serving
 from groupwise.server.settings import ServerConfig
 
 ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)
-"""Of ask/post."""
+"""Routes of the ask/post protocol."""
 
 DESCRIPTION = (
     "The server owns the model; the client owns the loop, the data and the rewards: it asks for completions of its prompts, scores them, "

@@ -1,12 +1,12 @@
 """`groupwise serve`: one process that listens, keeps the ledger, and drives the engine.
 
-It takes the folder, so that no second server can; binds the address, so that a port in use is told before anything is loaded; lets the
-service open what the last server left; then answers. Beside the requests run two tasks: one writes the events of the run into the log,
-the other begins the run of `--start-with`.
+It locks the folder against a second server; binds the address, so that a port in use is reported before anything is loaded; lets the
+service open what the last server left; then answers. Two tasks run beside the requests: one writes the events of the run into the log,
+the other starts the run of `--start-with`.
 
-The first SIGTERM or Ctrl-C ends it cleanly: it is ready no more, refuses new work, and ends streams; the service answers whoever waits,
-saves, and ends the engine; at last the connections are closed. All of that has `shutdown_seconds`. The second signal ends it at once, which
-costs work but no truth.
+The first SIGTERM or Ctrl-C ends it cleanly: it is no longer ready, refuses new work, and ends streams; the service answers waiting
+requests, saves, and ends the engine; at last the connections are closed. All of that may take `shutdown_seconds`. The second signal ends
+it at once, which loses work, but leaves the ledger correct.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ WARNINGS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a server answers by: the service of ask/post, and the protocols beside it."""
+    """The services that answer requests: ask/post, and the protocols beside it."""
 
     service: ServiceLike
     openai: OpenAIService | None = None
@@ -164,7 +164,7 @@ def _parts(
 
 
 def _warnings(record: logging.LogRecord) -> None:
-    """What the engine warns of; the rest stands in the run's own log, and steps have lines here."""
+    """Log the engine's warnings; the rest is in the run's own log, and steps have lines here."""
     if record.levelno >= logging.WARNING:
         log_here(record)
 
@@ -176,7 +176,7 @@ def serve(
     build: Build = build_service,
     in_front: InFrontOf | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin, or `start_with` is refused."""
+    """Serve until a signal comes; returns the exit code. Raises UsageError if it cannot begin, or `start_with` is refused."""
     check_tls(config.tls_certificate, config.tls_key)
     lock = _take(config.folder)
     handler = configure(config.log_format)
@@ -219,7 +219,7 @@ def _take(folder: Path) -> RunLock:
 
 
 class _Server:
-    """One server, from its first request to its last."""
+    """A running server, from its first request to its last."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _Server:
         """Why `start_with` was."""
 
     async def run(self) -> int:
-        """Until it has ended."""
+        """Run until it has ended."""
         built = await self._build(self._config)
         await built.begin()
         serving, answers = built.application(self._config, self._keys)
@@ -310,7 +310,7 @@ class _Server:
             loop.add_signal_handler(number, asked, number)
 
     async def _start(self, serving: Serving, request: StartRequest) -> None:
-        """As if an admin had posted it."""
+        """Start the run as if an admin had posted the request."""
         try:
             answer = await serving.service.start(request, Caller(LOCAL.id, Role.ADMIN))
         except GroupwiseError as error:
@@ -349,7 +349,7 @@ class _Server:
 
 
 async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    """End tasks that nobody waits for any more."""
+    """Cancel tasks that are no longer needed, and wait for them."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

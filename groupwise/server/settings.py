@@ -1,4 +1,4 @@
-"""What can be said about a server: the keys of `groupwise serve`, and the four places where they may stand.
+"""Settings of a server: the keys of `groupwise serve`, and the four places where they may stand.
 
 Defaults come first; a YAML file (`--config`) is laid over them, then variables of the environment (`GROUPWISE_SERVE_PORT=8001`), then
 options and `key=value` words of the command line. The API keys are no settings: a plain one stands in `GROUPWISE_API_KEY`, hashes of others
@@ -125,7 +125,7 @@ class ServerConfig(Strict):
     log_format: Literal["text", "json"] = setting("text", "Lines for people, or for programs.")
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What does not go together."""
+        """Settings that do not go together."""
         if (self.tls_certificate is None) != (self.tls_key is None):
             there, missing = "tls_certificate", "tls_key"
             if self.tls_certificate is None:
@@ -143,12 +143,12 @@ class ServerConfig(Strict):
 
     @property
     def is_local(self) -> bool:
-        """Whether nobody but this machine can reach it."""
+        """True if only this machine can reach it."""
         return is_loopback(self.host)
 
     @property
     def scheme(self) -> str:
-        """Of its address."""
+        """Scheme of its address."""
         return "https" if self.tls_certificate else "http"
 
 

@@ -75,7 +75,7 @@ VARIABLE = "GROUPWISE_FAKE_ENGINE"
 NO_SUCH_MODEL = "no-such-model"
 """The one `model.name` that cannot be loaded."""
 EXIT_CODE = 70
-"""Of a process that a fault ends."""
+"""Exit code of a process that a fault ends."""
 
 Verb = Literal[
     "open",
@@ -94,25 +94,25 @@ Verb = Literal[
 Point = Literal["begun", "before_write", "after_write", "done"]
 
 _Metrics = dict[int, dict[str, float]]
-"""By step."""
+"""Metrics by step."""
 
 _RECORD = "run.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong, and when."""
+    """A failure to simulate, and when."""
 
     verb: Verb
     kind: Literal["hang", "block", "raise", "die"]
     """`hang`: the call waits for ever. `block`: so does the event loop. `raise`: RunError. `die`: the engine ends."""
     point: Point = "begun"
     calls: tuple[int, ...] = ()
-    """Which calls of the verb, counted from 1 in the engine's life; none: every one."""
+    """Calls of the verb that fail, counted from 1 in the engine's life; empty: every one."""
     step: int | None = None
-    """Of `step`: only the plan of this step."""
+    """Limits a fault of `step` to the plan of this step."""
     once: str | None = None
-    """A file that is made when it happens; where it is there, it has happened, in this process or in an earlier one."""
+    """A file that is made when it happens; if it exists, the fault has happened, in this process or in an earlier one."""
     message: str = "A fault was asked for."
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What is read of a config, with the defaults of the real one where they are not too large."""
+    """Settings read from a config, with the defaults of the real one unless they are too large."""
 
     model: str
     max_steps: int
@@ -163,9 +163,9 @@ class _Run:
     sampler: FakeSampler
     policy: Policy
     manifests: list[StepRecord]
-    """Of the steps that stand."""
+    """Records of the steps that stand."""
     metrics: _Metrics
-    """By step, also of those that the opening has undone."""
+    """Metrics by step, also of those that the opening has undone."""
     closed: bool = False
 
     @property
@@ -185,7 +185,7 @@ class _Request:
 
     completions: tuple[Completion, ...] = ()
     shown: int = 0
-    """Tokens of each that are there already, as far as anybody can tell."""
+    """Tokens of each that have been written by now."""
 
 
 class FakeEngine:
@@ -307,7 +307,7 @@ class FakeEngine:
         return answer
 
     async def pass_point(self, verb: str, point: Point, call: int, step: int | None) -> None:
-        """What `hold` and the faults have a call do there."""
+        """Apply `hold` and the faults to a call at this point."""
         gate = self._gates.get((verb, point))
         if gate is not None:
             await gate.wait()
@@ -516,7 +516,7 @@ class FakeEngine:
         return Probe(self._phase, None, len(self._requests), self._sampled_tokens)
 
     async def _close(self, _: _Points) -> None:
-        """There is nothing to let go of; what is under way ends afterwards."""
+        """Nothing is held open; what is under way ends afterwards."""
 
     @property
     def _current(self) -> _Run:
@@ -548,7 +548,7 @@ class FakeEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Where one call is told to be."""
+    """Reports the progress of one call."""
 
     engine: FakeEngine
     verb: str
@@ -752,7 +752,7 @@ _FILES: dict[str, bytes] = {"alphabet.json": json.dumps(ALPHABET).encode()}
 
 
 def _hash(files: Mapping[str, bytes]) -> str:
-    """As the real engine has it: of names, lengths and contents."""
+    """Hash of names, lengths and contents, as the real engine computes it."""
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         digest.update(f"{name}|{len(content)}|".encode())

@@ -36,7 +36,7 @@ GRACE_TICKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What the command of one attempt does."""
+    """Script of one attempt's command."""
 
     ticks: int = 2
     """Units of work before it exits; 0: it has exited as soon as it is looked at."""
@@ -50,15 +50,15 @@ class Script:
     leaks: bool = False
     """Leaves a process behind that holds its GPUs."""
     checkpoints: int = 0
-    """Complete ones that are there as soon as it runs; what is in them nobody asks."""
+    """Complete checkpoints that exist as soon as it runs; their content is never read."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """What it has written when it exits, relative to the work folder."""
+    """Files that exist when it exits, relative to the work folder."""
     refusal: str | None = None
     """Code with which the runner refuses to begin it."""
 
 
 class Fault(StrEnum):
-    """What happens to one call."""
+    """A fault in one call."""
 
     REQUEST_LOST = "request_lost"
     """Nothing arrived; the caller does not know."""
@@ -81,13 +81,13 @@ class _Process:
     script: Script
     left: int
     ending: int | None = None
-    """Ticks until KILL; None: nobody wants it to end."""
+    """Ticks until KILL; None: it is not being ended."""
     why: str = "exited"
 
 
 @dataclass(slots=True)
 class _Folder:
-    """What lies on disk of one attempt, and its processes."""
+    """An attempt's files on disk, and its processes."""
 
     job: str
     epoch: int
@@ -110,7 +110,7 @@ class _Folder:
     artefacts: dict[str, bytes] = field(default_factory=dict[str, bytes])
     checkpoints: int = 0
     step: int | None = None
-    """Of the newest of these."""
+    """Step of the newest of these."""
     deadman: float | None = None
     contact: float = 0.0
 
@@ -143,7 +143,7 @@ class FakeHosts:
         return iter(self.hosts.values())
 
     def script(self, job: str, epoch: int) -> Script:
-        """What this attempt does: the n-th epoch that was ever launched of a job gets its n-th script."""
+        """The attempt's script: the n-th epoch of a job that was ever launched gets its n-th script."""
         epochs = self._attempts_seen.setdefault(job, [])
         if epoch not in epochs:
             epochs.append(epoch)
@@ -185,7 +185,7 @@ class FakeHost:
         self.gpus = list(gpus)
         """UUIDs of those that its driver shows."""
         self.foreign: set[str] = set()
-        """GPUs that somebody else uses."""
+        """GPUs that are used by others."""
         self.folders: dict[str, _Folder] = {}
         self.highest: dict[str, int] = {}
         self.forgotten: set[str] = set()
@@ -236,7 +236,7 @@ class FakeHost:
         self._faults.clear()
 
     def cut(self) -> None:
-        """Nobody reaches it; what runs there goes on."""
+        """Cut the connection; what runs there goes on."""
         self.connected = False
         self._rack.record("cut", vm=self.name)
         self.wake()
@@ -263,7 +263,7 @@ class FakeHost:
         self.wake()
 
     def kill_supervisor(self, job: str, epoch: int, *, child_too: bool = False) -> None:
-        """What watches over the command is killed; the command runs on, unwatched, unless it dies too."""
+        """Kill the supervisor; the command runs on, unwatched, unless it dies too."""
         folder = self.folders[f"{job}.{epoch}"]
         folder.supervisor = False
         self._rack.record("supervisor_killed", **self._who(folder))
@@ -279,20 +279,20 @@ class FakeHost:
         self.wake()
 
     async def deliver(self) -> int:
-        """What was delayed arrives now; how many requests that were."""
+        """Deliver the delayed requests; returns their number."""
         late, self._late = self._late, []
         for request in late:
             try:
                 self.perform(request)
             except RunnerRefused:
-                continue  # nobody is there any more to be told
+                continue  # no caller is left to be told
         self.wake()
         return len(late)
 
     # Work
 
     def tick(self) -> None:
-        """Commands work, and end where they are done or were told to."""
+        """Let commands work, and end those that are done or were told to stop."""
         for folder in list(self.folders.values()):
             process = folder.process
             if process is None:
@@ -309,7 +309,7 @@ class FakeHost:
                     )
 
     def strike(self) -> None:
-        """The deadman of each attempt, where it has one."""
+        """The deadman of each attempt that has one."""
         for folder in self.folders.values():
             process = folder.process
             if process is None or folder.deadman is None or not folder.supervisor:
@@ -331,7 +331,7 @@ class FakeHost:
         why = "exited" if by_itself else process.why
         self._record_stop(folder, code if signal is None else -signal, why)
         if not folder.supervisor:
-            return  # nobody was there to write it down
+            return  # no supervisor was left to write it down
         folder.supervisor = False
         self._write_exit(
             folder, None if signal is not None else code, signal, why,
@@ -367,13 +367,13 @@ class FakeHost:
         self._rack.record("stop", **self._who(folder), code=code, why=why)
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Have waiting callers look again."""
         self._news.set()
 
     # The port
 
     async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
-        """As `Host.call`."""
+        """See `Host.call`."""
         await asyncio.sleep(0)
         if not (self.powered and self.connected):
             raise HostUnreachable(f"{self.name}: no connection")
@@ -388,7 +388,7 @@ class FakeHost:
         return answer
 
     async def _go_wrong(self, request: Request) -> None:
-        """What was said to happen to this call, if anything was."""
+        """Apply the fault planned for this call, if any."""
         match self._next_fault(request.verb):
             case Fault.UNREACHABLE:
                 raise HostUnreachable(f"{self.name}: no connection")
@@ -545,7 +545,7 @@ class FakeHost:
         return None
 
     def _holder(self, uuid: str, asking: _Folder) -> _Folder | None:
-        """Who has the lock of this GPU, in a way that bears no other."""
+        """The folder that holds this GPU's lock, unless both may share it."""
         for other in self.folders.values():
             if other is asking or not other.holds or uuid not in other.gpus:
                 continue

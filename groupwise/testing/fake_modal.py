@@ -1,8 +1,8 @@
-"""A Modal of this machine: calls are processes, each container has its own copy of the volume, and what is not committed is seen by nobody.
+"""A local imitation of Modal: calls are processes, each container has its own copy of the volume, and only commits are seen by others.
 
-What it keeps to, as Modal has it:
+Rules that it shares with Modal:
 
-    - One desk, one request after the other, whoever asks. Work goes on when whoever spawned it is gone: a process of its own keeps it.
+    - One desk, one request after the other. Work goes on when its spawner is gone: a process of its own keeps it.
     - A call waits for a container (`hold`), runs in one, and is begun again with the same input in a new one, with an empty disk, when that
       is taken away: told with SIGINT and killed after a while (`preempt`), or without a word (`lose`).
     - A time-out counts from the beginning of a container, and kills. A cancelled call is told, then killed. With a container all that it
@@ -43,7 +43,7 @@ TICK = 0.02
 GRACE = 30.0
 """Seconds between SIGINT and the end of a container."""
 KEEPER, CONTAINER = "modal-keeper", "modal-container"
-"""What their processes are called: a container's may be told from that of a call which it has spawned."""
+"""Process names: a container can be told from a call which it has spawned."""
 SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 
@@ -111,15 +111,15 @@ class FakeModal:
         (self.folder / "hold").touch() if on else (self.folder / "hold").unlink()
 
     def preempt(self, call: str) -> None:
-        """Its container is wanted back."""
+        """Take a call's container back, with a warning."""
         self._tell(call, "preempt")
 
     def lose(self, call: str) -> None:
-        """Its container is gone."""
+        """Take a call's container away without a word."""
         self._tell(call, "lose")
 
     def expire(self, call: str) -> None:
-        """What became of it is forgotten."""
+        """Forget a call's result."""
         shutil.rmtree(self.folder / "calls" / call)
 
     def stop(self) -> None:
@@ -163,20 +163,20 @@ class View:
         self._note = here.with_suffix(".seen")
         here.mkdir(parents=True, exist_ok=True)
         self._mine: dict[str, Any] = {}
-        """What each path was here when both were the same; and there."""
+        """State of each path when both sides were last the same, here and there."""
         self._theirs: dict[str, Any] = {}
         with suppress(FileNotFoundError):
             self._mine, self._theirs = json.loads(self._note.read_text("utf-8"))
 
     def commit(self) -> None:
-        """What has changed here goes there, and what has changed there comes. Of two that changed the same file the last one wins."""
+        """Copy changes here to there, and changes there to here. If both changed the same file, the last one wins."""
         with self._alone():
             sent = self._carry(self.here, self._committed, self._mine, ())
             self._carry(self._committed, self.here, self._theirs, sent)
             self._mine, self._theirs = _listed(self.here), _listed(self._committed)
 
     def reload(self) -> None:
-        """What has changed there comes here; what has changed here stays."""
+        """Copy changes there to here; local changes stay."""
         with self._alone():
             changed = {
                 path for path, found in _listed(self.here).items() if self._mine.get(path) != found
@@ -200,7 +200,7 @@ class View:
     def _carry(
         source: Path, target: Path, before: Mapping[str, Any], but: Collection[str]
     ) -> set[str]:
-        """Those that have come or gone since."""
+        """Carry changes since `before` from source to target, leaving out `but`; returns the paths that are new or changed."""
         now = _listed(source)
         gone = {path for path in before if path not in now and path not in but}
         came = {path for path in now if before.get(path) != now[path] and path not in but}
@@ -212,7 +212,7 @@ class View:
 
 
 def _listed(folder: Path) -> dict[str, Any]:
-    """What each path is; what is neither file nor folder nor link is no part of a volume."""
+    """A description of each path; anything but files, folders and links is no part of a volume."""
     found: dict[str, Any] = {}
     todo = [""]
     while todo:
@@ -263,7 +263,7 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def desk(folder: Path, what: str, *arguments: Any) -> Any:
-    """Its one container, which answers one after the other."""
+    """Ask the desk: a single container, which answers one request after the other."""
     with _locked(folder / "desk" / "lock"):
         view = View(folder / "volume", folder / "desk" / "volume")
         view.reload()
@@ -334,7 +334,7 @@ class Keeper:
         return True
 
     def contain(self, number: int, secrets: Mapping[str, str]) -> str:
-        """One container; how the call ended in it, or `again`."""
+        """Run one container; returns how the call ended in it, or `again`."""
         container = os.fork()
         if container == 0:
             os.setsid()
@@ -347,7 +347,7 @@ class Keeper:
             self.end()
 
     def watch(self, container: int, deadline: float) -> str:
-        """Until it has ended, or has to."""
+        """Watch a container until it has ended, or has to."""
         while (ended := _ended(container)) is None:
             if self.told("stop"):
                 return "stopped"
@@ -363,7 +363,7 @@ class Keeper:
         return "done" if ended == 0 else "failed"
 
     def leave(self, container: int, how: signal.Signals) -> str:
-        """It is told, and has some time. `done` if its work came to an end in that."""
+        """Signal the container, and give it some time; returns `done` if its work ended within that time."""
         os.kill(container, how)
         until = time.monotonic() + GRACE
         while (ended := _ended(container)) is None and time.monotonic() < until:
@@ -371,7 +371,7 @@ class Keeper:
         return "done" if ended == 0 else ""
 
     def end(self) -> None:
-        """Of the container, with all that it has started: this process adopts what loses its parent."""
+        """End the container with all that it has started: this process adopts orphans."""
         while found := _below(os.getpid()):
             for pid in found:
                 with suppress(ProcessLookupError):
@@ -406,7 +406,7 @@ def _is_keeper(pid: int) -> bool:
 
 
 class Cancelled(BaseException):
-    """As Modal raises it in the middle of a call that is cancelled."""
+    """Raised, as by Modal, in the middle of a call that is cancelled."""
 
 
 def _cancelled(_signal: int, _frame: object) -> None:
@@ -414,7 +414,7 @@ def _cancelled(_signal: int, _frame: object) -> None:
 
 
 def run_container(folder: Path, name: str, number: int) -> NoReturn:
-    """In a process of its own."""
+    """Run a container in a process of its own."""
     status = 1
     try:
         sys.stderr.write(contain(folder, name, number) + "\n")
@@ -429,7 +429,7 @@ def run_container(folder: Path, name: str, number: int) -> NoReturn:
 
 
 def contain(folder: Path, name: str, number: int) -> str:
-    """What runs in a container: the work, with a volume and a disk of its own."""
+    """Run the work of a container, with a volume and a disk of its own."""
     signal.signal(signal.SIGUSR1, _cancelled)
     place = folder / "calls" / name / f"container-{number}"
     view = View(folder / "volume", place / "volume")
@@ -452,7 +452,7 @@ def contain(folder: Path, name: str, number: int) -> str:
 
 
 def main() -> None:
-    """As `python -m`: a keeper, which goes on by itself."""
+    """Entry point of `python -m`: starts a keeper, which goes on by itself."""
     folder, name = sys.argv[1:]
     secrets: dict[str, str] = json.loads(sys.stdin.read())
     if os.fork() == 0:

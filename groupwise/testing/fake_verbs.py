@@ -1,7 +1,7 @@
 """An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing.fakes`.
 
 It keeps the contract of `groupwise.server.engine.adapter_port` with the true gradient of the loss `given`, plain steps in place of AdamW's,
-and what is saved as files. `calls` tells what it was asked for, in order.
+and what is saved as files. `calls` lists its calls in order.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _tokens(row: Row, logprobs: Sequence[float]) -> list[tuple[float, float, flo
 
 
 def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[float, float]:
-    """What is maximised at a token, and its slope with the log-probability; see `groupwise.algorithms.given`."""
+    """The value maximised at a token, and its slope with the log-probability; see `groupwise.algorithms.given`."""
     low, high = loss.knobs.get("clip_low", 0.8), loss.knobs.get("clip_high", 1.2)
     kind = loss.knobs["surrogate"]
     if kind == "log_probability":

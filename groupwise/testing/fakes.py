@@ -196,7 +196,7 @@ class FakeLearner:
 
 
 def _at_tokens(table: Sequence[float], row: Row) -> list[list[float]]:
-    """For each token of a row, the log-probabilities of all letters there."""
+    """The log-probabilities of all letters at each token of a row."""
     found = [_logprobs(table, row.temperature)] * len(row.completion_ids)
     for each in row.withheld:
         without = _logprobs(table, row.temperature, each.token_ids)

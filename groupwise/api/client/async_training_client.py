@@ -75,10 +75,10 @@ class AsyncTrainingClient:
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
-        """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY where they are not given.
+        """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY if they are not given.
 
         `patience`: seconds for which a call is tried again. `timeout`: seconds without a byte after which an attempt is given up.
-        `transport` answers in the network's place.
+        `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
         self._http = httpx2.AsyncClient(
@@ -102,7 +102,7 @@ class AsyncTrainingClient:
         await self.close()
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Release the connections."""
         await self._http.aclose()
 
     async def start(
@@ -176,11 +176,11 @@ class AsyncTrainingClient:
         return await self._ask(calls.step(group_ids, learning_rate, wait=wait, timeout=timeout))
 
     async def status(self) -> StatusAnswer:
-        """Where server and run stand."""
+        """Status of server and run."""
         return await self._ask(calls.status())
 
     async def activity(self) -> ActivityAnswer:
-        """What goes on there at this instant: living groups, who waits, steps to come, clients and their sessions."""
+        """Current activity: living groups, waiting requests, steps to come, clients and their sessions."""
         return await self._ask(calls.activity())
 
     async def checkpoints(self) -> CheckpointsAnswer:
@@ -211,7 +211,7 @@ class AsyncTrainingClient:
             await self._sleep(patience.wait(failed))
 
     async def events(self, after: int | None = None) -> AsyncIterator[EventData]:
-        """What happens, as it happens, each event once, also over lost connections; it ends when the caller stops asking.
+        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops asking.
 
         `after`: the id of the last event that is known already (`StatusAnswer.last_event_id`).
         """

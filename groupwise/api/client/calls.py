@@ -1,6 +1,6 @@
 """Every call of the training server, as data: what is sent, and how the answer is read. Both clients make theirs from these.
 
-What a caller gives is checked with the models of the wire before it is sent, so that a mistake is told at once, and in the same words as
+What a caller gives is checked with the models of the wire before it is sent, so that a mistake is reported at once, in the same words as
 by the server: `InvalidRequest`, with each field.
 """
 
@@ -46,14 +46,14 @@ from groupwise.core.types import Prompt
 A = TypeVar("A", bound=BaseModel)
 
 Rewards = Sequence[float | None]
-"""One entry for each completion: a number, or None for one that failed and does not teach."""
+"""A number for each completion, or None for one that failed and does not teach."""
 
 RewardsEntry = GroupRewards | Mapping[str, Any]
 """The rewards of one group among several: made by `rewards_for`, or its fields."""
 
 
 class Sampling(TypedDict, total=False):
-    """How completions are drawn, where it differs from the run's own way; see `CompletionsRequest`."""
+    """Sampling settings that differ from the run's; see `CompletionsRequest`."""
 
     num_completions: int | None
     temperature: float | None
@@ -85,7 +85,7 @@ def completions(
     prompt_tokens: Sequence[int] | None,
     sampling: Sampling,
 ) -> Call[GroupAnswer]:
-    """Of one prompt."""
+    """Ask for completions of one prompt."""
     given = {"prompt": prompt, "draw": draw, "prompt_tokens": prompt_tokens, **sampling}
     return _post("/completions", _checked(CompletionsRequest, _given(given)), GroupAnswer)
 
@@ -93,7 +93,7 @@ def completions(
 def completions_batch(
     prompts: Sequence[Prompt], draws: Sequence[int] | None, sampling: Sampling
 ) -> Call[CompletionsBatch]:
-    """Of several prompts."""
+    """Ask for completions of several prompts."""
     given = {"prompts": list(prompts), "draws": draws, **sampling}
     return _post("/completions", _checked(CompletionsRequest, _given(given)), CompletionsBatch)
 
@@ -118,7 +118,7 @@ def rewards(
     wait: bool = False,
     timeout: float = DEFAULT_WAIT,
 ) -> Call[RewardAnswer]:
-    """Of one group, by its id or by the answer that it came in."""
+    """Post rewards for one group, named by its id or by the answer that it came in."""
     if isinstance(group, GroupAnswer):
         entry = _entry(rewards_for(group, values, include=include))
     else:
@@ -130,7 +130,7 @@ def rewards(
 def rewards_batch(
     groups: Sequence[RewardsEntry], *, wait: bool = False, timeout: float = DEFAULT_WAIT
 ) -> Call[RewardsBatchAnswer]:
-    """Of several groups, all or none."""
+    """Post rewards for several groups, all or none."""
     given = {"groups": [_entry(group) for group in groups], **_waiting(wait, timeout)}
     body = _checked(REWARDS_REQUEST, given)
     return _post("/rewards", body, RewardsBatchAnswer, waits=timeout if wait else 0.0)
@@ -156,17 +156,17 @@ def step(
 
 
 def status() -> Call[StatusAnswer]:
-    """Where server and run stand."""
+    """Ask for the status of server and run."""
     return _call("GET", "/status", StatusAnswer)
 
 
 def activity() -> Call[ActivityAnswer]:
-    """What goes on at this instant."""
+    """Ask for the current activity."""
     return _call("GET", "/activity", ActivityAnswer)
 
 
 def checkpoints() -> Call[CheckpointsAnswer]:
-    """Those that there are."""
+    """Ask for the list of checkpoints."""
     return _call("GET", "/checkpoints", CheckpointsAnswer)
 
 
@@ -188,7 +188,7 @@ def model(version: str | None) -> Call[httpx2.Response]:
 
 
 def events(after: int | None) -> Call[httpx2.Response]:
-    """What happens, as a stream, from behind the event `after`."""
+    """Ask for the stream of events after the event `after`."""
     headers = {"Accept": "text/event-stream"}
     if after is not None:
         headers["Last-Event-ID"] = str(after)

@@ -1,7 +1,7 @@
-"""What a client of the training server raises. Every error is one of these, whichever client and call it comes from.
+"""Errors raised by a client of the training server. Every error is one of these, whichever client and call it comes from.
 
-ClientError                       `problem`, `code`, `status` and `retry_after` say what the server said; None where it said nothing
-├── NoAnswer                      nobody answered, or not to the end, for as long as the client's patience lasts
+ClientError                       `problem`, `code`, `status` and `retry_after` say what the server said; None if it said nothing
+├── NoAnswer                      no answer, or not to the end, for as long as the client's patience lasts
 ├── StrangeAnswer                 what came is none of this protocol: a proxy, another server
 │   └── BrokenDownload            the files of a model did not arrive whole
 └── Refused                       the server answered that it does not do it; its `code` is a row of `groupwise.api.schemas.problems.KINDS`
@@ -68,13 +68,13 @@ class ClientError(RunError):
 
 
 class NoAnswer(ClientError):
-    """Nobody answered. Look whether the server runs and the URL is its own; what was sent may or may not have arrived."""
+    """No answer came. Check that the server runs and that the URL is right; what was sent may or may not have arrived."""
 
     code = "no_answer"
 
 
 class StrangeAnswer(ClientError):
-    """What came is not of this protocol; the message holds its beginning."""
+    """The answer is not of this protocol; the message holds its beginning."""
 
     code = "strange_answer"
 
@@ -98,7 +98,7 @@ class InvalidRequest(Refused):
 
 
 class NotFound(Refused):
-    """What the call names is not there."""
+    """The thing that the call names does not exist."""
 
 
 class NotStarted(Refused):

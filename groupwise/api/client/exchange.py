@@ -1,10 +1,10 @@
-"""How one call becomes an answer: what is sent, what of what comes back is an answer, and when it is sent again. Without any I/O.
+"""Turns one call into an answer: decides what to send, which responses are answers, and when to retry. Does no I/O.
 
-`exchange` is a generator that says what to do next (`Send` a request, `Sleep`) and is told what came of it; a client, synchronous or not,
-does as it says. Every attempt of a call carries the same idempotency key, so that it does not matter which of them arrived. Sent again
-is what may pass: a lost connection, a time-out, the problems that the table calls so, and the statuses by which proxies say the same.
-The wait is chosen by chance between nothing and a bound that doubles (full jitter); where the server names a time, it begins after that.
-A server that does not answer is told as a warning in the log, once, and once when it answers again: patience lasts for many minutes.
+`exchange` is a generator that says what to do next (`Send` a request, `Sleep`) and receives the result; a client, synchronous or not,
+does as it says. Every attempt of a call carries the same idempotency key, so that it does not matter which of them arrived. Retried are
+failures that may pass: a lost connection, a time-out, the problems that the table calls so, and the statuses by which proxies say the
+same. The wait is chosen by chance between nothing and a bound that doubles (full jitter); if the server names a time, it begins after
+that. A server that does not answer is logged as a warning, once, and once more when it answers again: patience lasts for many minutes.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Timing:
 
 @dataclass(slots=True)
 class Outage:
-    """Whether the server fails to answer, as far as anybody was told. One for all calls of a client, as they fail together."""
+    """Tracks whether a server failure has been reported. Shared by all calls of a client, as they fail together."""
 
     told: bool = False
     tell: Callable[[str], None] = log.warning
 
     @contextmanager
     def told_to(self, tell: Callable[[str], None]) -> Generator[None]:
-        """While this is open somebody else is told."""
+        """Report to `tell` instead while this is open."""
         before, self.tell = self.tell, tell
         try:
             yield
@@ -95,7 +95,7 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """Where the server is, as whom it is asked, and for how long."""
+    """The server's address, the key, and the time limits."""
 
     url: str
     key: str | None = field(default=None, repr=False)
@@ -113,7 +113,7 @@ class Connection:
         timeout: float,
         timing: Timing | None,
     ) -> Connection:
-        """With what is None taken from the environment. Raises UsageError, in which no key stands."""
+        """Fill in arguments that are None from the environment. Raises UsageError, which never contains a key."""
         return cls(
             _checked_url(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL),
             _checked_key(key or os.environ.get(VARIABLE)),
@@ -124,11 +124,11 @@ class Connection:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     def limits(self, waits: float = 0.0) -> httpx2.Timeout:
-        """Of one attempt whose answer the server may keep back for `waits` seconds."""
+        """Time limits of one attempt whose answer the server may keep back for `waits` seconds."""
         return httpx2.Timeout(
             self.timeout + waits, connect=min(CONNECT_TIMEOUT, self.timeout), pool=None
         )
@@ -136,7 +136,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """What is asked, and how its answer is read."""
+    """A request, and how its answer is read."""
 
     method: str
     path: str
@@ -207,7 +207,7 @@ async def driven(
     attempt: Callable[[Send], Awaitable[httpx2.Response | httpx2.RequestError]],
     sleep: Callable[[float], Awaitable[None]],
 ) -> T:
-    """Do what an exchange says, until it has the answer; for whoever sends from coroutines."""
+    """Do what an exchange says, until it has the answer; for callers that send from coroutines."""
     todo = next(steps)
     while True:
         reply = None
@@ -222,7 +222,7 @@ async def driven(
 
 
 class Patience:
-    """For how long something is tried again, and the waits in between."""
+    """Time left for retries, and the waits in between."""
 
     def __init__(self, connection: Connection) -> None:
         self._seconds = connection.patience
@@ -240,7 +240,7 @@ class Patience:
         return self._seconds - (self._timing.clock() - self._began)
 
     def wait(self, error: ClientError) -> float:
-        """Seconds until the next attempt; raises the error where they would end beyond the patience."""
+        """Seconds until the next attempt; raises the error if they would end beyond the patience."""
         bound = min(LONGEST, FIRST * 2.0 ** min(self._failures, 30))
         self._failures += 1
         wait = (error.retry_after or 0.0) + bound * self._timing.chance()
@@ -250,7 +250,7 @@ class Patience:
 
 
 def lost(error: httpx2.RequestError, connection: Connection) -> NoAnswer:
-    """What a failure of the network is for the caller."""
+    """Convert a network failure to the caller's error."""
     if (refused := _not_trusted(error)) is not None:
         return NoAnswer(
             f"{connection.url} shows a certificate that is not trusted here ({refused.verify_message}). Where an authority of your own has "
@@ -272,12 +272,12 @@ def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | 
 
 
 def ended(connection: Connection) -> NoAnswer:
-    """What it is for the caller that a stream without an end has ended."""
+    """The caller's error for an endless stream that has ended."""
     return NoAnswer(f"{connection.url} ends the event stream again and again.")
 
 
 def strange(response: httpx2.Response, why: str) -> StrangeAnswer:
-    """What an answer is that is none."""
+    """The caller's error for an answer that is not of this protocol."""
     text = " ".join(printable(response.content.decode("utf-8", "replace")).split())
     shown = (
         text

@@ -1,13 +1,13 @@
-"""The one-call loop: examples and a reward function here, the model on the server, steps until there are enough.
+"""The one-call training loop: examples and a reward function here, the model on the server.
 
     with TrainingClient() as client:
         client.start(model_id="tiny", groups_per_step=4)
         train(client, [{"prompt": "…", "answer": "…"}], reward, steps=20)
 
 Several workers each ask for the completions of the next example, have them scored and post the rewards. One watcher reads the server's
-events: it shows each step, and ends everything when the last one is done. No more groups are posted than the steps need, but for those
-that the server says it lost, so that it stands still after the last step. The k-th draw is always of example k modulo their number, so
-that the run is the same whatever the number of workers.
+events: it shows each step, and ends everything when the last one is done. No more groups are posted than the steps need, except to
+replace those that the server reports as lost, so that it stands still after the last step. The k-th draw is always of example k modulo
+their number, so that the run is the same whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ Example = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrainingSummary:
-    """What a call of `train` has done."""
+    """The result of a call of `train`."""
 
     run_id: str
     metrics: dict[int, Metrics] = field(default_factory=dict[int, Metrics])
-    """Of each step (from 0) that was seen."""
+    """Metrics of each step (from 0) that was seen."""
     failed_groups: int = 0
     """Groups for which the reward function failed."""
 
@@ -124,7 +124,7 @@ async def train_async(
     """Train the started run for `steps` steps, or until it is finished.
 
     `reward_function(prompts, completions, **columns)` gives a number or None for each completion; it may be async. One that is not is
-    called in a thread, one group at a time. Where it raises, the group teaches nothing; after three in a row TaskError is raised.
+    called in a thread, one group at a time. If it raises, the group teaches nothing; after three in a row TaskError is raised.
     `concurrency` groups are under way at once. `first_draw`: position of the first example in the run's order of draws; None: behind
     those of the steps that are done. `sampling` is in place of the run's own; `progress` shows the steps on standard error.
     """
@@ -174,7 +174,7 @@ def _check(examples: Sequence[Example], function: object, steps: int, concurrenc
 
 
 def _ready(status: StatusAnswer) -> tuple[str, int, int]:
-    """Run, groups per step and steps done. Raises UsageError where the run cannot be driven by this loop."""
+    """Run, groups per step and steps done. Raises UsageError if the run cannot be driven by this loop."""
     if status.run_id is None or status.groups_per_step is None:
         raise UsageError("The server has no run. Begin one with client.start(…) first.")
     if (status.training_settings or {}).get("steps") == "manual":
@@ -185,7 +185,7 @@ def _ready(status: StatusAnswer) -> tuple[str, int, int]:
 
 
 class _Share:
-    """Which draws are taken, and how many: as many as `wanted` groups need that are posted and not lost afterwards."""
+    """Hands out draws: as many as `wanted` groups need that are posted and not lost afterwards."""
 
     def __init__(self, first: int, wanted: int) -> None:
         self._next = first
@@ -239,7 +239,7 @@ class _Scoring:
     async def rewards(
         self, example: Example, group: GroupAnswer, warn: Callable[[str], None]
     ) -> tuple[float | None, ...]:
-        """For each completion its reward. Raises TaskError where the function failed too often in a row."""
+        """The reward of each completion. Raises TaskError if the function failed too often in a row."""
         answer = await call(self._name, self._function, self._request(example, group), _nothing)
         reasons = [reason for reason in answer.failures if reason is not None]
         for reason in dict.fromkeys(reasons):
@@ -270,7 +270,7 @@ class _Scoring:
 
 
 def _nothing(_: str) -> None:
-    """Nobody needs to know which function is called; there is one."""
+    """Ignore the name of the called function, as there is only one."""
 
 
 def _in_thread(function: RewardCallable, thread: Executor) -> Callable[..., Awaitable[Any]]:
@@ -314,7 +314,7 @@ class _Loop:
         self._late = 0
 
     async def run(self, concurrency: int) -> None:
-        """Until the watcher has seen the last step. Raises what the first task that failed raised."""
+        """Run until the watcher has seen the last step. Raises the error of the first task that failed."""
         watcher = asyncio.create_task(self._watch())
         workers = [asyncio.create_task(self._work()) for _ in range(concurrency)]
         waiting: set[asyncio.Task[None]] = {watcher, *workers}
@@ -406,7 +406,7 @@ class _Loop:
         await self._share.lost(now.stale + now.quarantined - before.stale - before.quarantined)
 
     async def _give_up_the_rest(self) -> None:
-        """What was asked for and will not be rewarded makes room for others at once, instead of after its lease."""
+        """Give up groups that will not be rewarded, so that they make room at once, instead of after their lease."""
         with suppress(ClientError, TimeoutError):
             async with asyncio.timeout(FAREWELL):
                 for group_id in list(self._open):

@@ -1,6 +1,6 @@
-"""What comes bit by bit: events, and the files of a model. Told the bytes as they arrive, without any I/O over the network.
+"""Parses streams: events, and the files of a model. Receives bytes as they arrive, and does no network I/O.
 
-An `EventReader` makes events of a stream of server-sent events, and knows from where the next stream has to go on. A `Download` writes a
+An `EventReader` makes events of a stream of server-sent events, and knows where the next stream has to continue. A `Download` writes a
 zip beside where it is to lie, and puts it there only when it is whole.
 """
 
@@ -28,7 +28,7 @@ class EventReader:
 
     def __init__(self, after: int | None = None) -> None:
         self.last_id = after
-        """Of the newest event that was read; a new stream is to begin behind it."""
+        """Id of the newest event that was read; a new stream starts after it."""
         self._rest = b""
 
     def begin(self) -> None:
@@ -55,7 +55,7 @@ class EventReader:
 
 
 def _event(block: bytes) -> EventData | None:
-    """The event in a block of lines; None where there is only a comment that keeps the connection alive."""
+    """The event in a block of lines; None if there is only a comment that keeps the connection alive."""
     lines = [line for line in block.split(b"\n") if line.startswith(b"data:")]
     if not lines:
         return None
@@ -95,7 +95,7 @@ class Download:
         self._file.write(chunk)
 
     def finish(self) -> Path:
-        """Where it lies now: the zip, or the folder with its files. Raises BrokenDownload where it is not whole."""
+        """Finish, and return the path of the zip or of the folder with its files. Raises BrokenDownload if it is incomplete."""
         self._file.close()
         try:
             with zipfile.ZipFile(self._part) as packed:
@@ -113,7 +113,7 @@ class Download:
         folder = Path(tempfile.mkdtemp(prefix=f".{self._to.name}.", dir=self._to.parent))
         try:
             packed.extractall(folder)
-            folder.chmod(0o755)  # as any other folder; mkdtemp lets nobody else in
+            folder.chmod(0o755)  # as any other folder; mkdtemp denies access to other users
             folder.rename(self._to)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -121,7 +121,7 @@ class Download:
 
 
 def checked_target(to: str | os.PathLike[str], *, unpack: bool) -> Path:
-    """Where a model is to lie. Raises FileExistsError where unpacking would mix its files with others."""
+    """Path for a model's files. Raises FileExistsError if unpacking would mix its files with others."""
     path = Path(to)
     if unpack and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} is there already; name a new folder for the model's files.")

@@ -5,7 +5,7 @@
         answer = client.completions("Sort: pear fig apple")
         client.rewards(answer, [score(text) for text in answer.completions])
 
-All that both do alike stands in `calls`, `exchange` and `streams`; here requests are made and waits are waited. A client may be used by
+Their common parts are in `calls`, `exchange` and `streams`; this module only sends requests and sleeps. A client may be used by
 several threads at once.
 """
 
@@ -75,10 +75,10 @@ class TrainingClient:
         timing: Timing | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
-        """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY where they are not given.
+        """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY if they are not given.
 
         `patience`: seconds for which a call is tried again. `timeout`: seconds without a byte after which an attempt is given up.
-        `transport` answers in the network's place.
+        `transport` replaces the network.
         """
         self.connection = Connection.of(url, api_key, patience, timeout, timing)
         self._transport = transport
@@ -103,7 +103,7 @@ class TrainingClient:
         self.close()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Release the connections."""
         self._http.close()
 
     def asynchronous(self) -> AsyncTrainingClient:
@@ -191,11 +191,11 @@ class TrainingClient:
         return self._ask(calls.step(group_ids, learning_rate, wait=wait, timeout=timeout))
 
     def status(self) -> StatusAnswer:
-        """Where server and run stand."""
+        """Status of server and run."""
         return self._ask(calls.status())
 
     def activity(self) -> ActivityAnswer:
-        """What goes on there at this instant: living groups, who waits, steps to come, clients and their sessions."""
+        """Current activity: living groups, waiting requests, steps to come, clients and their sessions."""
         return self._ask(calls.activity())
 
     def checkpoints(self) -> CheckpointsAnswer:
@@ -226,7 +226,7 @@ class TrainingClient:
             self._sleep(patience.wait(failed))
 
     def events(self, after: int | None = None) -> Iterator[EventData]:
-        """What happens, as it happens, each event once, also over lost connections; it ends when the caller stops asking.
+        """Yields each event once, as it happens, also over lost connections; it ends when the caller stops asking.
 
         `after`: the id of the last event that is known already (`StatusAnswer.last_event_id`).
         """

@@ -1,4 +1,4 @@
-"""Which addresses lead to this machine and nowhere else."""
+"""Recognises addresses that always lead to this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is always this machine."""
+    """True if a name or address is always this machine."""
     if host.lower().rstrip(".") == "localhost":
         return True
     try:

@@ -41,7 +41,7 @@ SECURITY = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the document says of a server before its routes."""
+    """A server's title and introduction in the document."""
 
     title: str
     description: str
@@ -58,7 +58,7 @@ def assemble(
 ) -> FastAPI:
     """The application of these routes. Its `state.shared` is what all requests share.
 
-    `caller_of` tells who sends a request, from its headers, or raises `unauthorised`. `local_only`: there are no keys, so that nobody but
+    `caller_of` tells who sends a request, from its headers, or raises `unauthorised`. `local_only`: there are no keys, so that only
     this machine is answered. `before`: what the document says of requests that are answered before they come here (`tags`, `paths`,
     `components`).
     """
@@ -94,7 +94,7 @@ def assemble(
 
 
 def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
-    """Who may ask what, as a table."""
+    """A table of the routes that each role may use."""
     rows = [
         "\n\nEach role may do what the ones above it may.\n",
         "| role of the key | routes |",
@@ -145,7 +145,7 @@ def _format(media_type: str) -> dict[str, str]:
 
 
 class _StrictRequest(Request):
-    """Whose JSON is read by `strict_json`."""
+    """A request whose JSON is read by `strict_json`."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
@@ -154,7 +154,7 @@ class _StrictRequest(Request):
 
 
 class _StrictRoute(APIRoute):
-    """As FastAPI recommends for another class of requests."""
+    """A route for the custom request class, as FastAPI recommends."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
@@ -166,7 +166,7 @@ class _StrictRoute(APIRoute):
         return strict
 
     def _check_parameters(self, request: Request) -> None:
-        """Refuse those that the route does not have; a probe that anybody may make can have what it wants."""
+        """Refuse parameters that the route does not have, except on probes without a key."""
         route = facts_of(request.scope).route
         if route is None or route.role is None:
             return
@@ -284,7 +284,7 @@ class _Document:
 
 
 def _add_body(document: dict[str, Any], route: Route, model: type[BaseModel]) -> None:
-    """What a handler reads itself."""
+    """Document the model of a body that the handler reads itself."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     document["components"]["schemas"].update(schema.pop("$defs", {}))
     document["components"]["schemas"][model.__name__] = schema

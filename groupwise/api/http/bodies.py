@@ -1,6 +1,6 @@
 """Bodies of requests as they come: within a limit of bytes and of time, and no longer than the server takes work.
 
-Whoever answers a request reads its body here; the server says when it ends (`give_up`), so that nobody who sends a byte a minute holds
+Handlers read bodies here; the server says when it ends (`give_up`), so that a client that sends a byte a minute does not hold
 it up.
 """
 
@@ -17,7 +17,7 @@ from starlette.types import Receive
 from groupwise.api.schemas.problems import Refusal
 
 BODY_SECONDS = 120.0
-"""In which a body must be here; a connection that sends a byte a minute is left."""
+"""Seconds in which a body must arrive; slower connections are given up."""
 SHUTTING_DOWN_RETRY = 5.0
 """Seconds after which another server, or the same one again, may answer."""
 
@@ -27,7 +27,7 @@ LARGE = 4 << 20
 
 
 class ClientGone(Exception):
-    """Nobody is there to be answered, or takes what is sent."""
+    """The client has gone, or does not read what is sent."""
 
 
 class Bodies:
@@ -45,7 +45,7 @@ class Bodies:
         return len(self._limits)
 
     async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        """The whole body. Refused as `too_large`, `timed_out` or `shutting_down`; ClientGone where the rest will not come."""
+        """The whole body. Refused as `too_large`, `timed_out` or `shutting_down`; ClientGone if the rest will not come."""
         if self._given_up:
             raise _shutting_down()
         told = headers.get("content-length", "")

@@ -1,4 +1,4 @@
-"""Who asks, as the service sees it: the key, its role, and how the request names itself where it may come twice."""
+"""The caller, as the service sees it: the key, its role, and the name that a repeatable request gives itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from groupwise.api.schemas.keys import Role
 
 @dataclass(frozen=True, slots=True)
 class AnswerKey:
-    """Of a request with an Idempotency-Key."""
+    """Identifies a request with an Idempotency-Key."""
 
     route: str
     """Method and path: `POST /rewards`."""
@@ -19,12 +19,12 @@ class AnswerKey:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks."""
+    """The sender of a request."""
 
     key_id: str
-    """Of the API key; `local` where the server has none."""
+    """Id of the API key; `local` if the server has none."""
     role: Role
     projects: frozenset[str] | None = None
-    """Whose jobs the key is for; None: everybody's."""
+    """Projects whose jobs the key is for; None: all."""
     answer_key: AnswerKey | None = None
     """None: the request does not name itself, so that it is done whenever it comes."""

@@ -1,6 +1,6 @@
-"""Who has asked a server since it began: for each key how much, what last, and what went wrong last.
+"""Counts each key's requests since the server began, with its last request and last failure.
 
-Whoever only looks asks for nothing: a dashboard does it each second, under the key of those whose requests it shows. So `LOOKS` are not
+Polling is not work: a dashboard does it each second, under the key of those whose requests it shows. So `LOOKS` are not
 counted, and neither are requests that take no key, such as health checks.
 """
 
@@ -19,7 +19,7 @@ LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
 
 @dataclass(slots=True)
 class Seen:
-    """One of them."""
+    """The record of one key's requests."""
 
     key_id: str
     role: Role

@@ -1,7 +1,7 @@
-"""How a route is declared, and what is known of a request.
+"""Declarations of routes, and the facts about a request.
 
-A `Route` says everything of it in one place: who may ask, what it can be refused, whether it begins work (which a server that ends
-refuses), and whether the work ends with the client that asked. The middleware enforces it, the OpenAPI document shows it, and the tests
+A `Route` is described in one place: who may call it, which refusals it has, whether it begins work (which a server that is shutting
+down refuses), and whether the work ends when its client goes away. The middleware enforces it, the OpenAPI document shows it, and the tests
 walk it: there is no second list.
 """
 
@@ -43,30 +43,30 @@ class Route:
     path: str
     handler: Callable[..., Any]
     role: Role | None
-    """The lowest that may ask; None: everybody, also without a key."""
+    """The lowest role that may ask; None: no key is needed."""
     tag: str
-    """The part of the document where it stands."""
+    """The section of the document that describes it."""
     answer: Any = None
     """The model of its answer; None: no JSON."""
     media_type: str = "application/json"
-    """Of its answer."""
+    """Media type of its answer."""
     codes: tuple[str, ...] = ()
-    """What the service may refuse it for."""
+    """Codes that the service may refuse it with."""
     takes_body: bool = False
     takes_bytes: bool = False
-    """Whether the body may be anything, and not JSON alone."""
+    """True if the body may be any bytes, not only JSON."""
     reads: type[BaseModel] | None = None
     """The model of a body that the handler reads itself; None: its parameters say it."""
     works: bool = False
-    """Whether it begins or changes something: a server that ends refuses it."""
+    """True if it begins or changes something: a server that is shutting down refuses it."""
     ends_with_client: bool = True
-    """Whether what is done for it is cancelled when the client goes away."""
+    """True if its work is cancelled when the client goes away."""
     named: bool = False
-    """Whether it takes an Idempotency-Key."""
+    """True if it takes an Idempotency-Key."""
     status: int = 200
-    """What it answers with where all is well."""
+    """Status of a successful answer."""
     later: str = ""
-    """What it means when it answers 202; empty: it does not."""
+    """Meaning of a 202 answer; empty if it never answers so."""
     example: Any = None
     """A body."""
     response_class: type[Response] = Response
@@ -88,16 +88,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server takes."""
+    """Limits on a server's requests."""
 
     max_body_bytes: int
-    """Of one request."""
+    """Limit for one request."""
     requests_per_second: float | None = None
-    """Of each key, in the long run; None: as many as it likes."""
+    """Long-run limit for each key; None: no limit."""
     burst: int = 50
     """Requests that a key may make at once before that counts."""
     max_json_bytes: int | None = None
-    """Of a request whose body is JSON; None: as of any other."""
+    """Limit for a request whose body is JSON; None: as for any other."""
 
 
 class Buckets:
@@ -113,7 +113,7 @@ class Buckets:
         """Key id -> what was left, and when; those last that have asked last, and none that is full again."""
 
     def take(self, key_id: str) -> float:
-        """Take one; 0 where there was one, else the seconds until there is."""
+        """Take one; 0 if there was one, else the seconds until there is."""
         now = self._clock()
         full_since = now - self._burst / self._per_second
         while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:
@@ -126,10 +126,10 @@ class Buckets:
 
 
 class Shared:
-    """What all requests to one server share. Each server has one of its own kind."""
+    """State shared by all requests to one server. Each kind of server has its own subclass."""
 
     role_words: Mapping[Role, str] = WORDS
-    """What it calls the roles of its keys."""
+    """Its words for the roles of its keys."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -155,7 +155,7 @@ class Shared:
         self.json_bodies.give_up()
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """What an error that a route let through is to be answered with; None: it is a mistake of ours."""
+        """The refusal to answer an error that a route let through; None: it is a mistake of ours."""
         del error
         return None
 
@@ -165,28 +165,28 @@ class Shared:
 
 @dataclass(slots=True)
 class Facts:
-    """What is known of a request, filled in on its way through the middleware."""
+    """Facts about a request, filled in on its way through the middleware."""
 
     request_id: str
     route: Route | None = None
     caller: Caller | None = None
     code: str = ""
-    """Of the problem that it is answered with."""
+    """Code of the problem that it is answered with."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Of a refusal, beside those that every refusal has."""
+    """Headers of a refusal, beside those that every refusal has."""
 
     @property
     def instance(self) -> str:
-        """What problem and log call it."""
+        """Id of the request in the problem and the log."""
         return f"urn:groupwise:request:{self.request_id}"
 
 
 SCOPE = "groupwise.facts"
-"""Where the facts lie in the scope of a request."""
+"""Key of the facts in the scope of a request."""
 
 
 def facts_of(scope: Any) -> Facts:
-    """Those that the middleware has put there."""
+    """Facts that the middleware has put into the scope."""
     return cast("Facts", scope[SCOPE])
 
 

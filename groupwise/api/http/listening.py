@@ -1,4 +1,4 @@
-"""How a server listens: its socket, bound before anything else is begun; TLS; and uvicorn, which leaves signals to us."""
+"""Makes a server listen: its socket, bound before anything else is started; TLS; and uvicorn, which leaves signals to us."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def most_connections() -> int:
 
 
 def check_tls(certificate: str | None, key: str | None) -> None:
-    """Raise UsageError where they cannot be used, or there is but one of them."""
+    """Raise UsageError if they cannot be used, or there is but one of them."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both: --tls-certificate and --tls-key.")
     if certificate is None or key is None:
@@ -82,7 +82,7 @@ def bound(host: str, port: int) -> Generator[socket.socket]:
 
 
 def address(scheme: str, host: str, port: int) -> str:
-    """As a URL has it; an address of IPv6 stands in brackets."""
+    """URL of an address; IPv6 addresses stand in brackets."""
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -114,7 +114,7 @@ class BoundedProtocol(HTTPProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """What was sent is not read."""
+        """Close the connection if the client does not read for too long."""
         super().pause_writing()
         self._unread = self._unread or self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
@@ -168,7 +168,7 @@ class BoundedProtocol(HTTPProtocol):
 
 
 class Uvicorn(uvicorn.Server):
-    """Which leaves signals to us, and says when it listens."""
+    """A server that leaves signals to us, and says when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

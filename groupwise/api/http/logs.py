@@ -16,7 +16,7 @@ from groupwise.core.terminal.text import clean, one_line
 
 ACCESS = logging.getLogger("groupwise.api.http.access")
 NOTHING_YET = 408
-"""What a poll for the answer to a call of the verbs is told every while, until there is one."""
+"""Status of a verb call's poll while there is no answer yet."""
 LONGEST_PATH = 200
 """Characters of an address that a line shows."""
 
@@ -56,7 +56,7 @@ class ForPrograms(logging.Formatter):
 
 
 def worth_reading(record: logging.LogRecord) -> bool:
-    """Whether a person wants to see a line: not those of requests that were answered, of which each group has two, or polled."""
+    """False for requests that succeeded (each group has two) or polled, which people do not want to see."""
     if record.name != ACCESS.name:
         return True
     status = cast("Mapping[str, Any]", getattr(record, "facts", {}))["status"]
@@ -64,7 +64,7 @@ def worth_reading(record: logging.LogRecord) -> bool:
 
 
 def configure(kind: Literal["text", "json"]) -> logging.Handler:
-    """Write what the package and uvicorn have to say on stderr; returns the handler, which whoever called removes."""
+    """Log the package and uvicorn to stderr; returns the handler, which the caller removes."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ForPrograms() if kind == "json" else ForPeople())
     if kind == "text":
@@ -79,7 +79,7 @@ def configure(kind: Literal["text", "json"]) -> logging.Handler:
 def log_request(
     *, request_id: str, method: str, path: str, status: int, seconds: float, key_id: str, code: str
 ) -> None:
-    """One request that is over. `code`: of the problem that it was answered with, or empty."""
+    """Log a finished request. `code`: of the problem that it was answered with, or empty."""
     shown = one_line(path)[:LONGEST_PATH]
     milliseconds = round(seconds * 1000, 1)
     facts = {

@@ -1,11 +1,11 @@
-"""What every request goes through before it reaches its route, from the outside inwards.
+"""The layers that every request goes through before its route, from the outside inwards.
 
     Observed   gives it an id, counts and logs it, and answers whatever was raised: a `Refusal` as its problem, anything else as
                `internal`, whose details stand in the log under that id and nowhere else
     Guarded    who asks, whether the key may, whether the server still takes work, whether the key asks too often
     BodyRead   reads the body within a limit of bytes and time, and cancels the work of a client that goes away
 
-Plain ASGI: nothing is wrapped that streams. What a route wants of all this stands in its `Route`.
+Plain ASGI: nothing is wrapped that streams. A route's own settings stand in its `Route`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-ID"
 CLIENT_GONE = 499
-"""What the log and the metrics say of a request whose client went away."""
+"""Status in log and metrics of a request whose client went away."""
 
 CallerOf = Callable[[Mapping[str, str]], Awaitable[keys.Caller]]
-"""Who sends a request with these headers. Raises `unauthorised`."""
+"""Finds the caller from a request's headers. Raises `unauthorised`."""
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class RouteTable:
-    """Which route a request is for."""
+    """Finds the route of a request."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._routes = [(route, compile_path(route.path)[0]) for route in routes]
@@ -129,7 +129,7 @@ class Observed:
 
 
 class _Response:
-    """What was sent so far."""
+    """Tracks the part of the response already sent."""
 
     def __init__(self, send: Send, facts: Facts) -> None:
         self.status: int | None = None
@@ -164,7 +164,7 @@ class _Response:
 
 
 class BrokenOff(Exception):
-    """An answer that cannot be finished; the connection is closed, so that nobody takes what there is for the whole."""
+    """An answer that cannot be finished; the connection is closed, so that the client does not take a part for the whole."""
 
 
 def _request_id(scope: Scope) -> str:
@@ -173,7 +173,7 @@ def _request_id(scope: Scope) -> str:
 
 
 class Guarded:
-    """Lets through whoever may."""
+    """Lets authorised requests through."""
 
     def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
         self._app = app
@@ -203,14 +203,14 @@ class Guarded:
 
 @dataclass(slots=True)
 class _Inbox:
-    """What a route receives: the body that was read, and then, some time, that the client has gone."""
+    """Messages for a route: the body that was read, and later that the client has gone."""
 
     body: bytes
     gone: asyncio.Future[None]
     given: bool = False
 
     async def receive(self) -> Message:
-        """As ASGI has it."""
+        """Return the next message, as an ASGI `receive` callable."""
         if not self.given:
             self.given = True
             return {"type": "http.request", "body": self.body, "more_body": False}
@@ -231,7 +231,7 @@ class BodyRead:
             await self._app(scope, receive, send)
             return
         route = facts_of(scope).route
-        body = b""  # where none is taken, what comes all the same is thrown away as it comes
+        body = b""  # if the route takes no body, one that comes all the same is discarded
         if route is not None and route.takes_body:
             shared = self._shared
             bodies = shared.bodies if route.takes_bytes else shared.json_bodies
@@ -241,7 +241,7 @@ class BodyRead:
         try:
             await _while_listening(self._app, scope, body, receive, send)
         finally:
-            if len(body) > LARGE:  # once nobody holds it any more
+            if len(body) > LARGE:  # once nothing holds it any more
                 asyncio.get_running_loop().call_later(1.0, give_memory_back)
 
 

@@ -1,4 +1,4 @@
-"""Which page had a browser send a request, as far as the browser says so.
+"""Finds which page made a browser send a request, as far as the browser says so.
 
 A browser sends the cookies that it has of a site, and reaches this machine by loopback, whatever page asks it to. Only what it says of
 that page tells ours from another: `Sec-Fetch-Site`, or in an older browser `Origin` and `Referer`. No page can change these.
@@ -16,10 +16,10 @@ _OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
 
 
 def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
-    """Whether a page of this host sent it; None: no page, but a program or somebody who typed the address.
+    """True if a page of this host sent it; None: no page, but a program or a typed address.
 
-    A browser says so outright where the connection is a safe one, whatever a proxy makes of the host's name; else the page's host is
-    compared with the one that was asked.
+    On a secure connection the browser says so outright, whatever a proxy makes of the host's name; else the page's host is
+    compared with the requested one.
     """
     if site := headers.get("sec-fetch-site"):
         return None if site == "none" else site == "same-origin"
@@ -35,7 +35,7 @@ def is_from_our_page(headers: Mapping[str, str]) -> bool | None:
 def check_local(headers: Mapping[str, str]) -> None:
     """Refuse what a page of another site has a browser of this machine send: without a key nothing else would tell it apart.
 
-    A link to a page of ours may stand anywhere. Where the name of another site was made to lead to this machine, it stands as the Host.
+    A link to a page of ours may stand anywhere. If the name of another site was made to lead to this machine, it stands as the Host.
     What a proxy passes on comes from anywhere, and its Host may be ours.
     """
     if any(name in headers for name in _OF_A_PROXY):
@@ -58,6 +58,6 @@ def check_local(headers: Mapping[str, str]) -> None:
 
 
 def _follows_a_link(headers: Mapping[str, str]) -> bool:
-    """Whether the answer is to be shown as a page of its own; a form names its Origin."""
+    """True if the answer is to be shown as a page of its own; a form names its Origin."""
     shown = headers.get("sec-fetch-mode") == "navigate"
     return shown and headers.get("sec-fetch-dest") == "document" and "origin" not in headers

@@ -1,4 +1,4 @@
-"""What a server counts of its requests and its process, in the text format of Prometheus, and how that format is written.
+"""Metrics of a server's requests and its process, in the text format of Prometheus, and the code that writes that format.
 
 Rendered by hand: the format is a page long, and the client library keeps its numbers in globals of the process, where those of two servers
 (in tests, in a notebook) would run together. Each server adds the families that are its own.
@@ -48,7 +48,7 @@ class Histogram:
     """Seconds."""
 
     def observe(self, seconds: float) -> None:
-        """One more."""
+        """Count one more observation."""
         self.counts[bisect.bisect_left(LATENCIES, seconds)] += 1
         self.total += seconds
 
@@ -58,11 +58,11 @@ class Requests:
     """Counted by one process since it began."""
 
     requests: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
-    """By route and status."""
+    """Requests, by route and status."""
     seconds: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
-    """By route."""
+    """Durations, by route."""
     refusals: Counter[str] = field(default_factory=Counter[str])
-    """By code."""
+    """Refusals, by code."""
     event_streams: int = 0
     """Open now."""
     began: float = field(default_factory=time.time)
@@ -103,7 +103,7 @@ class Requests:
 
 
 def resident_bytes() -> int:
-    """Memory of this process now; where the system does not tell, the most that it has had."""
+    """Memory of this process now; its peak if the system does not tell."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -113,7 +113,7 @@ def resident_bytes() -> int:
 
 
 def one(name: str, kind: str, meaning: str, value: float | None) -> Iterator[str]:
-    """A family of one sample, or none where the value is not known."""
+    """A family of one sample, or none if the value is not known."""
     if value is not None:
         yield from family(name, kind, meaning, [({}, value)])
 

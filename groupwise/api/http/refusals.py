@@ -16,7 +16,7 @@ def body_of(refusal: Refusal, instance: str) -> bytes:
 
 
 def documented(codes: Iterable[str]) -> dict[int | str, dict[str, Any]]:
-    """For OpenAPI: for each status the problems that a route answers with it, with an example of each."""
+    """OpenAPI responses: for each status the problems that a route answers with it, with an example of each."""
     by_status: dict[int | str, list[str]] = {}
     for code in sorted(set(codes)):
         by_status.setdefault(KINDS[code].status, []).append(code)
@@ -40,7 +40,7 @@ def _example(code: str) -> dict[str, Any]:
 
 
 def problem_schema() -> dict[str, Any]:
-    """Of `Problem` and what it holds, by name."""
+    """Schemas of `Problem` and the models in it, by name."""
     whole = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
     inner = whole.pop("$defs", {})
     return {"Problem": whole, **inner}

@@ -1,6 +1,6 @@
-"""JSON as the server reads it: what other readers pass over in silence is refused.
+"""Strict JSON: refuses what other readers silently accept.
 
-A key that stands twice, NaN, a number beyond the range of a float, half of a surrogate pair, and nesting that no request needs would all
+A duplicate key, NaN, a number beyond the range of a float, half of a surrogate pair, and nesting that no request needs would all
 be read by the standard library, and would mean something else to the next reader, or break it. Millions of small lists or texts, each of
 which takes more memory than what was sent, are refused before they are made.
 """
@@ -20,7 +20,7 @@ DEEPEST = 64
 MOST_LISTS, MOST_TEXTS = 200_000, 1_000_000
 """Lists and objects of a body together, and its texts; numbers stand in long lists and may be as many as there is room for."""
 MOST_KEYS = 20_000
-"""Of one object: each that is unknown is told of."""
+"""Limit on one object's keys, because each unknown one is reported."""
 LARGE = 256 * 1024
 """Bytes that are read beside everything else."""
 
@@ -30,7 +30,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class NotStrict(json.JSONDecodeError):
-    """What was sent is no JSON, or not of the strict kind."""
+    """The body is not JSON, or not of the strict kind."""
 
     def __init__(self, message: str, position: int = 0) -> None:
         super().__init__(message, "", position)
@@ -74,7 +74,7 @@ def parse_inner(text: str) -> Any:
 
 
 async def parse_aside(text: bytes) -> Any:
-    """See `parse`: in a thread where that takes long."""
+    """See `parse`; runs in a thread if the body is large."""
     return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
 
 

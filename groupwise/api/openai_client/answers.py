@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible service answers, read strictly: whatever is not an answer is an EndpointError that shows what came."""
+"""Reads answers of an OpenAI-compatible service strictly: anything else is an EndpointError that shows what came."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_CHARACTERS_IN_MESSAGE = 300
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that were billed; None where the service does not say."""
+    """Tokens that were billed; None if the service does not say."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -34,12 +34,12 @@ class Choices:
 
     texts: tuple[str, ...]
     finish_reasons: tuple[str | None, ...]
-    """As the service calls them: `stop`, `length`, `content_filter` …; None where it does not say."""
+    """The service's own words: `stop`, `length`, `content_filter` …; None if it gives none."""
     usage: Usage
     model: str
-    """What the service says has answered."""
+    """Model named by the service."""
     reasoning: tuple[str | None, ...]
-    """What a reasoning model thought before its text, where the service keeps that apart."""
+    """A reasoning model's thoughts before its text, if the service keeps them apart."""
 
     def __add__(self, other: Choices) -> Choices:
         return Choices(
@@ -99,7 +99,7 @@ def read_models(body: bytes) -> tuple[str, ...]:
 
 
 def holds_error(body: bytes) -> bool:
-    """Whether a body that came with status 200 tells of a failure: gateways hand on those of others so."""
+    """True if a body that came with status 200 holds an error: some gateways pass on others' errors so."""
     if b'"error"' not in body:
         return False
     try:
@@ -110,7 +110,7 @@ def holds_error(body: bytes) -> bool:
 
 
 def error_in(body: bytes) -> tuple[str, str | None, int | None]:
-    """What a body says is wrong, the service's own code for it, and the HTTP status that a gateway hands on in it."""
+    """The error's message, the service's own code for it, and the HTTP status that a gateway passes on in the body."""
     try:
         value = _mapping(json.loads(body))
     except ValueError:

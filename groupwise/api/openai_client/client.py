@@ -1,4 +1,4 @@
-"""The one client for OpenAI-compatible services: whoever wants a text from one asks here.
+"""The one client for OpenAI-compatible services.
 
     endpoint = Endpoint("http://127.0.0.1:8000/v1", "my-model")
     async with Client(endpoint, concurrency=16) as client:
@@ -62,10 +62,10 @@ class Endpoint:
     """A service and the model that is wanted of it. Raises UsageError for a URL that cannot be one."""
 
     base_url: str
-    """What comes before /chat/completions, as `http://127.0.0.1:8000/v1`; without any path, /v1 is meant."""
+    """URL before /chat/completions, such as `http://127.0.0.1:8000/v1`; without any path, /v1 is meant."""
     model: str
     api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; a service that needs none is asked without where it is not set."""
+    """The environment variable that holds the key; if it is not set, requests carry no key."""
     timeout: float = 900.0
     """Seconds for one attempt, from the request to the last byte of its answer."""
     retries: int = 8
@@ -75,7 +75,7 @@ class Endpoint:
         object.__setattr__(self, "base_url", checked_url(self.base_url))
 
     def key(self) -> str | None:
-        """The key, or None where the variable is not set. Raises UsageError for one that no header can hold."""
+        """The key, or None if the variable is not set. Raises UsageError for one that no header can hold."""
         key = os.environ.get(self.api_key_env, "").strip()
         if not all("!" <= letter <= "~" for letter in key):
             raise UsageError(
@@ -97,7 +97,7 @@ class Client:
         transport: httpx2.AsyncBaseTransport | None = None,
         keep_connections: bool = True,
     ) -> None:
-        """At most `concurrency` requests are under way at once. `transport` answers in the network's place.
+        """Runs at most `concurrency` requests at once. `transport` replaces the network.
 
         Without `keep_connections` each request has one of its own, so that none is met that the service has closed meanwhile.
         """
@@ -181,7 +181,7 @@ class Client:
         return await self.ask("GET", "/models", None, read_models, retries)
 
     async def reach(self) -> None:
-        """Raises EndpointError where nobody answers, or the key is refused. A service need not list its models."""
+        """Raises EndpointError if there is no answer, or the key is refused. A service need not list its models."""
         try:
             await self.ask("GET", "/models", None, len, 0)
         except EndpointError as error:
@@ -212,7 +212,7 @@ class Client:
         seed: int | None,
         extra: Mapping[str, Any],
     ) -> Choices:
-        """At least one of `n` choices; one alone of a service that refuses to be asked for several."""
+        """Ask for up to `n` choices, and return at least one; a single one if the service refuses to give several."""
         n = 1 if self._one_at_a_time else n
         several: dict[str, Any] = {} if n == 1 else {"n": n}
         seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
@@ -238,7 +238,7 @@ class Client:
         read: Callable[[bytes], T],
         retries: int | None = None,
     ) -> T:
-        """What `read` makes of the answer, asked for again as long as its lack may pass; `retries` in place of the endpoint's.
+        """Send a request and return `read` of its answer; passing failures are retried, `retries` times instead of the endpoint's number.
 
         For routes that have no method of their own. `read` raises EndpointError for what is no answer.
         """

@@ -6,6 +6,6 @@ import socket
 
 
 def free_port() -> int:
-    """One of the loopback that nobody has now."""
+    """A loopback port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]

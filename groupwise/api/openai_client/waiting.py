@@ -1,8 +1,8 @@
-"""When a service that could not answer is asked again: how long to wait, and the pause that all callers keep together.
+"""Times retries to a service that could not answer: how long to wait, and the pause that all callers share.
 
 The wait doubles from one attempt to the next, with chance in it, so that callers that failed together do not come back together.
-Where the service says how long (`Retry-After`, in seconds or as a date), that holds. A service that is asked too fast pauses
-all callers, not only the one that it told.
+If the service says how long (`Retry-After`, in seconds or as a date), that holds. A service that is asked too fast pauses
+all callers, not only the one that it refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIRST = 1.0
 LONGEST = 60.0
 """Seconds that a wait grows to by doubling."""
 MAX_RETRY_AFTER = 900.0
-"""Seconds that a service may ask to be left alone; who is told more than that is better off to stop and go on later."""
+"""Longest pause, in seconds, that a service may ask for; if it asks for more, it is better to stop and go on later."""
 SPREAD = 0.1
 """Share of a common pause over which the callers come back one after the other."""
 
@@ -29,7 +29,7 @@ SERVER_CANNOT = frozenset({501, 505, 511})
 ASK_AGAIN = frozenset({408, 409, 425, 429})
 """Statuses below 500 that may pass: time-outs, conflicts, too early, too fast."""
 TOO_FAST = frozenset({429, 503})
-"""Statuses of a service that wants to be left alone for a while, by everybody."""
+"""Statuses of a service that wants a pause from all callers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Timing:
 
 
 class Pause:
-    """The time until which nobody asks."""
+    """The time until which no request is sent."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
         self._from = self._until = -math.inf
 
     def extend(self, seconds: float) -> bool:
-        """Let everybody wait from now on for so long; whether that is longer than it was."""
+        """Let all callers wait from now on for so many seconds; True if that prolongs the pause."""
         now = self._timing.clock()
         if now + seconds <= self._until:
             return False
@@ -72,7 +72,7 @@ class Pause:
 
 
 def may_pass(status: int) -> bool:
-    """Whether a service that answered with this status may do better next time."""
+    """True if a service that answered with this status may succeed later."""
     return status in ASK_AGAIN or (status >= 500 and status not in SERVER_CANNOT)
 
 
@@ -82,7 +82,7 @@ def wait_after(attempt: int, chance: float) -> float:
 
 
 def retry_after(header: str | None, today: float) -> float | None:
-    """Seconds that a `Retry-After` asks for; None where there is none, or none that can be read."""
+    """Seconds that a `Retry-After` asks for; None if there is none, or none that can be read."""
     if header is None:
         return None
     try:

@@ -12,15 +12,15 @@ from groupwise.dashboard.sources.fleet import Document
 from groupwise.dashboard.templates import moment
 
 WIDTH = 1000.0
-"""Of the picture of all attempts, in units of its own."""
+"""Width of the picture of all attempts, in units of its own."""
 DEEPEST = 5
 """Names before a value; what lies deeper stands as JSON."""
 Fact = tuple[str, str]
-"""A name and its value, as somebody wrote them: not fit for a page before a filter."""
+"""A name and its value, as users wrote them: not fit for a page before a filter."""
 
 
 def names(attempts: Sequence[Document]) -> dict[int, str]:
-    """What each is called, by its epoch, as `groupwise fleet show` has it: `0`, `1`, and `0 of generation 1` where it was begun anew.
+    """The name of each attempt, by its epoch, as `groupwise fleet show` has it: `0`, `1`, and `0 of generation 1` after a retry.
 
     One that never ran is not counted, and the next has the same number: those have their epoch beside it, `0 (epoch 7)`.
     """
@@ -37,7 +37,7 @@ def _numbered(attempt: Document) -> str:
 
 
 def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
-    """Raise RunNotFoundError where an attempt is asked for that the job does not have. None: no certain one is."""
+    """Raise RunNotFoundError if an attempt is asked for that the job does not have. None: no certain one is."""
     if epoch is not None and epoch not in epochs:
         there = ", ".join(str(each) for each in epochs) or "none yet"
         raise RunNotFoundError(
@@ -66,7 +66,7 @@ def described(job: Document) -> Document:
 
 
 def _changes(event: Document) -> list[Fact]:
-    """What became of what, `queued → held`, and what was said beside it."""
+    """Changed facts, as `queued → held`, and the details beside them."""
     before = dict(facts(event["before"] or {}))
     found = [*facts(event["after"] or {}), *facts(event["detail"] or {})]
     return [(n, f"{before[n]} → {v}" if before.get(n, v) != v else v) for n, v in found]
@@ -108,7 +108,7 @@ def moments(*times: float | None) -> list[str]:
 
 
 def span(attempts: list[Document], now: float) -> list[float]:
-    """From the beginning of the first attempt until the end of the last one, or now; nothing where there is none."""
+    """Time from the beginning of the first attempt until the end of the last one, or now; empty if there is none."""
     if not attempts:
         return []
     begin = min(each["created_at"] for each in attempts)
@@ -116,7 +116,7 @@ def span(attempts: list[Document], now: float) -> list[float]:
 
 
 def axis(attempts: list[Document], now: float) -> list[str]:
-    """What stands below their bars: when the first began, the middle, and the end; nothing where there is none."""
+    """Labels below the bars: when the first began, the middle, and the end; empty if there is none."""
     found = span(attempts, now)
     return moments(found[0], sum(found) / 2, found[1]) if found else []
 

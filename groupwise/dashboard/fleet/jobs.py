@@ -25,7 +25,7 @@ TAIL = 300
 TEXT_LIMIT = 200_000
 """Characters of them."""
 MOST_OF_REASON = 1000
-"""Characters of why somebody cancels a job, as an API takes them."""
+"""Longest reason for cancelling a job, in characters, that an API takes."""
 
 
 def _cancel(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
@@ -41,7 +41,7 @@ ACTIONS: Mapping[str, Action] = {
     "release": Action("Release", lambda fleet, job, _: fleet.release(job), ("held",)),
     "retry": Action("Retry", lambda fleet, job, _: fleet.retry(job), ("failed", "cancelled")),
 }
-"""What may be done with a job."""
+"""Actions on a job."""
 
 
 class JobsQuery(Query):
@@ -136,13 +136,13 @@ def log(visit: Visit) -> Response:
 
 
 def _called(visit: Visit, name: str, epoch: int | None) -> str | None:
-    """The attempt of which a log is, where whoever reads it may not know that yet."""
+    """Name of the log's attempt, which the reader may not know yet."""
     found = of(visit).ask(lambda fleet: fleet.show(name))
     return names(found["attempts"]).get(epoch or 0)
 
 
 def whole_letters(data: bytes) -> bytes:
-    """Without the beginning of a letter whose end is still to come."""
+    """Bytes up to the last whole character."""
     for back in range(1, min(4, len(data)) + 1):
         first = data[-back]
         if first >= 0b1100_0000:

@@ -1,4 +1,4 @@
-"""The fleet as a whole: what somebody should look at, and all machines with their GPUs, as they are reserved and as they were seen."""
+"""The fleet as a whole: problems that need attention, and all machines with their GPUs, as they are reserved and as they were seen."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LIVE = "/live?fleet"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What can be done with a job or a machine."""
+    """An action on a job or a machine."""
 
     word: str
-    """Of its button."""
+    """Label of its button."""
     verb: Callable[[FleetLike, str, Mapping[str, str]], Document]
     """Does it with the one of this name, as the fields of its form say."""
     statuses: tuple[str, ...]
-    """In which it is offered."""
+    """Statuses in which it is offered."""
 
 
 TAKING, DRAINING = "taking work", "draining"
@@ -32,14 +32,14 @@ ACTIONS: Mapping[str, Action] = {
     "drain": Action("start no new jobs there", lambda fleet, vm, _: fleet.drain(vm), (TAKING,)),
     "undrain": Action("let jobs start there again", lambda fleet, vm, _: fleet.undrain(vm), (DRAINING,)),
 }  # fmt: skip
-"""What may be done with a machine; a cordoned one, too, is draining or not."""
+"""Actions on a machine; a cordoned one, too, is draining or not."""
 NOT_RUNNING = tuple(each.value for each in JobStatus if each != JobStatus.RUNNING)
 MOST_RUNNING, MOST_OTHERS = 50, 20
 """Jobs of a machine that its page shows."""
 
 
 def of(visit: Visit) -> WatchedFleet:
-    """The fleet of this dashboard. Raises RunNotFoundError where there is none."""
+    """The fleet of this dashboard. Raises RunNotFoundError if there is none."""
     if visit.place.fleet is None:
         raise RunNotFoundError(
             "This dashboard shows no fleet. Whoever runs it may begin it with --fleet FOLDER, or --fleet with the address of an API."
@@ -81,7 +81,7 @@ def machine(visit: Visit) -> Page:
 
 
 def changes(kind: str, actions: Mapping[str, Action]) -> Do:
-    """What a form does with one of the fleet's things, which the address names as `kind`: one of these actions."""
+    """The form handler for these actions on one of the fleet's things, which the address names as `kind`."""
 
     def change(visit: Visit, form: Mapping[str, str]) -> str:
         name, action = visit.named(kind), form.get("action", "")
@@ -111,7 +111,8 @@ def described(machine: Document) -> Document:
 
 
 def _slots(machine: Document) -> int:
-    """As jobs are placed: behind an engine all that it has; else what was said of it, and of nothing said one where there are no GPUs."""
+    """Slots for placing jobs: all of them behind an engine; else the configured number, by default one if there are no GPUs, otherwise
+    none."""
     if machine.get("total_slots") is not None:
         return machine["total_slots"]
     given = machine.get("cpu_slots")
@@ -119,7 +120,7 @@ def _slots(machine: Document) -> int:
 
 
 def _of_gpu(gpu: Document) -> str:
-    """held, free, quarantined, or what was seen of it that nobody here has asked for."""
+    """State of a GPU: held, free, quarantined, or its use by others."""
     if gpu["quarantined"]:
         return "quarantined"
     if gpu["held_by"]:

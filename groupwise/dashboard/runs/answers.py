@@ -1,10 +1,10 @@
-"""What two policies answered to the same prompts: of two runs, or of one run at two of its steps.
+"""Compares two policies' answers to the same prompts: of two runs, or of one run at two of its steps.
 
-Each side is a run until a step. Of each prompt that both have answered the newest group of each side is taken (where a run is compared
-with itself and no step is said: the oldest and the newest), and the prompts whose rewards differ most come first.
+Each side is a run until a step. For each prompt that both have answered, the newest group of each side is taken (if a run is compared
+with itself and no step is given: the oldest and the newest). The prompts whose rewards differ most come first.
 
-A run may have asked a hundred thousand times. `MOST_GROUPS` groups of each side are looked at, and the rewards of `MOST_PROMPTS` prompts
-are compared; the page says where that has left something out.
+A run may have a hundred thousand groups. `MOST_GROUPS` groups of each side are looked at, and the rewards of `MOST_PROMPTS` prompts
+are compared; the page says if that has left something out.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from groupwise.runs.store import Store
 
 PER_PAGE = 10
 MOST_GROUPS = 10_000
-"""Of each side that are looked at."""
+"""Groups of each side that are looked at."""
 MOST_PROMPTS = 3_000
-"""Of both whose rewards are read."""
+"""Prompts answered by both whose rewards are read."""
 MOST_MEMBERS = 64
-"""Of a group that are shown."""
+"""Members of a group that are shown."""
 ORDERS = {
     "changed": "largest difference first",
     "better": "where B is better",
@@ -40,7 +40,7 @@ ORDERS = {
 SCORING = ("rewards.", "task.", "rollout.")
 """Settings that say what a reward means."""
 Key = tuple[int, str] | str
-"""Of a prompt: with the number of its example where both sides have the same data, else its text alone."""
+"""Identifies a prompt: with the number of its example if both sides have the same data, else its text alone."""
 
 
 class AnswersQuery(Query):
@@ -76,7 +76,7 @@ class Pair:
 
     @property
     def difference(self) -> float | None:
-        """B − A of the mean rewards; None where a side has none."""
+        """B − A of the mean rewards; None if a side has none."""
         if self.score_a.mean is None or self.score_b.mean is None:
             return None
         return self.score_b.mean - self.score_a.mean
@@ -202,7 +202,7 @@ def _scored(
 
 
 def in_order(pairs: Sequence[Pair], order: str) -> list[Pair]:
-    """Those of an order, which for better and worse are those alone that are so; what cannot be compared comes last."""
+    """Sort pairs; `better` and `worse` keep only such pairs. Pairs that cannot be compared come last."""
     told = [(each, each.difference) for each in pairs]
     if order == "better":
         return [each for each, by in sorted(told, key=_by(-1)) if by is not None and by > 0]
@@ -216,7 +216,7 @@ def _by(sign: int) -> Callable[[tuple[Pair, float | None]], float]:
 
 
 def summary_of(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Of all prompts that both have answered."""
+    """Summary over all prompts that both have answered."""
     compared = [(each, by) for each in pairs if (by := each.difference) is not None]
     return {
         "prompts": len(pairs),

@@ -1,7 +1,7 @@
-"""A folder as one ZIP archive, made while it is sent: nothing of it is kept, in memory or on a disk, but the piece that is on its way.
+"""Sends a folder as one ZIP archive, made on the fly: only the piece being sent is in memory, and nothing is on disk.
 
 Weights do not get smaller by packing, so files are stored as they are. Sizes and check sums follow each file, because they are known
-only then; whoever unpacks reads them at the archive's end, and notices there that it was broken off.
+only then; unpacking reads them at the archive's end, and notices there that it was broken off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PIECE = 1 << 20
 
 
 class _OnItsWay:
-    """What the archive has written and nobody has taken yet."""
+    """Buffers the part of the archive that has been written but not sent."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -28,7 +28,7 @@ class _OnItsWay:
         """Nothing is held back."""
 
     def close(self) -> None:
-        """What is on its way stays so."""
+        """Do nothing: the rest is still to be sent."""
 
     def take(self) -> bytes:
         taken, self._pieces = b"".join(self._pieces), []

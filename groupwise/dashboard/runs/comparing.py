@@ -29,7 +29,7 @@ USUAL = (
     "grad_norm",
     "time/step",
 )
-"""What is shown of several runs unless one metric is asked for, as far as one of them has it."""
+"""Metrics shown for several runs unless one is asked for, as far as one of them has it."""
 
 
 class CompareQuery(Query):

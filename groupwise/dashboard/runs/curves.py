@@ -1,4 +1,4 @@
-"""Which plots a run has, and the curves in them, thinned to the width of a screen before they travel."""
+"""Chooses a run's plots, and thins their curves to the width of a screen before they are sent."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Plot:
     title: str
     lines: tuple[PlottedMetric, ...]
     says: str = ""
-    """What it means, and what is good, in a sentence."""
+    """Explains in a sentence what it means, and what is good."""
     section: str = "More"
     stacked: bool = False
-    """Whether the curves add up to a whole."""
+    """True if the curves add up to a whole."""
 
 
 def _one(section: str, title: str, metric: str, says: str, spread: str = "") -> Plot:
@@ -116,7 +116,7 @@ SECTIONS = ("Reward", "Held out", "Policy", "Completions", "Update", "Time", "Ta
 _LEFT_OUT = frozenset({"time/step", "clip_ratio/region_mean", "rollouts/scored", "num_tokens", "eval/tokens"})  # fmt: skip
 """Metrics that other plots show, or that no picture is needed for."""
 _SECTION_OF = {"task": "Task", EVAL: "Held out"}
-"""Of metrics that no plot is known for, by how their names begin."""
+"""Sections of metrics that have no plot of their own, by how their names begin."""
 
 
 def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
@@ -149,7 +149,7 @@ def _known(line: PlottedMetric, names: set[str]) -> PlottedMetric:
 
 
 def _parts(names: Sequence[str]) -> list[Plot]:
-    """One for each part of the reward."""
+    """A plot for each part of the reward."""
     parts = [n for n in names if n.startswith(PART) and n.endswith(MEAN)]
     return [
         Plot(
@@ -163,7 +163,7 @@ def _parts(names: Sequence[str]) -> list[Plot]:
 
 
 def _pass_at(names: Sequence[str]) -> list[Plot]:
-    """One for all k."""
+    """A plot for all k."""
     named = list(by_k(names, f"{EVAL}/").items())
     lines = tuple(
         PlottedMetric(name, f"pass@{k}") for k, name in named[:: 1 + len(named) // MOST_PASS]
@@ -272,7 +272,7 @@ def names_of(store: Store) -> list[str]:
 
 
 def evaluated_curves(store: Store) -> dict[str, Curve]:
-    """What held-out prompts and benchmarks said over the training, by the names that plots know them by."""
+    """Results on held-out prompts and benchmarks over the training, by the names that plots know them by."""
     return curves_of(store.evaluations(rows=False))
 
 

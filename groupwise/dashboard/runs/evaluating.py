@@ -38,19 +38,19 @@ from groupwise.training.review.compare import (
 PER_PAGE = 50
 """Prompts that a page lists."""
 MOST_CURVES = 12
-"""Of pass@k in one picture, the newest."""
+"""Curves of pass@k in one picture, the newest."""
 WITH_INTERVALS, WITH_INTERVALS_IN_ALL = 20, 2
 """Evaluations of a run, the newest, of which every answer is read for their intervals: on its own page, and in the list of all."""
 LONGEST = 1000
 """Characters by which an evaluation is named."""
 RUNS = 50
-"""Whose evaluations one page lists."""
+"""Runs whose evaluations one page lists."""
 MOST_OF_EACH = 20
 """Evaluations of a run that the list of all has, the newest."""
 MOST_METRICS = 8
 """Columns of that list, those that most have."""
 FIRST = ("reward", "pass@1")
-"""Which of them come first."""
+"""Metrics that come first."""
 
 
 def evaluations(visit: Visit) -> Page:
@@ -113,7 +113,7 @@ def _columns(names: Iterable[str]) -> list[str]:
 
 
 def _quietly(path: Path) -> list[Evaluated]:
-    """Of one run, the newest first; none of one that cannot be read, which the list of runs tells."""
+    """Evaluations of one run, the newest first; none if it cannot be read, which the list of runs shows."""
     with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
         found = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
         return sorted(found, key=_newness, reverse=True)[:MOST_OF_EACH]
@@ -121,7 +121,7 @@ def _quietly(path: Path) -> list[Evaluated]:
 
 
 def _newness(each: Evaluated) -> tuple[bool, int, float]:
-    """What belongs to no step of the run comes last."""
+    """Sort key that puts evaluations without a step last when the newest come first."""
     return each.step is not None, each.step or 0, each.at
 
 

@@ -1,4 +1,4 @@
-"""What one policy answered to the held-out prompts, and how often it succeeded."""
+"""One policy's answers to the held-out prompts, and how often it succeeded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page lets one take home: files of checkpoints and of the final weights, and rollouts as JSON lines."""
+"""Downloads: files of checkpoints and of the final weights, and rollouts as JSON lines."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ def _lines(store: Store, wanted: RolloutFilter) -> Generator[bytes]:
 
 
 class Sent(StreamingResponse):
-    """A long answer, whose making ends with it, also where whoever asked has gone: what it reads is not held open."""
+    """A long answer that closes its generator at the end, even if the client has gone, so that no file stays open."""
 
     def __init__(self, pieces: Generator[bytes], **more: Any) -> None:
         super().__init__(pieces, **more)
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Send the answer, as an ASGI application."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -113,7 +113,7 @@ def _folder(run: Path, where: str) -> Path:
 
 
 def _plain(name: str) -> str:
-    """For a header."""
+    """The name, made safe for a header."""
     return "".join(
         each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name
     )

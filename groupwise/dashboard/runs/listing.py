@@ -57,12 +57,12 @@ def _matches(listed: Listed, asked: RunsQuery) -> bool:
 
 
 def has_words(listed: Listed, words: str) -> bool:
-    """Whether a run's name, model and task have all of these words."""
+    """True if a run's name, model and task have all of these words."""
     return are_in(words, (listed.info.name, listed.info.model, listed.info.task))
 
 
 def are_in(words: str, texts: Iterable[str | None]) -> bool:
-    """Whether all words stand in these texts, in whatever size."""
+    """True if all words stand in these texts; case is ignored."""
     there = " ".join(filter(None, texts)).casefold()
     return all(word in there for word in words.casefold().split())
 

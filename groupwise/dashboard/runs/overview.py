@@ -28,7 +28,7 @@ NEWEST_FAILURES = 5_000
 """Rollouts without a score whose reasons are looked at."""
 LOG = "log.txt"
 LOG_BYTES = 16_384
-"""Of the end of the log."""
+"""Bytes shown from the end of the log."""
 
 
 def run(visit: Visit) -> Page:
@@ -78,7 +78,7 @@ def config(visit: Visit) -> Page:
 
 
 def head_of(visit: Visit, path: Path) -> dict[str, Any]:
-    """What stands above every page of a run."""
+    """Data for the head of every page of a run."""
     return _head(path, visit.place.runs.one(path))
 
 

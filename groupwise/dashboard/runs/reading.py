@@ -26,20 +26,20 @@ LISTED, BESIDE, WHOLE = 4_000, 1_500, 20_000
 """Characters of a text that is in a list, beside many others, and beside those of its group; all of it is on the rollout's own page."""
 GROUPS_OF_EXAMPLE = 20
 MOST_MEMBERS = 64
-"""Of each group on the page of an example."""
+"""Members of each group shown on the page of an example."""
 MOST_STEPS = 200
-"""That are offered to compare, evenly of all."""
+"""Steps offered for comparison, spread evenly."""
 TOKENS = 4_000
-"""Of a rollout that one page shows."""
+"""Tokens of a rollout shown on one page."""
 MOST_SHOWN = 1000
 """Members of a group that its page shows."""
 MOST_OF_GROUP = 100_000
-"""Among which one of a group is looked for."""
+"""Members of a group among which one is looked for."""
 ADDRESS = re.compile(r"(\d{1,18})\.(\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 MOST_PAGES = 4000
 """Beyond that one says what is looked for: rows that are passed over have to be read."""
 MOST_TASKS = 200
-"""That are offered to choose from; of more than that one writes which is meant."""
+"""Tasks offered to choose from; if there are more, the user types one."""
 MOST_OTHERS = 100
 """Runs that are offered to compare with."""
 ORDERS = {
@@ -82,7 +82,7 @@ class RolloutsQuery(Query):
 
     @property
     def wanted(self) -> RolloutFilter:
-        """As the record is asked; one row more than is shown says whether there is a next page."""
+        """Filter for the record; one row more than is shown says whether there is a next page."""
         return RolloutFilter(
             step=self.step,
             example=self.example,
@@ -190,7 +190,7 @@ def _nothing_of(run: str, example: int, page: int, groups: int) -> str:
 
 
 def _evenly(steps: list[int]) -> list[int]:
-    """Of very many some, the first and the last among them."""
+    """An even selection of very many steps, with the first and the last."""
     if len(steps) <= MOST_STEPS:
         return steps
     last = len(steps) - 1
@@ -250,7 +250,7 @@ def _meant(store: Store, name: str) -> tuple[int | None, Callable[[RolloutView],
 
 
 def _tokens(path: Path, rollout: Rollout, page: int) -> dict[str, Any]:
-    """What was drawn, and one page of its tokens; none where they were not kept."""
+    """The tokens that were drawn, one page of them; empty if they were not kept."""
     count = sum(len(each.token_ids) for each in rollout.segments)
     pages = max(1, -(-count // TOKENS))
     if page > pages:

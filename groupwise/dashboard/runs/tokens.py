@@ -1,7 +1,7 @@
-"""The tokens of a rollout as they were drawn, each with what it reads, how probable it was, and how probable the learner found it.
+"""The tokens of a rollout as they were drawn, each with its text, its probability, and the learner's probability.
 
-The record has ids. What they read is told by the tokenizer that the run has left in its folder when it began, else by that of its final
-weights or of its model, where this machine has it; where there is none, the ids are shown.
+The record has ids only. Their texts come from the tokenizer that the run left in its folder when it began, else from that of its final
+weights or of its model, if this machine has it; if there is none, the ids are shown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BEFORE = 32
 LEAST_NATS = 6.0
 """Below which a token is shown as improbable as can be."""
 MOST_RATIO = 1.5
-"""From which on a ratio has the deepest colour, and below 1 at its inverse: so the usual bounds of the clip, 0.8 and 1.2, are in the
+"""Ratio with the deepest colour, and below 1 its inverse: so the usual bounds of the clip, 0.8 and 1.2, are in the
 middle of the scale, and the rounding of bfloat16, some hundredths, has none or the palest."""
 
 
@@ -38,7 +38,7 @@ AFTER = 4
 
 
 class Reads(Protocol):
-    """What tokens read."""
+    """A reader of tokens."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text of each token, in this order."""
@@ -46,7 +46,7 @@ class Reads(Protocol):
 
 
 class Ids:
-    """Where nobody knows the words."""
+    """Stands in if there is no tokenizer: shows ids."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """See `Reads.pieces`."""
@@ -105,7 +105,7 @@ def _read(file: str, _: int) -> Reads | None:
 
 
 def _shortens(decoder: dict[str, Any] | None) -> bool:
-    """Whether a decoder makes no text longer: one of a few steps might double it each time, for whoever looks at a page."""
+    """True if a decoder makes no text longer: a few doubling steps could fill the memory when a page is opened."""
     if decoder is None or decoder["type"] in (
         "ByteLevel",
         "ByteFallback",
@@ -133,7 +133,7 @@ def _model_of(run: Path) -> str:
 
 @lru_cache(maxsize=8)
 def _named(model: str) -> Reads | None:
-    """Of a folder with a model; others are not loaded for a page."""
+    """Reader from a model folder's tokenizer; other models are not loaded for a page."""
     file = Path(model).expanduser() / FILE
     return _read(str(file), file.stat().st_mtime_ns) if file.is_file() else None
 
@@ -190,7 +190,7 @@ def shade_of(logprob: float | None) -> int | None:
 
 
 def ratio_of(learner: float | None, sampler: float | None) -> float | None:
-    """The learner's probability of a token over the sampler's; None where one of them said none, or it is no number."""
+    """The learner's probability of a token over the sampler's; None if one of them said none, or it is no number."""
     if learner is None or sampler is None or not math.isfinite(learner - sampler):
         return None
     return math.exp(min(learner - sampler, 700.0))  # beyond it would be no number
@@ -205,7 +205,7 @@ def ratio_shade_of(ratio: float | None) -> int | None:
 
 
 def without_ratios(rollout: Rollout, group: Group) -> str | None:
-    """Why the tokens of a rollout have no ratios, for people; None where they have."""
+    """Why the tokens of a rollout have no ratios, for people; None if they have."""
     if any(segment.learner_logprobs for segment in rollout.segments):
         return None
     if rollout.advantage is None:

@@ -10,7 +10,7 @@ from groupwise.dashboard.sources.server import WatchedServer
 
 LIVE = "/live?server"
 LONG = 10.0
-"""Seconds that a request waits before somebody should know why."""
+"""Seconds a request may wait before the page explains why."""
 STATES = {
     "open": "sampled, and not rewarded yet",
     "rewarded": "waits for a step",
@@ -22,11 +22,11 @@ STATES = {
     "stale": "too old when a step could have taken it",
     "quarantined": "left out, because a step with it ended the engine twice",
 }
-"""Of groups, in the order of their lives; what each means."""
+"""States of groups, in the order of their lives, with their meanings."""
 
 
 def _of(visit: Visit) -> WatchedServer:
-    """The server of this dashboard. Raises RunNotFoundError where there is none."""
+    """The server of this dashboard. Raises RunNotFoundError if there is none."""
     if visit.place.server is None:
         raise RunNotFoundError(
             "This dashboard shows no training server; `groupwise web --server URL` does, and `groupwise serve` has a dashboard of its own."
@@ -48,7 +48,7 @@ def server(visit: Visit) -> Page:
 
 
 def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
-    """What somebody should look at, in words, and what to do about it."""
+    """Problems that need attention, in words, and what to do about them."""
     counts = status.counters
     told: list[str] = []
     if status.phase == "recovering":

@@ -1,6 +1,6 @@
-"""Values that many pages ask for again and again: whatever is slow is asked once.
+"""Caches values that many pages ask for again and again: whatever is slow is asked once.
 
-`Ticking` finds one in the background, so that nobody waits long; with `Lately` all who ask wait for the one of them that asks.
+`Ticking` finds one in the background, so that no page waits long; with `Lately` all who ask wait for the one of them that asks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LAST = 5.0
 EVERY = 1.0
 """Seconds for which a value is good."""
 MOMENT = 0.5
-"""Seconds that whoever asks waits for a newer one."""
+"""Seconds that a caller waits for a newer value."""
 WAIT = 5.0
 """Seconds that others wait for the one that asks."""
 
 
 class Ends(Protocol):
-    """What looks at something in the background."""
+    """A background watcher that can be ended."""
 
     def end(self) -> None: ...
 
@@ -44,7 +44,7 @@ def ending(watched: E) -> Generator[E]:
 
 
 class Ticking(Generic[T]):
-    """One such value."""
+    """A value that is found in the background."""
 
     def __init__(self, find: Callable[[], T], clock: Callable[[], float] = time.monotonic) -> None:
         """`find` may take as long as it likes, and raises nothing."""
@@ -71,7 +71,7 @@ class Ticking(Generic[T]):
             return None if self._found is None else self._found[1]
 
     def forget(self) -> None:
-        """It has just become another one: the next who asks finds it anew."""
+        """Drop the value, because it has just changed: the next caller finds it again."""
         with self._lock:
             self._found, self._finding = None, None
             self._forgotten += 1
@@ -93,7 +93,7 @@ class Ticking(Generic[T]):
 
 
 class Lately(Generic[T]):
-    """What somebody answered a moment ago, or that they did not."""
+    """Caches a recent answer, or the failure to get one."""
 
     def __init__(
         self, ask: Callable[[], T], who: str, clock: Callable[[], float] = time.monotonic
@@ -105,7 +105,7 @@ class Lately(Generic[T]):
         self._forgotten = 0
 
     def now(self) -> T:
-        """Raises what `ask` did, and `too_busy` where that takes too long for the others who wait."""
+        """Raises what `ask` did, and `too_busy` if that takes too long for the others who wait."""
         if not self._lock.acquire(timeout=WAIT):
             raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
         try:
@@ -121,7 +121,7 @@ class Lately(Generic[T]):
         return found
 
     def forget(self) -> None:
-        """It has just become another one: the next who asks finds it anew, also where an answer of before is still on its way."""
+        """Drop the value, because it has just changed: the next caller finds it again, even if an earlier answer is still on its way."""
         self._forgotten += 1
 
     def _answer(self) -> T | GroupwiseError:

@@ -29,26 +29,26 @@ from groupwise.training.review.compare import EVAL_LOSS, LOSS, Side, side_of_fil
 
 PASS = re.compile(r"pass@(\d+)")
 MOST_FILES = 500
-"""Of a run's results, the newest, that are read."""
+"""Limit on a run's result files that are read, the newest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One of them."""
+    """The results of one evaluation."""
 
     step: int | None
-    """After so many steps of the run; None where that is not known."""
+    """After so many steps of the run; None if that is not known."""
     name: str
     policy: str
     metrics: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]
-    """Of 95 %, of those metrics that have one."""
+    """95 % intervals of those metrics that have one."""
     reference: str
-    """By which it is compared, behind the run's name: `@STEP:NAME`, `:FILE.json`; empty where it is metrics alone."""
+    """Name for comparing, after the run's name: `@STEP:NAME`, `:FILE.json`; empty if it is metrics alone."""
     answers: bool
-    """Whether there are answers to read, and not only losses on given ones."""
+    """True if there are answers to read, and not only losses on given ones."""
     file: str | None
-    """Its name where it is a file of results; None: it stands in the run's record."""
+    """Name of its file of results; None: it stands in the run's record."""
     at: float
     """When the file was written, in seconds since 1970; 0: not known."""
 
@@ -60,7 +60,7 @@ def by_k(names: Iterable[str], before: str = "") -> dict[int, str]:
 
 
 def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:
-    """By steps, those of files after those of the record; of the record's so many of the newest have `intervals`, which take time."""
+    """Evaluations by steps, those of files after those of the record; so many of the record's newest get `intervals`, which take time."""
     recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
     begin = len(recorded) - intervals
     found = [
@@ -77,7 +77,7 @@ def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evalu
 
 
 def beside(runs: Path) -> list[Evaluated]:
-    """What stands beside the runs of a folder, and among them; those written last come first."""
+    """Evaluations beside the runs of a folder, and among them; those written last come first."""
     found = [
         replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
         for prefix, folder in places(runs).items()
@@ -87,12 +87,12 @@ def beside(runs: Path) -> list[Evaluated]:
 
 
 def places(runs: Path) -> dict[str, Path]:
-    """Where results stand that are of no run, by what stands before the file's name in a reference."""
+    """Folders of results that belong to no run, by the prefix of the file's name in a reference."""
     return {"": runs, f"{RESULTS}/": runs.absolute().parent / RESULTS}
 
 
 def side_beside(runs: Path, reference: str) -> Side:
-    """One of these to compare, by its reference. Raises RunNotFoundError."""
+    """An evaluation beside the runs to compare, by its reference. Raises RunNotFoundError."""
     for prefix, folder in places(runs).items():
         name = reference.removeprefix(f":{prefix}")
         named = reference == f":{prefix}{name}" and Path(name).name == name

@@ -1,4 +1,4 @@
-"""A fleet as the dashboard asks it: one question at a time, and what all pages ask often is answered once a second for all of them."""
+"""The dashboard's view of a fleet: asks one question at a time, and answers common questions once a second for all pages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Document = dict[str, Any]
 LOCK_TIMEOUT, TIMEOUT = 5.0, 10.0
 """Seconds that a page waits for others that ask, and for an answer of an API."""
 PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
-"""What is another value each second, and no news."""
+"""Keys whose values change each second and are no news."""
 
 
 class FleetLike(Protocol):
-    """What `DirectFleet` and `FleetClient` have in common, as far as it is needed here."""
+    """The methods of `DirectFleet` and `FleetClient` that are used here."""
 
     def jobs(self, **wanted: Any) -> list[Document]: ...
     def show(self, job_id: str) -> Document: ...
@@ -44,7 +44,7 @@ class FleetLike(Protocol):
 
 
 class WatchedFleet:
-    """One fleet. Any thread may ask."""
+    """A fleet as pages see it. Thread-safe."""
 
     def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet, self._clock = fleet, clock
@@ -55,12 +55,12 @@ class WatchedFleet:
         self._stamp = Ticking(self._look, clock)
 
     def ask(self, question: Callable[[FleetLike], T]) -> T:
-        """What it answers. Raises Refusal, and `FleetAway` where it does not answer."""
+        """Ask the fleet. Raises Refusal, and `FleetAway` if it does not answer."""
         with self._turn():
             return question(self._fleet)
 
     def change(self, who: str, question: Callable[[FleetLike], object]) -> None:
-        """Have it do something for somebody, whose name its events are to have; the next page shows what came of it."""
+        """Act for a user, whose name the fleet's events are to have; the next page shows the result."""
         with self._turn():
             question(self._fleet.on_behalf_of(who))
         self.forget()
@@ -113,7 +113,7 @@ class WatchedFleet:
 
 
 def lasting(value: Any) -> Any:
-    """Without what is another value each second."""
+    """The value without keys that change each second."""
     if isinstance(value, dict):
         return {str(k): lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
-"""The list of all runs, kept in memory: what it says of a run is read once, and again only when its files have changed.
+"""The list of all runs, kept in memory: a run's entry is read once, and again only when its files have changed.
 
-A thousand runs are looked at in some milliseconds that way. The first look reads them all, in the background: a page that cannot wait shows
+This way a thousand runs are checked within milliseconds. The first look reads them all, in the background: a page that cannot wait shows
 what is known, and how much is still to be read.
 """
 
@@ -22,11 +22,11 @@ from groupwise.runs.folder import RECORD, RESULTS, shown_state
 from groupwise.runs.store import Store
 
 Stamp = tuple[tuple[int, ...], ...]
-"""Of the files of a record: which file it is, when it was written to and changed, and its size."""
+"""Identity, times of writing and change, and size of a record's files."""
 SPARK = 48
 """Columns of a small picture of a curve."""
 FIRST_READ_TIMEOUT = 0.1
-"""Seconds that a page waits for runs that nobody has read yet."""
+"""Seconds that a page waits for runs that have not been read yet."""
 AGAIN = 10.0
 """Seconds after which one that could not be read is tried again: what was in the way may have passed."""
 FILES = (RECORD, f"{RECORD}-wal")
@@ -38,7 +38,7 @@ class Listed:
 
     info: RunInfo
     metric: str | None
-    """What the small picture shows: the reward, or the loss where there is none."""
+    """Metric of the small picture: the reward, or the loss if there is none."""
     curve: tuple[float, ...]
     written: float
     """When its record was written to last; seconds since 1970."""
@@ -55,7 +55,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of all runs."""
+    """The state of all runs."""
 
     runs: tuple[Listed, ...]
     """The newest first; broken ones last."""
@@ -63,7 +63,7 @@ class Known:
 
 
 class RunsIndex:
-    """Of one folder. Any thread may ask."""
+    """Index of one folder's runs. Thread-safe."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self._clock = folder, clock
@@ -90,7 +90,7 @@ class RunsIndex:
         return Known(tuple(_sorted(map(_as_now, found))), len(stamps) - len(found))
 
     def stamp(self, moment: float = MOMENT) -> Any:
-        """Another value once the list has changed, or a result has come to a run or beside them. It is found once a second for all."""
+        """A value that differs once the list has changed, or a new result exists in a run or beside them. Found once a second for all."""
         return self._stamp.now(moment)
 
     def _states(self) -> Any:
@@ -100,7 +100,7 @@ class RunsIndex:
         return known.unread, runs, [*map(changed, (*results, *places(self.folder).values()))]
 
     def one(self, path: Path) -> Listed:
-        """What the list says of this run, as it is now."""
+        """The current list entry of this run."""
         stamp = stamp_of(path)
         with self._lock:
             if not self._is_stale(path, stamp):
@@ -133,7 +133,7 @@ def changed(folder: Path) -> int:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Of a run's record; equal stamps mean that it was not written to."""
+    """Stamp of a run's record; equal stamps mean that it was not written to."""
     found: list[tuple[int, ...]] = []
     for name in FILES:
         with suppress(OSError):
@@ -144,7 +144,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def read(path: Path, stamp: Stamp) -> Listed:
-    """What the list says of a run; never raises for a broken one."""
+    """Read a run's list entry; never raises for a broken run."""
     info, found = _info_of(path)
     metric, curve = found or (None, ())
     written = max((each[0] for each in stamp), default=0) / 1e9

@@ -1,4 +1,4 @@
-"""A training server as the dashboard asks it: what all pages ask is answered once a second for all of them."""
+"""The dashboard's view of a training server: asks once a second for all pages."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PASSING = {
     "waiting": {"__all__": {"seconds"}},
     "sessions": {"__all__": {"silent_seconds", "let_go_seconds"}},
 }
-"""What is another value each second, or with each request, and no news."""
+"""Fields that change each second, or with each request, and are no news."""
 
 
 class ServerLike(Protocol):
-    """What `TrainingClient` and a server in this process have in common, as far as it is needed here."""
+    """The methods of `TrainingClient` and of a server in this process that are used here."""
 
     def status(self) -> StatusAnswer: ...
     def activity(self) -> ActivityAnswer: ...
 
 
 class WatchedServer:
-    """One training server. Any thread may ask."""
+    """A training server as pages see it. Thread-safe."""
 
     def __init__(self, server: ServerLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,7 +42,7 @@ class WatchedServer:
         self._stamp = Ticking(self._look, clock)
 
     def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
-        """Where it stands, and what goes on. Raises ClientError where it does not answer, and `too_busy` while others wait for that."""
+        """Status and activity. Raises ClientError if the server does not answer, and `too_busy` while others wait for that."""
         return self._said.now()
 
     def stamp(self, moment: float = MOMENT) -> str | None:

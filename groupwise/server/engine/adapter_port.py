@@ -1,12 +1,11 @@
-"""What the verbs ask of an engine: several trained adapters over shared bases, each driven step by step by a client.
+"""The engine interface for training verbs: several trained adapters over shared bases, each driven step by step by a client.
 
-The engine holds models, decides nothing about their order, and remembers what was saved. Whoever drives it (`training.py`, `sampling.py`)
-calls the verbs of one model one after another, in the order of the client's sequence; those of different models, and samples, are under way
+The engine holds models, decides nothing about their order, and remembers what was saved. Its drivers (`training.py`, `sampling.py`)
+call the verbs of one model one after another, in the order of the client's sequence; those of different models, and samples, are under way
 at once. What is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine.
-A call may come again where nobody knows whether it was done: `call` is its number, by which what it has saved already is recognised as its
-own.
+A call may be repeated if it is unknown whether it was done: by its number, `call`, the engine recognises what it has already saved.
 
-Errors: `UsageError` for what was asked wrongly (nothing was done; the client is told that it is its own fault), any other
+Errors: `UsageError` for what was asked wrongly (nothing was done; it is the client's fault, and it is told so), any other
 `GroupwiseError` for what failed on its way.
 """
 
@@ -37,10 +36,10 @@ class Base:
     longest: int
     """Tokens of prompt and completion together."""
     stop_token_ids: tuple[int, ...]
-    """What ends a completion where the client names nothing."""
+    """Tokens that end a completion if the client names none."""
     architecture: str
     tokenizer: str
-    """Where the client's own library finds the tokenizer: a hub id, or a folder that both see."""
+    """A hub id, or a folder visible to both sides, from which the client's own library loads the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class ModelSpec:
     base: str
     rank: int
     seed: int
-    """Of the numbers that the adapter begins with."""
+    """Seed for the adapter's initial weights."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
@@ -67,13 +66,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward pass made of some rows."""
+    """The result of a forward pass over some rows."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Of each row, the log-probability (nats) of every completion token, also where the mask is 0; those before the update, without
-    dropout's noise where there is any."""
+    """Log-probability (nats) of every completion token of each row, even if its mask is 0; taken before the update, without dropout
+    noise."""
     sums: Mapping[str, float]
-    """As `Learner.forward_backward` returns them: `loss/<component>` undivided, and the statistics of the loss."""
+    """Sums from `Learner.forward_backward`: `loss/<component>` undivided, and the statistics of the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class VerbSample:
     seeds: tuple[int, ...]
     params: SamplingParams
     prompt_logprobs: bool = False
-    """Whether to tell the log-probability of each token of the prompt, too."""
+    """Also return the log-probability of each prompt token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +92,30 @@ class VerbSampled:
 
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[float, ...] | None = None
-    """At temperature 1, of the second token of the prompt and all after it; one fewer than the prompt has."""
+    """Log-probabilities at temperature 1, from the prompt's second token on; one fewer than the prompt has tokens."""
 
 
 class VerbEngine(Protocol):
     """See the module."""
 
     def names(self) -> tuple[str, ...]:
-        """Of the base models that may be asked for now."""
+        """Names of the base models currently available."""
         ...
 
     def admit(self, base: str) -> None:
-        """UsageError where a base model may not be asked for now."""
+        """Raise UsageError if a base model may not be asked for now."""
         ...
 
     async def base(self, name: str) -> Base:
-        """A base model that may be asked for; it is loaded where it is not in memory yet."""
+        """A base model that may be asked for; it is loaded if it is not in memory yet."""
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """A new adapter, named by the caller. UsageError where there are as many as the engine holds, or no such base."""
+        """A new adapter, named by the caller. UsageError if there are as many as the engine holds, or no such base."""
         ...
 
     async def drop(self, model: str) -> None:
-        """Let go of a model; what it saved stays. One that is not there is no error."""
+        """Release a model; what it saved stays. One that is not there is no error."""
         ...
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
@@ -137,28 +136,28 @@ class VerbEngine(Protocol):
         ...
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
-        """Keep adapter and optimiser as `Stored(model, "weights", name)`. UsageError where the name is taken, unless `overwrite`."""
+        """Keep adapter and optimiser as `Stored(model, "weights", name)`. UsageError if the name is taken, unless `overwrite`."""
         ...
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
     ) -> None:
-        """Take these weights; a pending gradient is discarded, and the optimiser begins anew unless it is loaded, too.
+        """Load these weights; discard a pending gradient, and reset the optimiser unless it is loaded, too.
 
-        UsageError where there are none, where they are for samplers alone, or do not fit the model.
+        UsageError if there are none, if they are for samplers alone, or do not fit the model.
         """
         ...
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
-        """Keep the adapter as it is now as `Stored(model, "sampler_weights", name)`; UsageError where the name is taken."""
+        """Keep the adapter as it is now as `Stored(model, "sampler_weights", name)`; UsageError if the name is taken."""
         ...
 
     async def drop_sampler(self, stored: Stored) -> None:
-        """Forget sampler weights that nobody can name any more; ones that are not there are no error."""
+        """Delete sampler weights that can no longer be named; missing ones are no error."""
         ...
 
     async def saved(self, stored: Stored) -> ModelSpec:
-        """What kind of model saved it; UsageError where it is not there, with what is."""
+        """The spec of the model that saved it; raises UsageError, listing what exists, if it is missing."""
         ...
 
     async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:

@@ -2,7 +2,7 @@
 
 It is opened once, hosts that run until its process ends, and owns no maths: a step is `groupwise.training.loops.rl.take_step`, completions
 come from the same `sample_group` as in `groupwise rl`, with seeds that follow from the draw. What it leaves on the disk is an ordinary run
-folder. What clients did is not its business: whoever drives it has that on disk, and asks again for what came after the last checkpoint.
+folder. It does not track what clients did: its driver has that on disk, and asks again for what came after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ from groupwise.training.placement import refuse_on_server
 logger = logging.getLogger(__name__)
 
 KIND = "rl"
-"""Of the run, as its folder notes it: what `groupwise rl` leaves and what a server leaves are the same kind of run."""
+"""The run kind noted in its folder: `groupwise rl` and a server leave the same kind of run."""
 CLIENTS = "clients"
-"""What the folder names as the run's task: prompts and rewards come from clients."""
+"""The task name noted in the run's folder: prompts and rewards come from clients."""
 METRIC = "reward"
 INCOMPLETE = "\ufffd"
-"""What a tokenizer writes for bytes that are no whole character, or not yet."""
+"""Replacement character that a tokenizer writes for bytes that are not, or not yet, a whole character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Open:
     progress: Phase
     longest_prompt: int
     longest_token: int
-    """In characters."""
+    """Length in characters."""
     begun: float
 
 
@@ -125,11 +125,11 @@ class EngineCore:
         self._oldest = 0
         """Steps of the oldest checkpoint that is kept."""
         self.models = EngineModels(self._shared, self._scope)
-        """That are trained beside the run, or without one."""
+        """Models trained beside the run, or without one."""
         self.parts = EngineParts(self._scope)
-        """For a loop that runs elsewhere, in an engine without a run."""
+        """Parts for a loop that runs elsewhere, in an engine without a run."""
         self._turn = asyncio.Lock()
-        """Held by whatever changes the run: one step, save or end at a time."""
+        """Held while the run is changed: one step, save or end at a time."""
 
     async def open(self, order: OpenRun) -> Opened:
         """See `Engine.open`. Only once: another run gets another engine."""
@@ -165,7 +165,7 @@ class EngineCore:
             restore_checkpoint(run, prepared, resumption)
         elif order.start_from is not None:
             run.learner.load(order.start_from)
-            save_checkpoint(run)  # it needs nobody else's from now on
+            save_checkpoint(run)  # from now on it needs no other run's
         await publish(run, run.policy.version)
         run.gate.open()
         progress.phase("ready")

@@ -1,10 +1,10 @@
 """Messages between the HTTP process and its engine: pickled, because the engine is the HTTP process's own child.
 
-The HTTP process sends `Call`s, each answered by `Answered` or `Failed` with its id, in any order, and `Cancel` where nobody waits any
-more. The engine sends a `Beat` about every second from its event loop, whose silence means that the loop hangs, and `LogRecordMessage` for
+The HTTP process sends `Call`s, each answered by `Answered` or `Failed` with its id, in any order, and `Cancel` if the caller no longer
+waits. The engine sends a `Beat` about every second from its event loop, whose silence means that the loop hangs, and `LogRecordMessage` for
 what it logs. The first `Beat` says that it is ready; a `Failed` with the id `MAKING` before it, that it could not be made.
 
-What a call or an answer holds is pickled by itself, so that what cannot be written or read spoils that call alone.
+The content of each call or answer is pickled by itself, so that one that cannot be written or read spoils that call alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MAKING = 0
-"""The id in place of a call's where the engine could not be made."""
+"""Stands in for a call's id if the engine could not be made."""
 
 CANCELLED_VERBS = frozenset(
     {
@@ -52,8 +52,8 @@ CANCELLED_VERBS = frozenset(
         "probe",
     }
 )
-"""Calls that change nothing: they end when nobody waits for them, and at their deadline. The others are half done then, so they go on;
-one of those that outlasts its deadline costs the engine."""
+"""Calls that change nothing: cancelled at their deadline, or once the caller no longer waits. All others would be left half done, so
+they go on; if one of them outlasts its deadline, the engine is ended."""
 
 
 class CallTimedOutError(RunError):
@@ -77,14 +77,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for that call any more."""
+    """The caller no longer waits for that call."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What a call gave."""
+    """The result of a call."""
 
     id: int
     body: bytes
@@ -93,7 +93,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What a call raised."""
+    """The error raised by a call."""
 
     id: int
     error: bytes
@@ -111,7 +111,7 @@ class Beat:
 
 
 def packed(value: Any) -> bytes:
-    """What crosses the socket. Raises whatever refuses to be pickled."""
+    """Pickle a value for the socket. Raises any error that pickling raises."""
     return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 

@@ -1,9 +1,9 @@
 """Adapters that clients train by verbs, in the engine's process: over the base of the run that is open here, or over one of their own.
 
 Each model has a learner; what it saves are folders. Samples are drawn by a few samplers beside the models, each of which serves one set of
-saved weights at a time: those that nobody asks for any more make way. So what is sampled never changes while its model trains on.
+saved weights at a time: weights no longer asked for make way. So what is sampled never changes while its model trains on.
 
-Nothing here is durable but what was saved. Whoever drives the models has their calls on disk, and repeats those that came after the last
+Only what was saved is durable. The driver of the models has their calls on disk, and repeats those that came after the last
 state that it asked to be kept (`keep_as`).
 """
 
@@ -92,7 +92,7 @@ class _Sampler:
     """None: the base as it is."""
     users: int = 0
     learner_reads: bool = False
-    """Whether its learner has the weights, too, which tells the log-probabilities of prompts."""
+    """The model's learner also holds these weights, so it can compute the log-probabilities of prompts."""
 
 
 class EngineModels:
@@ -114,7 +114,7 @@ class EngineModels:
     async def open(self, order: OpenModels) -> Base:
         """Share the base of the run that is open here, or load one; the same again is harmless.
 
-        UsageError where another base is in memory, or all of its weights are trained.
+        UsageError if another base is in memory, or all of its weights are trained.
         """
         async with self._opening:
             shared = self._shared()
@@ -183,7 +183,7 @@ class EngineModels:
         self._models[model] = _Model(spec, parts)
 
     async def drop(self, model: str) -> None:
-        """Let go of a model; what it saved stays. One that is not there is no error."""
+        """Release a model; what it saved stays. One that is not there is no error."""
         if self._models.pop(model, None) is not None:
             await self._here.models.drop(model)
 
@@ -273,7 +273,7 @@ class EngineModels:
         return LoraConfig(r=spec.rank, target_modules=tuple(paths))
 
     def _keep(self, model: str, call: int | None) -> None:
-        """The state after a call, for whoever repeats what came later; older ones go."""
+        """Save the state after a call, so that later calls can be repeated from it; older states are deleted."""
         if call is None:
             return
         learner, folders = self._model(model).parts.learner, self._here.folders
@@ -346,14 +346,14 @@ class EngineModels:
         return len(self._samplers) < SAMPLERS or any(not each.users for each in self._samplers)
 
     async def _placed(self, weights: Stored | None) -> _Sampler:
-        """A sampler with these weights: one that nobody uses, or another one."""
+        """A sampler with these weights: an idle one, or a new one."""
         saved = None if weights is None else self._here.folders.read(weights)
         shape = _PLAIN if saved is None else await self._shape(saved.spec)
         sampler = await self._with_shape(shape, fresh=saved is None)
         if weights is not None and saved is not None:
             folder = str(self._here.folders.place(weights))
             policy = Policy(weights.model, 0, saved.fingerprint, "adapter", folder)
-            self._samplers.remove(sampler)  # what cannot be read leaves it with nobody knows what
+            self._samplers.remove(sampler)  # a failed read leaves it in an unknown state
             try:
                 await sampler.parts.sampler.load(policy)
             except BaseException:
@@ -380,7 +380,7 @@ class EngineModels:
 
 
 _PLAIN = LoraConfig(r=1)
-"""Of an adapter that adds nothing."""
+"""The shape of an adapter that adds nothing."""
 
 
 def _open(

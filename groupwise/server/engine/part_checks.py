@@ -1,4 +1,5 @@
-"""What a client may have parts do: everything that would otherwise fail deep in the model, or take all memory, is a UsageError here."""
+"""Checks of what clients ask of parts: everything that would otherwise fail deep in the model, or take all memory, is a UsageError
+here."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ MOST_SEEDS = 4096
 
 
 def check_request(request: GroupRequest, vocabulary: int, longest: int) -> None:
-    """Of `Sampler.generate`: `longest` is in tokens, prompt and completion together."""
+    """Check a request to `Sampler.generate`: `longest` is in tokens, prompt and completion together."""
     params = request.params
     _require(bool(request.prompt_ids), "prompt_ids", "is empty; at least one token is needed")
     seeds = request.seeds
@@ -54,7 +55,7 @@ def _check_params(params: SamplingParams) -> None:
 
 
 def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
-    """Of what a learner is given."""
+    """Check rows given to a learner."""
     for index, row in enumerate(rows):
         _check_row(row, vocabulary, f"rows.{index}")
 
@@ -95,7 +96,7 @@ def _check_row(row: Row, vocabulary: int, where: str) -> None:
 
 
 def check_loss(loss: LossSpec, denominators: Mapping[str, float]) -> None:
-    """Of `Learner.forward_backward`."""
+    """Check the loss given to `Learner.forward_backward`."""
     try:
         from_spec(loss)
     except (TypeError, ValueError) as error:
@@ -107,7 +108,7 @@ def check_loss(loss: LossSpec, denominators: Mapping[str, float]) -> None:
 
 
 def check_optimiser(params: OptimiserParams) -> None:
-    """Of `Learner.update`."""
+    """Check the parameters of `Learner.update`."""
     for name in ("learning_rate", "weight_decay", "eps"):
         value = getattr(params, name)
         _require(0 <= value < math.inf, name, f"is {value}; 0 or a number above it is needed")

@@ -58,7 +58,7 @@ class _Open:
     folder: Path
     vocabulary: int
     longest: int
-    """Tokens that the sampler can see; 0 where nothing is sampled."""
+    """Tokens that the sampler can see; 0 if nothing is sampled."""
 
     @property
     def sampler(self) -> Sampler:
@@ -77,7 +77,7 @@ class EngineParts:
     """See the module."""
 
     def __init__(self, scope: AsyncExitStack) -> None:
-        """What is opened ends with `scope`."""
+        """Everything opened here is closed with `scope`."""
         self._scope = scope
         self._opened: _Open | None = None
         self._opening = asyncio.Lock()
@@ -210,7 +210,7 @@ class EngineParts:
         self._here.learner.load(str(self._there(folder)))
 
     def _there(self, path: str) -> Path:
-        """A folder of the parts. UsageError where there is none."""
+        """A folder of the parts. UsageError if there is none."""
         place = self._here.folder / path
         if not place.is_dir():
             raise UsageError(
@@ -262,7 +262,7 @@ async def _made(
 
 
 def _check_base(config: RunConfig | SftConfig, meant: str | None) -> None:
-    """ModelError where the client means other weights than those of this name here."""
+    """Raise ModelError if the client means other weights than those of this name here."""
     plain = config.model.model_copy(update={"adapter": None})
     if meant is not None and (own := identity(plain)) != meant:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""What the training server asks of an engine, and what it gets: plain data, which crosses a socket.
+"""The training server's interface to an engine: plain data, which crosses a socket.
 
 An engine holds one model and at most one run at a time. It samples groups, takes steps with groups that clients have rewarded, and
-writes the run's folder; it decides nothing. Whoever drives it (the HTTP process) has every request on disk before it asks, so that an
+writes the run's folder; it decides nothing. Its driver (the HTTP process) has every request on disk before it asks, so that an
 engine may end at any instant: its successor opens the run at its last checkpoint and is asked for the later steps again.
 
 Errors: `UsageError` for what was asked wrongly (nothing was done; `WrongOrder` says in which field of a `SampleOrder`), `RunError` for
@@ -27,14 +27,14 @@ class EngineLost(RunError):
 
 
 OrderField = Literal["prompt", "prompt_ids", "max_tokens", "min_tokens", "temperature"]
-"""What of a `SampleOrder`, or of its `Sampling`, a client may have given wrongly."""
+"""Fields of a `SampleOrder`, or of its `Sampling`, that a client may have got wrong."""
 
 
 class WrongOrder(UsageError):
     """A prompt that cannot be completed as it is asked for."""
 
     def __init__(self, message: str, field: OrderField, code: str = UsageError.code) -> None:
-        """`code`: that of the problem which a client is told, where it has one of its own."""
+        """`code`: the code of the client's problem, if it has one of its own."""
         super().__init__(message)
         self.field: OrderField = field
         self.code = code
@@ -48,7 +48,7 @@ class OpenRun:
     """A run to be begun, or to be gone on with."""
 
     config: Mapping[str, Any]
-    """As `groupwise.training.config.load_config` takes it: model, lora, sampler, algorithm, training, run."""
+    """Config for `groupwise.training.config.load_config`: model, lora, sampler, algorithm, training, run."""
     longest_prompt: int
     """Tokens that a prompt may have; with the longest completion it decides the decode shape."""
     run: str | None = None
@@ -68,32 +68,32 @@ class Opened:
     """Steps that stand: those of the checkpoint that it goes on from; 0 for a new one."""
     max_steps: int
     policy: Policy
-    """That serves now."""
+    """The policy that serves now."""
     manifests: tuple[StepRecord, ...]
-    """Of all steps that were committed before, also of those after the checkpoint, which are undone and are to be asked for again."""
+    """Records of all steps committed before. Those after the checkpoint are undone and must be asked for again."""
     longest_prompt: int
     longest_completion: int
     tokenizer_hash: str
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None
-    """Why retrained steps may differ in their last bits (a GPU, another layout); None where they repeat exactly."""
+    """Why retrained steps may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the completions of one request are drawn, where it differs from the run's own way. None: the run's."""
+    """Sampling settings of one request that differ from the run's. None: the run's."""
 
     temperature: float | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     top_p: float | None = None
-    """Only where nothing is learnt from it, as for the next two."""
+    """Allowed only if nothing is learnt from the group, as are the next two."""
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    """In place of those that follow from the draw: the same seed gives the same completions, whatever the draw."""
+    """Replaces the seeds that follow from the draw: the same seed gives the same completions, whatever the draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,11 @@ class SampleOrder:
     """None: as many as the run's groups have."""
     sampling: Sampling = field(default_factory=Sampling)
     prompt_ids: tuple[int, ...] | None = None
-    """The prompt as the client has tokenised it; refused with UsageError where the engine's own ids for `prompt` differ."""
+    """The prompt as the client has tokenised it; refused with UsageError if the engine's own ids for `prompt` differ."""
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the chat template receives beside the messages, by column; see `groupwise.api.schemas.template_columns`."""
+    """Values for the chat template beside the messages, by column; see `groupwise.api.schemas.template_columns`."""
     trains: bool = True
-    """Whether it may be learnt from; then restricted sampling (top_p, top_k, min_p) is refused with UsageError."""
+    """True if the group may be trained on; then restricted sampling (top_p, top_k, min_p) is refused with UsageError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Plan:
 
     step: int
     groups: tuple[Group, ...]
-    """In the order of training; every rollout is scored, or failed with a reason."""
+    """Groups in training order; every rollout is scored, or failed with a reason."""
     learning_rate: float | None = None
     """None: as the run's schedule has it at this step."""
 
@@ -143,9 +143,9 @@ class StepDone:
     record: StepRecord
     metrics: Mapping[str, float]
     policy: Policy
-    """That serves from now on."""
+    """The policy that serves from now on."""
     oldest_checkpoint: int = 0
-    """The steps of the oldest checkpoint that is kept, 0 where there is none: nothing before it will ever have to be taken again."""
+    """The steps of the oldest checkpoint that is kept, 0 if there is none: nothing before it will ever have to be taken again."""
     warnings: tuple[str, ...] = ()
 
 
@@ -163,7 +163,7 @@ class Probe:
 
     phase: str
     memory: int | None
-    """Most bytes held so far, of all its processes; None where the system does not tell."""
+    """Most bytes held so far, of all its processes; None if the system does not tell."""
     sampling: int
     """Requests that are being sampled."""
     sampled_tokens: int
@@ -175,13 +175,13 @@ class OpenModels:
     """A base that models are to be trained over by verbs (`groupwise.server.tinker`), beside a run or without one."""
 
     base: str
-    """What to load, as `model.name` of a config."""
+    """Model to load, as in `model.name` of a config."""
     folder: str
-    """Where the models save."""
+    """Folder in which the models save."""
     most: int
     """Models in memory at once, a run among them."""
     longest: int
-    """Tokens of prompt and completion that can be sampled, where the base is loaded for the models alone."""
+    """Tokens of prompt and completion that can be sampled, if the base is loaded for the models alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,13 +192,13 @@ class OpenParts:
     config: Mapping[str, Any]
     """The sections of a run's config that its parts are made by, for this machine."""
     run: str
-    """What policies are called."""
+    """Name given to policies."""
     folder: str
-    """Of the parts: what is published, sent and saved."""
+    """The parts' folder: published, sent and saved weights."""
     longest_prompt: int | None
-    """Tokens; None where nothing is sampled."""
+    """Tokens; None if nothing is sampled."""
     weights: str | None = None
-    """Of `serving`: the folder that is served; None: the base, with the adapter of the config where it has one."""
+    """Folder served by `serving`; None: the base, with the config's adapter if it has one."""
     base: str | None = None
     """The fingerprint of the model that the loop means; None: whatever it is here."""
 
@@ -209,9 +209,9 @@ class PartsOpened:
 
     stop_token_ids: tuple[int, ...]
     layout: Mapping[str, Any]
-    """As `groupwise.training.placement.Layout` has it."""
+    """Fields of `groupwise.training.placement.Layout`."""
     fingerprint: str
-    """Of the weights that the sampler serves; empty where there is none."""
+    """Fingerprint of the weights that the sampler serves; empty if there are none."""
     tells_trained_logprobs: bool = True
     """Said to clients, because servers of an earlier version do not."""
 
@@ -231,8 +231,8 @@ class Engine(Protocol):
         ...
 
     async def partial(self, draw: int) -> tuple[str, ...]:
-        """What each member of a request under way has written so far: the beginning of its text, without special tokens and without a
-        character that is not whole yet; none where the request is unknown.
+        """The text that each member of a request under way has written so far: its beginning, without special tokens and without a
+        character that is not whole yet; none if the request is unknown.
         """
         ...
 
@@ -241,11 +241,11 @@ class Engine(Protocol):
         ...
 
     async def step(self, plan: Plan) -> StepDone:
-        """Learn, publish and commit. RunError where the plan is not that of the next step."""
+        """Learn, publish and commit. RunError if the plan is not that of the next step."""
         ...
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
-        """Those of a committed step, also of one that the opening has undone; none where it is unknown."""
+        """Metrics of a committed step, also of one that the opening has undone; empty if it is unknown."""
         ...
 
     async def save(self) -> Saved:
@@ -261,7 +261,8 @@ class Engine(Protocol):
         ...
 
     async def close_run(self, finished: bool) -> str:
-        """A checkpoint, and where the run is finished its final weights; the run's folder. Sampling goes on until another one is opened."""
+        """Save a checkpoint, and the final weights of a finished run; returns the run's folder. Sampling goes on until another run is
+        opened."""
         ...
 
     async def probe(self) -> Probe:

@@ -108,13 +108,13 @@ class _Serving:
     def _over(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]
         self._progress += 1
-        if task.cancelled():  # before it began, so that nobody was answered
+        if task.cancelled():  # before it began, so that no caller was answered
             self._send(Failed(number, packed_error(asyncio.CancelledError())))
 
     async def _answer(self, call: Call) -> None:
         try:
             answer = Answered(call.id, packed(await self._done(call)))
-        except BaseException as error:  # noqa: BLE001 — belongs to whoever asked
+        except BaseException as error:  # noqa: BLE001 — belongs to the caller
             _log_if_bug(call, error)
             answer = Failed(call.id, packed_error(error))
         self._send(answer)
@@ -141,7 +141,7 @@ class _Serving:
 
 
 def _log_if_bug(call: Call, error: BaseException) -> None:
-    """Whoever asked gets the error in words; what nobody raised on purpose needs its traceback, too."""
+    """Callers get errors in words only, so log the traceback of any error that was not raised on purpose."""
     if not isinstance(error, GroupwiseError | asyncio.CancelledError):
         logger.error("`%s` failed in the engine", call.verb, exc_info=error)
 

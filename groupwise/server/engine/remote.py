@@ -1,11 +1,11 @@
 """The HTTP process's side of its engine: starts the process, calls it, watches it, and ends it.
 
-Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and
-watches it until it is gone; it lives as long as the process does, because the kernel's parent-death signal goes by threads. The
-other writes, since an engine that does not read would block whoever writes to it. Futures connect them with the callers.
+Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and watches
+it until it is gone; it lives as long as the process does, because the kernel sends the parent-death signal when the parent's thread ends.
+The other writes, since an engine that does not read would block the writer. Futures connect them with the callers.
 
-Whatever ends the process (it crashed, it was killed, its event loop was silent, a call outlasted its deadline, `close`), first everything
-that it started is killed and it is reaped, and then every call fails with `EngineLost` and the reason: a successor may begin at once.
+However the process ends (it crashed, it was killed, its event loop was silent, a call outlasted its deadline, `close`), first everything
+that it started is killed and it is reaped; then every call fails with `EngineLost` and the reason, so a successor may start at once.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ LIMITS: Mapping[str, float] = {
     "step": 3600.0,  # learns a large batch on a CPU
     "save": 900.0,  # all weights and the optimiser's state onto a slow disk
     "close_run": 1800.0,  # the same, and final weights
-    "close": 10.0,  # what is not let go of by then is taken
+    "close": 10.0,  # what it has not released by then is killed
 }
 """Seconds that a call may take, generously: they end what would otherwise never end. What is not named here has that of `step`."""
 GRACE = 30.0
@@ -100,7 +100,7 @@ _END_LIMIT = 10.0
 _LOOK_EVERY = 0.005
 """Seconds between two looks at whether the process has ended, when it is about to."""
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-"""A crash in a library is told with its stack, and nothing that was printed is lost."""
+"""Options that print the stack of a crash in a library, and lose no output."""
 _CLOSED = "The engine was closed."
 
 Log = Callable[[logging.LogRecord], None]
@@ -115,7 +115,7 @@ def log_here(record: logging.LogRecord) -> None:
 
 @dataclass(slots=True)
 class _Pending:
-    """A call that the engine has not answered, whether or not anybody still waits."""
+    """A call that the engine has not answered, even if its caller no longer waits."""
 
     verb: str
     deadline: float
@@ -186,7 +186,7 @@ class EngineProcess:
         `environment` is added to that of this process. Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of
         `LIMITS`; `grace` beyond them; `start_limit` until it is ready. `log` is given the engine's log records, in a thread.
 
-        Raises what the factory raises, and EngineLost where the process cannot be started or has ended. Nothing is left then, as after
+        Raises what the factory raises, and EngineLost if the process cannot be started or has ended. Nothing is left then, as after
         cancelling.
         """
         engine = cls(
@@ -203,7 +203,7 @@ class EngineProcess:
 
     @property
     def process(self) -> int:
-        """Its number."""
+        """The process id."""
         assert self._process is not None
         return self._process.pid
 
@@ -269,19 +269,19 @@ class EngineProcess:
         """See `Engine.lost`."""
         reason = await self.ended()
         if reason == _CLOSED:
-            await asyncio.Event().wait()  # it was asked to, and nobody is to hear of it
+            await asyncio.Event().wait()  # it was asked to end, so no caller is to hear of it
         return EngineLost(reason)
 
     async def close(self) -> None:
-        """Let the engine let go of what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
+        """Have the engine release what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the engine by its name, for whatever has more of them than `Engine`.
+        """Call a method of the engine by its name, for engines with more methods than `Engine`.
 
-        Cancelling the wait cancels the call where it changes nothing (`CANCELLED_VERBS`); otherwise it goes on.
+        Cancelling the wait cancels the call if it changes nothing (`CANCELLED_VERBS`); otherwise it goes on.
         """
         limit = self._limits.get(verb, self._limits["step"])
         pending = _Pending(verb, time.monotonic() + limit, limit)
@@ -326,10 +326,10 @@ class EngineProcess:
                 self._line.send(message)
 
     def _attend(self) -> None:
-        """Start the engine, listen as long as it lives, and tell everybody how it ended."""
+        """Start the engine, listen as long as it lives, and fail open calls with the reason of its end."""
         try:
             reason = self._lived()
-        except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+        except BaseException as error:  # noqa: BLE001 — callers would wait for ever
             reason = f"What the engine says cannot be taken:\n{explain(error)}"
         self._outbox.put(None)
         if self._writer.ident is not None:
@@ -411,7 +411,7 @@ class EngineProcess:
             case Answered(number, body):
                 pending = self._answered(number)
                 if pending is not None:
-                    with suppress(InvalidStateError):  # nobody waits for it any more
+                    with suppress(InvalidStateError):  # its caller no longer waits
                         pending.answer.set_result(body)
             case Failed(number, error):
                 pending = self._answered(number)
@@ -442,7 +442,7 @@ class EngineProcess:
             return [*self._pending.values()]
 
     def _what_hangs(self) -> str | None:
-        """Why the engine has to be killed; None where it is well."""
+        """Why the engine has to be killed; None if it is well."""
         now = time.monotonic()
         silent = now - self._beat_at
         if self._beat is None:
@@ -477,6 +477,6 @@ class EngineProcess:
 
 
 def _fail(future: Future[Any], error: BaseException) -> None:
-    """Have whoever waits raise it, if anybody still does."""
+    """Make the waiting caller raise it, unless the future is already done."""
     with suppress(InvalidStateError):
         future.set_exception(error)

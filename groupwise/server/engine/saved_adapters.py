@@ -1,10 +1,10 @@
-"""What models have saved, as folders of the server: read and forgotten here, written by the engine.
+"""Adapters saved by models, as folders of the server: read and deleted here, written by the engine.
 
     verbs/<model>/weights/<name>/          adapter and optimiser, to train on
     verbs/<model>/sampler_weights/<name>/  the adapter
-    verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number, which later calls are repeated upon
+    verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number; later calls are repeated from it
 
-`saved.json`, in each of the first two, is their last word of what they are; a folder appears whole or not at all.
+`saved.json`, in each of the first two, describes what was saved; a folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ AUTOMATIC_KEPT = 2
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What was saved."""
+    """Describes a saved adapter."""
 
     spec: ModelSpec
     fingerprint: str
-    """Of the weights; see `groupwise.core.types.Policy.fingerprint`."""
+    """Fingerprint of the weights; see `groupwise.core.types.Policy.fingerprint`."""
     call: int
-    """The number of the call that saved it: where that is repeated, its own work is no reason to refuse it."""
+    """The number of the call that saved it: if that is repeated, its own work is no reason to refuse it."""
 
 
 class SavedFolders:
@@ -44,15 +44,15 @@ class SavedFolders:
         self._root = root
 
     def place(self, stored: Stored) -> Path:
-        """Where it is, or would be."""
+        """Path of its folder, which need not exist."""
         return self._of(stored.model) / stored.kind / stored.name
 
     def automatic(self, model: str, call: int) -> Path:
-        """Where the state after a call is, or would be."""
+        """Path of the state after a call, which need not exist."""
         return self._of(model) / AUTOMATIC / f"{call:09d}"
 
     def read(self, stored: Stored) -> Saved:
-        """What it is; UsageError where it is not there."""
+        """Read its description; raises UsageError if it is missing."""
         path = self.place(stored) / DESCRIPTION
         try:
             found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ class SavedFolders:
         return Saved(ModelSpec(**found["spec"]), found["fingerprint"], found["call"])
 
     def check_free(self, stored: Stored, call: int) -> None:
-        """UsageError where the name is taken, unless by this very call."""
+        """Raise UsageError if the name is taken, unless by this very call."""
         if not self.place(stored).is_dir() or self.read(stored).call == call:
             return
         raise UsageError(f"There is something saved as {stored.name} already; choose another name.")

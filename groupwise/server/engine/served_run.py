@@ -2,10 +2,10 @@
 
 Clients ask for completions whenever they like, also while a step is learned. New weights are only given to the sampler when no
 completion is on its way, so that each completion has one policy: `settle` closes the gate and waits for those that are inside, and
-whoever asks meanwhile waits outside until the step is over.
+new requests wait outside until the step is over.
 
 Nothing that a client sends may stop the run: steps without a scored rollout, and updates that are left out because they are not finite,
-are counted and told, and the run goes on.
+are counted and reported, and the run goes on.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Gate:
         self._empty.clear()
 
     def left(self) -> None:
-        """One less is inside."""
+        """Count one request out."""
         self.inside -= 1
         if not self.inside:
             self._busy += time.perf_counter() - self._since
             self._empty.set()
 
     def busy(self) -> float:
-        """Seconds in which somebody was inside, since this was asked last."""
+        """Time in seconds during which anything was inside, since the last call."""
         now = time.perf_counter()
         busy, self._busy = self._busy, 0.0
         if self.inside:
@@ -59,7 +59,7 @@ class Gate:
         return busy
 
     async def close(self) -> None:
-        """Let nobody in any more, and return when nobody is inside."""
+        """Keep new requests out, and return once none is inside."""
         self._open.clear()
         await self._empty.wait()
 
@@ -69,7 +69,7 @@ class Gate:
 
 
 class Phase(Progress):
-    """What a step is doing, for whoever asks the engine; nothing is written anywhere."""
+    """A step's current phase, for status requests to the engine; nothing is written anywhere."""
 
     def __init__(self, run: str, max_steps: int) -> None:
         self._nowhere = open(os.devnull, "w")  # noqa: SIM115 — closed with the view
@@ -92,7 +92,7 @@ class ServedRun(Run):
 
     gate: Gate = field(default_factory=Gate)
     warned: list[str] = field(default_factory=list[str])
-    """What the signals of the step under way said."""
+    """Warnings from the signals of the step under way."""
 
     @property
     def kept_policies(self) -> int:

@@ -14,7 +14,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.transaction import Transaction
 
 KEPT_SECONDS = 24 * 3600.0
-"""For which an answer is kept, of time in which the server runs: a clock that jumps forgets none. Servers of before wrote wall time."""
+"""Server uptime in seconds for which an answer is kept, so a clock that jumps loses none. Earlier servers wrote wall time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Request:
     """A request that names itself."""
 
     key_id: str
-    """Of the API key that it came with."""
+    """The API key that sent it."""
     route: str
     """Method and path: `POST /rewards`."""
     key: str
@@ -32,14 +32,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """What a client was told."""
+    """The answer that a client received."""
 
     status: int
     body: bytes
 
 
 def stored_answer(transaction: Transaction, request: Request) -> StoredResponse | None:
-    """The answer that was given to this request before. Refused as `idempotency_key_reused` where the body was another."""
+    """The answer that was given to this request before. Refused as `idempotency_key_reused` if the body was another."""
     row = transaction.first(
         """SELECT body_hash, status, body FROM answers
         WHERE key_id = ? AND route = ? AND key = ? AND made_at > ? AND made_at <= ?""",
@@ -63,7 +63,7 @@ def stored_answer(transaction: Transaction, request: Request) -> StoredResponse 
 def once(
     transaction: Transaction, request: Request | None, work: Callable[[Transaction], StoredResponse]
 ) -> StoredResponse:
-    """Do the work and keep its answer, both or none; where the request was answered before, give that answer instead.
+    """Do the work and keep its answer, both or none; if the request was answered before, give that answer instead.
 
     What the work raises is not kept: a refused request may be sent again. Without a request the work is just done.
     """

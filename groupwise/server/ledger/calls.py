@@ -1,10 +1,10 @@
-"""What clients that train by verbs have opened and asked for, and what it came to; see `groupwise.server.tinker`.
+"""Sessions, models, samplers and calls of clients that train by verbs, with each call's outcome; see `groupwise.server.tinker`.
 
-A call is here before its client is told that it was taken, and what it came to before that is told. So a client's loop goes on whatever
+A call is stored before its client hears that it was taken, and its result before the client gets it. So a client's loop goes on whatever
 ends: the engine's models are made again from the state that was kept last, by repeating the calls that came after it (`to_repeat`);
 a new server knows the sessions, models and samplers, and does what still waits.
 
-The content of a call is forgotten as soon as nobody will repeat it; what it came to, when its session ends or too many are kept.
+A call's content is deleted once it will not be repeated; its outcome, when its session ends or too many are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CallRow:
     id: str
     session: str
     line: str
-    """Of what its number is unique: a model, or a sampler."""
+    """The model or sampler within which `sequence` is unique."""
     sequence: int
     kind: str
     digest: bytes
@@ -34,17 +34,17 @@ class CallRow:
     state: CallState = "waiting"
     changed: bool = False
     media_type: str | None = None
-    """Of an answer; of a failure whose fault it was."""
+    """Media type of an answer; for a failure, whose fault it was."""
     body: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to."""
+    """The outcome of a call."""
 
     state: CallState
     changed: bool
-    """Whether the model is another one since: then it is repeated, even where it failed."""
+    """True if the call changed the model: then it is repeated, even if it failed."""
     media_type: str
     body: bytes
     kept: int | None = None
@@ -71,7 +71,7 @@ class ModelRow:
     spec: dict[str, Any]
     kept: int | None
     done: int
-    """The number of its last call that has come to something; -1: none has."""
+    """The number of its last call that has a result; -1: none has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class SamplerRow:
 
 @dataclass(frozen=True, slots=True)
 class Everything:
-    """What there is of clients' sessions, each in the order in which it came."""
+    """All rows of clients' sessions, each kind in order of arrival."""
 
     sessions: Sequence[tuple[str, str | None]]
     models: Sequence[ModelRow]
@@ -126,7 +126,7 @@ def add_sampler(
 
 
 def accept(transaction: Transaction, call: CallRow) -> None:
-    """Take a call. One of a session that has ended meanwhile is nobody's any more."""
+    """Store a call. It is ignored if its session has ended meanwhile."""
     transaction.execute(
         """INSERT INTO verb_calls (id, session, line, sequence, kind, digest, content)
         SELECT ?, id, ?, ?, ?, ?, ? FROM verb_sessions WHERE id = ?""",
@@ -186,7 +186,8 @@ def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[st
 
 
 def forget_answers(transaction: Transaction, ids: Sequence[str]) -> None:
-    """These are asked for no more. What has to be repeated stays; so does the last call of each line, which says how far it is."""
+    """Forget answers that are no longer needed. Calls to be repeated stay; so does the last call of each line, which says how far it
+    is."""
     for id in ids:
         transaction.execute(
             """DELETE FROM verb_calls WHERE id = ? AND content IS NULL AND EXISTS

@@ -1,7 +1,7 @@
 """Events: what has happened on the server, numbered, for those who watch it live.
 
-An event is added in the transaction of what it tells, so that nobody hears of what is not on the disk. Ids rise by one; who asks for
-those after an id and gets a later first one knows that some are no longer kept.
+An event is added in the transaction of what it tells, so that no client hears of anything not yet on disk. Ids rise by one; a watcher that
+asks for those after an id and sees a gap knows that some are no longer kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.transaction import LARGEST_INTEGER, Transaction
 
 KEPT = 10_000
-"""Events that are kept; a watcher that was away for longer reads the status anew."""
+"""Number of events kept; a watcher that was away for longer reads the status again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def add_event_once(transaction: Transaction, run: str, kind: str, data: Mapping[
 
 
 def events_after(transaction: Transaction, event: int, limit: int) -> list[Event]:
-    """At most so many of the events after this one, the oldest first; 0 is before all of them."""
+    """Up to `limit` events after this one, oldest first; 0 starts before the first."""
     rows = transaction.all(
         "SELECT id, run, kind, data, at FROM events WHERE id > ? ORDER BY id LIMIT ?",
         (min(event, LARGEST_INTEGER), limit),

@@ -1,4 +1,4 @@
-"""How `server.db` is opened, and what is said where the disk or SQLite refuses it.
+"""Opens `server.db`, and explains errors of the disk or of SQLite.
 
 One process has it open for writing: the HTTP side. Others may read it meanwhile.
 """
@@ -31,7 +31,7 @@ class DiskFull(StoreError):
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """Open or make the ledger; a connection without transactions of its own. StoreError where it cannot be used."""
+    """Open or make the ledger; a connection without transactions of its own. StoreError if it cannot be used."""
     with explained(path):
         return connect_writer(path, FORMAT, "server migration", BUSY_SECONDS)
 
@@ -46,7 +46,7 @@ def explained(path: Path) -> Generator[None, None, None]:
 
 
 def explanation(path: Path, error: sqlite3.Error) -> StoreError:
-    """What a client's operator should know and do: DiskFull, or another StoreError."""
+    """The error as a DiskFull or other StoreError, with the cause and remedy for the operator."""
     if is_full(path, error):
         return DiskFull(
             f"cannot write the server's ledger {path}: {error}. {FREE_SPACE}; writing goes on by itself, and what was acknowledged stands."

@@ -36,7 +36,7 @@ Event = Literal[
     "train",
     "quarantine",
 ]
-"""What happens to a group. `release`: a held one is to wait for the next step after all."""
+"""Events that move a group. `release` lets a held group wait for the next step after all."""
 
 TABLE: dict[State, dict[Event, State]] = {
     "open": {
@@ -72,7 +72,7 @@ class MoveError(UsageError, ValueError):
 
 
 def after(state: State, event: Event) -> State:
-    """The state that an event leads to; MoveError where it cannot happen."""
+    """The state that an event leads to; MoveError if it cannot happen."""
     events = TABLE[state]
     if event in events:
         return events[event]

@@ -1,4 +1,4 @@
-"""Groups: kept when they are sampled, before their client hears of them, and read by everybody afterwards.
+"""Groups: stored when they are sampled, before their client hears of them.
 
 The client gets a group's text and token ids; the ledger keeps the whole record, with log-probabilities and seeds, and trains from that
 alone. `groupwise.server.ledger.rewards` and `plans` move groups on; here they are opened, looked up, and ended where nothing comes of
@@ -33,7 +33,7 @@ class NewGroup:
     """Steps that were done when it was sampled."""
     version: int
     fingerprint: str
-    """Of the weights that drew it."""
+    """Fingerprint of the weights that drew it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +50,25 @@ class GroupRow:
     members: int
     prompt: Prompt
     key_id: str
-    """Of the API key that asked for it."""
+    """The API key that asked for it."""
     opened_at: float
     """Seconds since 1970."""
     lease_end: float
     """The uptime at which its lease is over, in seconds."""
     rewards: tuple[float | None, ...] | None
-    """One for each member, None for one that failed; None as a whole until they are accepted."""
+    """A reward for each member, None for one that failed; None as a whole until they are accepted."""
     accepted: int | None
     """Place in the order in which the server accepted rewards, from 1."""
     reason: str | None
     """Why it is stale or quarantined."""
     plan: int | None
     position: int | None
-    """In the order of training of its plan, from 0."""
+    """Place in its plan's training order, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """What a client sends back of a group in place of its id."""
+    """The contents of a group, which a client may send back in place of its id."""
 
     prompt: Prompt
     completions: tuple[str, ...]
@@ -85,7 +85,7 @@ def opened(
 ) -> list[GroupRow]:
     """Keep groups that were sampled, open for `lease` seconds of uptime.
 
-    Refused as `draw_taken` where a living group has one of the draws, as `finished` where the run has ended meanwhile.
+    Refused as `draw_taken` if a living group has one of the draws, as `finished` if the run has ended meanwhile.
     """
     need_active(transaction, run)
     for new in groups:
@@ -116,7 +116,7 @@ def first_unused_draw(transaction: Transaction, run: str) -> int:
 
 
 def read_group(transaction: Transaction, group: str) -> GroupRow:
-    """One group; refused as `unknown_group` where there is none."""
+    """One group; refused as `unknown_group` if there is none."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM groups WHERE id = ?", (label(group),))
     if row is None:
         raise Refusal("unknown_group", f"no group of this server has the id {group[:80]!r}.")
@@ -124,7 +124,7 @@ def read_group(transaction: Transaction, group: str) -> GroupRow:
 
 
 def read_record(transaction: Transaction, group: str) -> bytes | None:
-    """The group as it was sampled, for `from_json(Group, …)`; None where it was pruned."""
+    """The group as it was sampled, for `from_json(Group, …)`; None if it was pruned."""
     return transaction.value("SELECT record FROM records WHERE id = ?", (group,))
 
 
@@ -177,7 +177,7 @@ def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
 
 
 def _has_tokens(transaction: Transaction, row: GroupRow, echo: Echo) -> bool:
-    """Whether the tokens of an echo are those of the group, as far as either is known."""
+    """True if an echo's tokens are those of the group, or if either side's tokens are unknown."""
     record = None if echo.completion_tokens is None else read_record(transaction, row.id)
     if record is None:
         return True
@@ -187,7 +187,7 @@ def _has_tokens(transaction: Transaction, row: GroupRow, echo: Echo) -> bool:
 def give_up(transaction: Transaction, group: str) -> GroupRow:
     """End a group that its client no longer wants; harmless when repeated.
 
-    Refused as `group_in_use` where a step has it or it waits for one, as `lease_expired` where it is over anyway.
+    Refused as `group_in_use` if a step has it or it waits for one, as `lease_expired` if it is over anyway.
     """
     row = read_group(transaction, group)
     if row.state == "given_up":
@@ -226,13 +226,13 @@ def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[Gr
 
 
 def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
-    """Drop what the run's groups were sampled with where no step will need it; returns how many were dropped.
+    """Drop the sampling records of groups that no step will need; returns how many were dropped.
 
-    That is where they were trained in steps before this one, of which a checkpoint stands, or ended without training. What is
-    quarantined is kept, to be looked at. The rows of the groups stay.
+    These are groups trained in steps before this one, of which a checkpoint stands, or ended without training. Quarantined
+    records are kept, to be looked at. The rows of the groups stay.
     """
     return transaction.execute(
-        # From the records, of which few are left at any time, to their groups.
+        # From the records, few of which are left at any time, to their groups.
         f"""DELETE FROM records WHERE id IN (
             SELECT records.id FROM records CROSS JOIN groups ON groups.id = records.id
             LEFT JOIN plans ON plans.id = groups.plan
@@ -258,7 +258,7 @@ def move(
 
 
 def echo_of(group: Group) -> Echo:
-    """What a client that was given the group would echo."""
+    """The echo that a client would send for this group."""
     return Echo(
         group.example.prompt,
         tuple(rollout.completion for rollout in group.rollouts),
@@ -270,13 +270,13 @@ def echo_of(group: Group) -> Echo:
 
 
 def content_hash(echo: Echo) -> str:
-    """SHA-256 (hex) of the texts of an echo, the same for messages whose keys come in another order."""
+    """SHA-256 (hex) of the texts of an echo, independent of the order of messages' keys."""
     content: list[Any] = [echo.prompt, echo.completions]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def need_free_draw(transaction: Transaction, run: str, draw: int) -> None:
-    """Refused as `draw_taken` where a living group of the run has the draw."""
+    """Refused as `draw_taken` if a living group of the run has the draw."""
     holder = transaction.value(
         f"SELECT id FROM groups WHERE run = ? AND draw = ? AND state NOT IN ({listed(FREE)})",
         (run, draw),

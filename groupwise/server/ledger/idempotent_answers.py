@@ -1,11 +1,11 @@
-"""A request that comes twice is answered once: what was answered before is found, and what is under way is waited for.
+"""Answers a repeated request once: finds the earlier answer, or waits for one under way.
 
 The service keeps the answer of whatever it creates in the same transaction as the work, under the request's Idempotency-Key. It needs the
 answer's bytes for that, so that what an answer looks like is decided here (`answer_of` and its like), for the service and the routes
 alike. Refusals are not kept: the same request may be made again when what was in its way is gone. A request that waits for a step is
-kept as accepted; whoever sends it again waits for the same step.
+kept as accepted; a repeat waits for the same step.
 
-`UnderWay` is for the time between: the same key while the first request is still being answered waits for that answer. Where the first is
+`UnderWay` is for the time between: the same key while the first request is still being answered waits for that answer. If the first is
 refused, or its client goes away, the next in line does the work itself.
 """
 
@@ -63,7 +63,7 @@ def rewards_answer(
 def rewards_of(
     request: RewardsOfOne | RewardsOfSeveral, answer: StoredResponse
 ) -> list[RewardAnswer]:
-    """From an answer that was kept back to what it says of each group."""
+    """Parse a stored answer into the answer for each group."""
     if isinstance(request, RewardsOfOne):
         return [RewardAnswer.model_validate_json(answer.body)]
     return RewardsBatchAnswer.model_validate_json(answer.body).groups
@@ -83,9 +83,9 @@ class UnderWay:
         ] = {}
 
     async def answer(self, caller: Caller) -> StoredResponse | None:
-        """What the first request with this key is answered, when it is; None: nobody is being answered, and the work is the caller's.
+        """Wait for the answer to the first request with this key; None if none is under way, and the caller must do the work.
 
-        Raises Refusal `idempotency_key_reused` where the first one has another body.
+        Raises Refusal `idempotency_key_reused` if the first one has another body.
         """
         while (named := caller.answer_key) and (first := self._first.get(_name(caller, named))):
             body_hash, answer = first
@@ -101,7 +101,7 @@ class UnderWay:
 
     @asynccontextmanager
     async def first(self, caller: Caller) -> AsyncGenerator[asyncio.Future[StoredResponse | None]]:
-        """Be the one who is waited for. Whoever does the work puts the answer into the future, if there is one."""
+        """Register as the request that others wait for. The caller puts its answer, if any, into the future."""
         told: asyncio.Future[StoredResponse | None] = asyncio.get_running_loop().create_future()
         named = caller.answer_key
         if named is not None:

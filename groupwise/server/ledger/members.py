@@ -3,11 +3,11 @@
 An algorithm compares the members of a group, but an agent asks for one completion at a time. So the first call of a name has a whole
 group sampled, and each call of that name gets the next member of it, until all are given and the next call begins another group. A
 completion is named after its group and place: `g-<id>-<place>`. Its reward is kept here, on disk before it is acknowledged; with that
-of the last member the group itself is rewarded, as if one client had posted for all. Where the lease ends before, it is rewarded with
+of the last member the group itself is rewarded, as if one client had posted for all. If the lease ends before, it is rewarded with
 what there is, and the members without a reward have failed: an acknowledged reward is never lost.
 
-Of the group itself nothing is changed by this: it is opened with all of its members, moves along `states.TABLE`, and can be rewarded as
-a whole by whoever knows all of them.
+The group itself is like any other: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded as
+a whole by a client that knows all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What an id means: a group, or one completion of a group."""
+    """The parsed id of a group, or of one completion of a group."""
 
     group: str
     member: int | None = None
@@ -80,10 +80,10 @@ def share(transaction: Transaction, gathering: Gathering, group: str) -> Given:
 
 
 def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Given | None:
-    """The member that the next call gets; None where a new group is needed.
+    """The member that the next call gets; None if a new group is needed.
 
     That is where all members are given, or the group is over, or was sampled when fewer than `oldest` steps were done. Refused as
-    `settings_conflict` where the calls that share the group have asked for something else.
+    `settings_conflict` if the calls that share the group have asked for something else.
     """
     found = transaction.first(
         """SELECT handed_out.id, asked, given FROM handed_out JOIN groups ON groups.id = handed_out.id
@@ -105,7 +105,7 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
 
 
 def give(transaction: Transaction, given: Given) -> bool:
-    """Note that a call has the member; False where it was given or the group ended meanwhile."""
+    """Note that a call has the member; False if it was given or the group ended meanwhile."""
     changed = transaction.execute(
         """UPDATE handed_out SET given = given + 1 WHERE id = ? AND given = ?
         AND (SELECT state FROM groups WHERE groups.id = handed_out.id) = 'open'""",
@@ -120,7 +120,7 @@ def give(transaction: Transaction, given: Given) -> bool:
 def accept(transaction: Transaction, run: str, post: Post) -> Posted:
     """Accept rewards for a group, or the one of a member; see `rewards.accept_rewards`, whose refusals these are.
 
-    What was accepted of members before binds whoever posts for their whole group: refused as `already_rewarded` where it differs.
+    A post for the whole group must agree with rewards accepted for members before: otherwise it is refused as `already_rewarded`.
     """
     if not isinstance(post.group, str):
         return accept_rewards(transaction, run, [post])[0]

@@ -24,7 +24,7 @@ PlanState = Literal["planned", "trained", "quarantined"]
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What came of a step."""
+    """The result of a step."""
 
     fingerprint_out: str
     version_out: int
@@ -43,7 +43,7 @@ class PlanRow:
     """Index from 0."""
     state: PlanState
     parameters: dict[str, Any]
-    """Of the optimiser, as they were asked for."""
+    """Optimiser parameters, as requested."""
     losses: int
     """How often an engine was lost over it since it was trained last."""
     groups: tuple[str, ...]
@@ -66,7 +66,7 @@ def make_plan(
     """Make the plan of a step of the active run from its rewarded and held groups, in this order.
 
     Refused as `unknown_group` (also of another run), `invalid_request` (no rewards yet), `group_in_use` (in a plan already, or named
-    twice), or by how the group ended; as `finished` where the run has. A second living plan of a step is a mistake of the caller:
+    twice), or by how the group ended; as `finished` if the run has. A second living plan of a step is a mistake of the caller:
     MoveError.
     """
     need_active(transaction, run)
@@ -94,7 +94,7 @@ def count_loss(transaction: Transaction, run: str, step: int) -> int:
 
 
 def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained) -> PlanRow:
-    """Keep what came of a step that the engine has committed; of one that was trained again, what came of it now."""
+    """Store the result of a step that the engine has committed; a step trained again gets its new result."""
     plan = _need(transaction, run, step)
     transaction.execute(
         """UPDATE plans SET state = 'trained', losses = 0, fingerprint_out = ?, version_out = ?, policy_path = ?,
@@ -114,7 +114,7 @@ def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained
 
 
 def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> PlanRow:
-    """Put the plan of a step and its groups aside; the step's number is free again. MoveError where it was trained before."""
+    """Put the plan of a step and its groups aside; the step's number is free again. MoveError if it was trained before."""
     plan = _need(transaction, run, step)
     if plan.state != "planned":
         raise MoveError(
@@ -136,7 +136,7 @@ def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None
 
 
 def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
-    """Those that are made and not done, in order."""
+    """Plans that are made and not done, in order."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'planned' ORDER BY step", (run,)
     )
@@ -153,7 +153,7 @@ def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
 
 
 def quarantined_plans(transaction: Transaction, run: str) -> list[PlanRow]:
-    """Those that were put aside, in the order in which they were made."""
+    """Plans that were put aside, in the order in which they were made."""
     found = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'quarantined' ORDER BY id", (run,)
     )

@@ -28,28 +28,28 @@ class Post:
     """A client's rewards for one group."""
 
     group: str | Echo
-    """Its id, or what its client was given, which must be of the run that the posts are for."""
+    """The group's id, or its content as given to the client; it must be of the run that the posts are for."""
     rewards: tuple[float | None, ...]
     """A finite number for each member, None for one that failed."""
     answer: Mapping[str, Any]
-    """How it is acknowledged where it is accepted now; kept for duplicates."""
+    """The answer if it is accepted now; kept for duplicates."""
     include: Include = "next"
     """`hold`: no step takes the group unless it is named, or released."""
     field: str = "rewards"
-    """Where the rewards are in the request, for messages."""
+    """Path of the rewards in the request, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """What has become of a post."""
+    """The outcome of a post."""
 
     group: str
     accepted: bool
     """False: it is a duplicate of one that was accepted before."""
     state: State
-    """Of the group, now."""
+    """The group's state now."""
     answer: dict[str, Any]
-    """That of the first post of these rewards."""
+    """The answer to the first post of these rewards."""
 
 
 def accept_rewards(transaction: Transaction, run: str, posts: Sequence[Post]) -> list[Posted]:

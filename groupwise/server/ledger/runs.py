@@ -1,6 +1,6 @@
-"""The trainings that were begun on a server, in order; at most one is active.
+"""The runs that were started on a server, in order; at most one is active.
 
-A run is added before the engine's answer is told to the client that started it. When it ends, by whatever cause, its groups, plans and
+A run is added before the client that started it gets its answer. When it ends, for whatever reason, its groups, plans and
 rewards stay readable.
 """
 
@@ -25,9 +25,9 @@ class RunRow:
     run: str
     folder: str
     settings: dict[str, Any]
-    """As its client posted them."""
+    """Settings as the client posted them."""
     config: dict[str, Any]
-    """As the engine was given them."""
+    """Config as given to the engine."""
     state: RunState
     reason: str | None
     """Why it is no longer active, where there is more to say than the state does."""
@@ -73,7 +73,7 @@ def add_run(
 
 
 def read_run(transaction: Transaction, run: str) -> RunRow:
-    """One run; refused as `unknown_run` where there is none of this name."""
+    """One run; refused as `unknown_run` if there is none of this name."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE run = ?", (label(run),))
     if row is None:
         known = ", ".join(each.run for each in list_runs(transaction)) or "none yet"
@@ -113,7 +113,7 @@ def go_on(
 def set_run_state(
     transaction: Transaction, run: str, state: RunState, reason: str | None = None
 ) -> RunRow:
-    """Make the run active again, or end it and say why. Refused as `run_active` where another one is."""
+    """Make the run active again, or end it and say why. Refused as `run_active` if another one is."""
     read_run(transaction, run)
     other = active_run(transaction)
     if state == "active" and other is not None and other.run != run:
@@ -137,7 +137,7 @@ def new_incarnation(transaction: Transaction, run: str) -> int:
 
 
 def need_active(transaction: Transaction, run: str) -> None:
-    """Refused as `finished` where the run is not the active one."""
+    """Refused as `finished` if the run is not the active one."""
     row = read_run(transaction, run)
     if row.state != "active":
         raise Refusal(

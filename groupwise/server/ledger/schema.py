@@ -1,14 +1,14 @@
 """The tables of `server.db`, as a list of migrations that only ever go forward.
 
 `PRAGMA user_version` counts the migrations that a file has been through. A change of the schema is a new entry at the end of
-`MIGRATIONS`; an entry that was released is never edited. A change of `states.TABLE` is such a change too: a new entry drops the
-trigger `group_moves` and makes it anew.
+`MIGRATIONS`; an entry that was released is never edited. A change of `group_states.TABLE` is such a change too: a new entry drops the
+trigger `group_moves` and creates it again.
 
-What must never be wrong is said to SQLite, so that no path through the code can break it: a group only moves along the table of
+SQLite itself enforces the invariants, so that no path through the code can break them: a group only moves along the table of
 states, its rewards are written once, one draw has one living group, one step of a run has one living plan, one run is active.
 
 Conventions: times are seconds since 1970, leases are seconds of the server's uptime, steps are indices from 0. What a group was
-sampled with (tokens, log-probabilities, seeds) is in `records`, apart from `groups`, because SQLite writes the whole of a row whenever
+sampled with (tokens, log-probabilities, seeds) is in `records`, apart from `groups`, because SQLite rewrites a whole row whenever
 one column changes.
 """
 
@@ -20,10 +20,10 @@ APPLICATION_ID = 0x47525053
 """Marks the file as the ledger of a training server (`GRPS`)."""
 
 FREE: tuple[State, ...] = ("expired", "given_up")
-"""In these states a group no longer occupies its draw."""
+"""States in which a group no longer occupies its draw."""
 
 WITHOUT_REWARDS: tuple[State, ...] = ("open", "expired")
-"""In these it has none; one that was given up may have been held before."""
+"""States without rewards. `given_up` is not among them, because such a group may have been held before."""
 
 IN_A_PLAN: tuple[State, ...] = ("planned", "trained", "quarantined")
 

@@ -1,4 +1,4 @@
-"""What GET /tokenizer answers, from the files that the engine gave."""
+"""Builds the answer to GET /tokenizer from the files that the engine gave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """That of a run, kept with it for when no engine is there."""
+    """A run's tokenizer, stored so that it can be described without an engine."""
 
     hash: str
     """Names the folder with its files."""
@@ -29,7 +29,7 @@ class Tokenizer:
 
 
 def tokenizer_answer(folder: Path, tokenizer: Tokenizer) -> TokenizerAnswer:
-    """What the files say that are there."""
+    """Describe the tokenizer files in this folder."""
     text, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
     facts: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
     return TokenizerAnswer(
@@ -47,5 +47,5 @@ def _template(folder: Path, facts: dict[str, Any]) -> str | None:
 
 
 def _content(token: Any) -> str:
-    """Of a special token, which stands there as text or with how it is found."""
+    """Text of a special token, given as a string or as an object with `content`."""
     return token if isinstance(token, str) else str(token["content"])

@@ -1,4 +1,4 @@
-"""What an operation on the ledger gets: the open transaction, and what time it is.
+"""The open transaction and the current time, as passed to each operation on the ledger.
 
 An operation is a plain function whose first parameter is a `Transaction`. It calls other operations as it likes; all that they do is
 committed as one, or not at all. It must not keep the transaction, begin or end one, or wait for anything.
@@ -15,12 +15,12 @@ from typing import Any
 Row = tuple[Any, ...]
 
 LARGEST_INTEGER = 2**63 - 1
-"""Of SQLite; larger ones cannot be asked for."""
+"""SQLite's largest integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Where times come from; tests bring their own."""
+    """Source of times; tests bring their own."""
 
     wall: Callable[[], float] = time.time
     """Seconds since 1970."""
@@ -51,7 +51,7 @@ class Transaction:
         return self.connection.execute(query, values).fetchone()
 
     def value(self, query: str, values: Row = ()) -> Any:
-        """The first column of the first row; None where there is no row."""
+        """The first column of the first row; None if there is no row."""
         row = self.first(query, values)
         return None if row is None else row[0]
 

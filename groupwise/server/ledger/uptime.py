@@ -1,6 +1,6 @@
-"""How long a server has been up with this ledger, over all its processes: what leases count.
+"""Tracks how long a server has been up with this ledger, over all its processes. Leases are measured by it.
 
-It goes on from what was kept last, so that a server that is down expires nothing. The server calls `tick` every few seconds; a
+It continues from the last stored value, so that nothing expires while a server is down. The server calls `tick` every few seconds; a
 kill -9 loses the time since the last one, in the clients' favour.
 """
 
@@ -25,6 +25,6 @@ def tick(transaction: Transaction) -> float:
 
 
 def stored(connection: sqlite3.Connection) -> float:
-    """What was kept last; 0 in a new ledger."""
+    """The last stored uptime in seconds; 0 in a new ledger."""
     row = connection.execute("SELECT value FROM meta WHERE key = 'uptime'").fetchone()
     return 0.0 if row is None else json.loads(row[0])

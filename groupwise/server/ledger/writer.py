@@ -1,7 +1,7 @@
-"""One thread owns `server.db`; everybody else hands it operations and waits for its commits.
+"""One thread owns `server.db`; all others hand it operations and wait for its commits.
 
 Callers run on an asyncio loop: `await ledger.do(operation, …)` queues the operation and waits. The thread takes all that are queued,
-runs each within a savepoint of one transaction, commits once, and only then resolves the callers' futures: whatever a caller is told
+runs each within a savepoint of one transaction, commits once, and only then resolves the callers' futures: every result that a caller gets
 is on the disk. So a flush to the disk, which takes milliseconds, is shared by all who came meanwhile (group commit), and reads see one
 consistent state, because they are operations like any other.
 
@@ -67,7 +67,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, clock: Clock | None = None) -> Ledger:
-        """Open or make the file and start its writer. StoreError where it cannot be used."""
+        """Open or make the file and start its writer. StoreError if it cannot be used."""
         return cls(path, open_file(path), clock or Clock())
 
     async def do(
@@ -110,7 +110,7 @@ class Ledger:
         self._leave()
 
     def _next_batch(self) -> list[_Job]:
-        """What is queued, as soon as there is any; nothing once the ledger is closed and all is done."""
+        """Wait for queued jobs and take up to `LARGEST_BATCH`; empty once the ledger is closed and all are done."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._closing)
             batch = self._queue[:LARGEST_BATCH]
@@ -126,7 +126,7 @@ class Ledger:
             for job in batch:
                 # One each: an exception that several tasks raise collects the tracebacks of all.
                 job.error = explanation(self.path, error)
-        except BaseException as error:  # noqa: BLE001 — whatever it is, somebody waits to hear of it
+        except BaseException as error:  # noqa: BLE001 — whatever it is, a caller waits for it
             self._undo()
             for job in batch:
                 job.error = error
@@ -148,7 +148,7 @@ class Ledger:
         )
 
     def _perform(self, job: _Job, transaction: Transaction) -> bool:
-        """Run one operation, alone undone where it raises; whether it changed anything."""
+        """Run one operation, which alone is undone if it raises; True if it changed anything."""
         changes = self._connection.total_changes
         self._connection.execute("SAVEPOINT operation")
         try:
@@ -175,7 +175,7 @@ class Ledger:
             return
 
     def _leave(self) -> None:
-        """Keep the uptime where the disk allows it; a lost second of it is in the clients' favour."""
+        """Store the uptime if the disk allows it; a lost second of it is in the clients' favour."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             uptime.tick(self._transaction())
@@ -192,7 +192,7 @@ def _tell(batch: Sequence[_Job]) -> None:
         jobs = [job for job in batch if job.future.get_loop() is loop]
         try:
             loop.call_soon_threadsafe(_resolve, jobs)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, so no caller waits any more
             continue
 
 

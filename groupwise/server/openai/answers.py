@@ -29,7 +29,7 @@ from groupwise.server.openai.completed import Completed, Written
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
-"""What the ids of answers begin with."""
+"""Prefixes of answer ids."""
 DONE = b"data: [DONE]\n\n"
 INCOMPLETE = "\ufffd"
 
@@ -132,7 +132,7 @@ class Pieces:
         self._created = created
 
     def begin(self, id: str, choices: int) -> Iterator[bytes]:
-        """What comes before all text."""
+        """Send the pieces that precede all text."""
         self._id = PREFIX[self._kind] + id
         if self._kind == "chat":
             for place in range(choices):

@@ -1,4 +1,4 @@
-"""From a request in OpenAI's form to what is asked of the engine: `Ask`.
+"""Converts a request in OpenAI's form into an `Ask` for the engine.
 
 Whether a completion is kept may be said in the body or by headers, because not every client lets its user add to the body.
 """
@@ -22,7 +22,7 @@ from groupwise.tasks.data.messages import with_arguments
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What headers say beside the body."""
+    """Options given in headers."""
 
     store: bool = False
     group: str | None = None
@@ -55,11 +55,11 @@ class Ask:
     """See `SampleOrder.columns`."""
     logprobs: bool
     store: bool
-    """Whether they are kept, to be rewarded; then there is one prompt."""
+    """True if the completions are kept, to be rewarded; then there is one prompt."""
     gather: Gather | None
     """None: the completions are a group by themselves, or are not kept."""
     read_calls: ReadCalls = "none"
-    """Which calls of tools are taken out of a completion's text."""
+    """Format of the tool calls to extract from a completion's text."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ class Ask:
         return self.sampling.stop or ()
 
     def hash_with(self, size: int) -> str:
-        """Of all that the members of a group of so many have in common (SHA-256, hex)."""
+        """Hash of everything that the members of a group of this size have in common (SHA-256, hex)."""
         asked: list[Any] = [list(self.prompts), size, asdict(self.sampling)]
         if self.columns:
             asked.append(dict(self.columns))
@@ -75,7 +75,7 @@ class Ask:
 
 
 def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
-    """What is asked for. Refused by name where it cannot be kept as it is asked for."""
+    """Convert a request. Raises a refusal that names the field if the completions cannot be kept as requested."""
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):

@@ -19,24 +19,24 @@ class Written:
     """One completion."""
 
     text: str
-    """Without the stop that ended it, and without `calls`."""
+    """Text without the stop that ended it, and without `calls`."""
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     token_texts: TokenTexts | None
-    """None: nobody asked for log-probabilities."""
+    """None if log-probabilities were not requested."""
     calls: tuple[ToolCall, ...] = ()
-    """Of tools."""
+    """Tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What one request is answered with."""
+    """The content of one request's answer."""
 
     id: str
-    """Without the word that says of which kind it is."""
+    """Id without the prefix of its kind."""
     group: str | None
-    """The id of the group, where it is kept."""
+    """The id of the group, if it is kept."""
     run: str
     step: int
     """Steps done when it was sampled."""
@@ -53,7 +53,7 @@ class Completed:
 
     @property
     def completion_tokens(self) -> int:
-        """Of all choices."""
+        """Total over all choices."""
         return sum(len(each.token_ids) for each in self.choices)
 
 
@@ -77,7 +77,7 @@ def written(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
 
 
 def showable_of(text: str, ask: Ask) -> str:
-    """What of a text that may go on is the beginning of what its choice will have as text."""
+    """The part of an unfinished text that is certain to begin its choice's final text."""
     if ask.read_calls == "none":
         return showable(text, ask.stops)
     return showable(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()

@@ -1,9 +1,9 @@
 """Refusals in the form that OpenAI's clients read, for every answer of the routes under /v1.
 
-They are the problems of the table (`groupwise.api.schemas.problems`), made into the other form where they leave the server, so that a
-refusal of the framework, of the key check and of the service all look the same. The statuses are the table's, but that a request that is
-not valid is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
-says what the table does.
+They are the problems of the table (`groupwise.api.schemas.problems`), converted where they leave the server, so that a
+refusal of the framework, of the key check and of the service all look the same. The statuses are the table's, except that an invalid
+request is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
+is set as the table says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PREFIX = "/v1/"
 AS_OPENAI = {422: 400}
 """Statuses of the table that are others there."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""What kind of error it is called; otherwise it is the request's or the server's."""
+"""OpenAI's error types by status; other statuses are the request's or the server's fault."""
 SHOULD_RETRY = "x-should-retry"
 
 
@@ -58,12 +58,12 @@ class OpenAIErrors:
 
 
 class _Translated:
-    """One answer."""
+    """Translates one answer."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message | None = None
-        """Of a problem, held back until its body is there."""
+        """The start of a problem, held back until its body is there."""
         self._body = b""
 
     async def send(self, message: Message) -> None:

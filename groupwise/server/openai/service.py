@@ -1,6 +1,6 @@
 """Completions in the way of OpenAI, without HTTP: sampled only, or kept to be rewarded.
 
-What is only sampled asks the engine and nobody else; its seeds are random, or follow from the client's seed. What is kept goes the way of
+Those only sampled need just the engine; their seeds are random, or follow from the client's seed. What is kept goes the way of
 /completions: it waits for room, has a draw, and is in the ledger before the answer is complete. A call for one completion that is kept
 shares a group with the calls that ask the same (`groupwise.server.ledger.members`): the first one has the group sampled, while the others
 wait for it, and each gets a member.
@@ -51,14 +51,14 @@ TRY_AGAIN = 1.0
 
 
 class Host(Protocol):
-    """Of the server's service, what is needed here."""
+    """The part of the server's service that is used here."""
 
     def active(self) -> Conductor:
         """The run that takes something new; refused where there is none."""
         ...
 
     async def asked(self, work: Awaitable[T], conductor: Conductor) -> T:
-        """What the engine gave; what it refused or failed of as a Refusal."""
+        """Await the engine's answer; its errors become Refusals."""
         ...
 
 
@@ -79,7 +79,7 @@ class Begun:
 
 @dataclass(slots=True)
 class _Progress:
-    """Where the texts of a request can be seen while they are written."""
+    """Tracks where to read a request's texts while they are written."""
 
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     engine: Engine | None = None
@@ -89,10 +89,10 @@ class _Progress:
     """Choices of each."""
 
     async def texts(self) -> list[str]:
-        """So far, one for each choice that is under way; none where it is not known."""
+        """The texts so far, one for each choice that is under way; empty if they are not known."""
         if self.engine is None:
             return []
-        with suppress(GroupwiseError):  # whoever waits for the completions hears of it
+        with suppress(GroupwiseError):  # the caller that waits for the completions gets the error
             found = await gather_all(self.engine.partial(draw) for draw in self.draws)
             if all(len(each) >= self.n for each in found):
                 return [text for each in found for text in each[: self.n]]
@@ -100,22 +100,22 @@ class _Progress:
 
 
 class OpenAIService:
-    """What the routes under /v1 do."""
+    """The work behind the routes under /v1."""
 
     def __init__(self, host: Host, ledger: Ledger, config: ServerConfig) -> None:
         self._host = host
         self._ledger = ledger
         self._config = config
         self._draws = itertools.count(MAX_DRAW)
-        """Of what is only sampled: beyond those of groups."""
+        """Draws for completions that are only sampled: beyond those of groups."""
         self._sampling = 0
         self._turns: dict[Gathering, tuple[asyncio.Lock, int]] = {}
-        """Of the calls that gather, and how many of them there are."""
+        """A lock for each gathering, and how many calls use it."""
 
     # --- models ----------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelData]:
-        """What serves now: the newest policy, under its address and as `latest`. None where nothing does."""
+        """The models served now: the newest policy, under its address and as `latest`. Empty if nothing is served."""
         now = self._now()
         if now is None:
             return []
@@ -131,7 +131,7 @@ class OpenAIService:
         ]
 
     async def model(self, name: str) -> ModelData:
-        """One of them; refused as `unknown_model`."""
+        """One of the models; refused as `unknown_model`."""
         for each in await self.models():
             if each.id == name:
                 return each
@@ -292,7 +292,7 @@ class OpenAIService:
     async def _member(
         self, ask: Ask, gathering: Gathering, conductor: Conductor, keeping: Keeping
     ) -> Kept | None:
-        """A member of a group that calls share; None where there is none to be had."""
+        """A member of a group that calls share; None if there is none to be had."""
         now = conductor.now
         oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
         waiting = await self._ledger.do(storing.next_member, gathering, oldest)
@@ -303,7 +303,7 @@ class OpenAIService:
 
     @asynccontextmanager
     async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:
-        """One call of those that gather at a time, as long as it takes to sample their group."""
+        """Let one call of a gathering through at a time, as long as it takes to sample their group."""
         lock, calls = self._turns.get(gathering, (asyncio.Lock(), 0))
         self._turns[gathering] = (lock, calls + 1)
         try:
@@ -329,7 +329,7 @@ class OpenAIService:
         conductor: Conductor,
         progress: _Progress,
     ) -> list[Sampled]:
-        """What the orders gave; meanwhile the first `shown` members of each can be seen."""
+        """Sample the orders; meanwhile the first `shown` members of each can be seen."""
         engine = conductor.engine
         progress.draws, progress.n = tuple(order.draw for order in orders), shown
         progress.engine = engine
@@ -373,12 +373,12 @@ def _gathering(
 
 
 def _seeded(sampling: Sampling) -> Sampling:
-    """Where the client gives no seed, a random one: a server that starts again does not repeat itself."""
+    """Choose a random seed if the client gives none, so that a restarted server does not repeat itself."""
     return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(63))
 
 
 def _news(shown: list[str], texts: Sequence[str]) -> list[Piece]:
-    """What is there beyond what was shown, which it then is."""
+    """The new text since `shown`, which is updated to include it."""
     pieces: list[Piece] = []
     for choice, text in enumerate(texts):
         if len(text) > len(shown[choice]) and text.startswith(shown[choice]):

@@ -1,4 +1,4 @@
-"""What is kept of completions that are to be rewarded: operations on the ledger, each one transaction with its answer and its count."""
+"""Stores completions that are to be rewarded: operations on the ledger, each one transaction with its answer and its count."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from groupwise.server.openai.completed import Completed, Written
 from groupwise.server.run.ledger_operations import named
 
 Render = Callable[[Completed], StoredResponse]
-"""What a client is sent."""
+"""Builds the response sent to the client."""
 
 
 def new_group_id() -> str:
-    """One that no group has."""
+    """A new, unused group id."""
     return f"g-{secrets.token_hex(10)}"
 
 
@@ -37,7 +37,7 @@ class Keeping:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is on the disk."""
+    """The stored result of a request."""
 
     completed: Completed | None
     """None: the request was answered before, and that answer stands."""
@@ -82,7 +82,7 @@ def keep_group(
 
 
 def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Waiting | None:
-    """The member that the next call there gets; None where a new group is needed."""
+    """The member that the next call there gets; None if a new group is needed."""
     given = members.next_member(transaction, gathering, oldest)
     if given is None:
         return None
@@ -94,7 +94,7 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
 def give_member(
     transaction: Transaction, waiting: Waiting, choice: Written, keeping: Keeping
 ) -> Kept | None:
-    """Let a call have the member; None where it is no longer to be had."""
+    """Let a call have the member; None if it is no longer to be had."""
     given = waiting.given
 
     def work(transaction: Transaction) -> Completed:

@@ -1,7 +1,7 @@
-"""What of a text may be shown while it is still being written, where some texts end it.
+"""Finds the part of an unfinished text that may be shown, given texts that stop it.
 
-A client that names a stop never sees it, nor any part of it: so the end of what is there is held back as long as it may be the beginning
-of a stop. What is shown is always a beginning of what the whole will be.
+A client that names a stop never sees it, nor any part of it: so the end of the text is held back as long as it may be the beginning
+of a stop. The shown part is always a prefix of the final text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def showable(text: str, stops: Sequence[str]) -> str:
-    """What can be shown of a text that may go on."""
+    """The part of an unfinished text that can already be shown."""
     whole = cut(text, stops)
     if len(whole) < len(text):
         return whole

@@ -87,13 +87,13 @@ class Calls:
         return await self._told(number, call, wait)
 
     async def answer(self, number: int, wait: float) -> CallAnswer:
-        """What has become of a call."""
+        """The state of a call."""
         if number not in self._calls:
             raise _unknown(number)
         return await self._told(number, self._calls[number], wait)
 
     async def give_up(self, number: int) -> CallAnswer:
-        """Nobody waits for it any more. One that changes something goes on; one that has not come yet will not be done."""
+        """Give up waiting for a call. One that changes something goes on; one that has not come yet will not be done."""
         call = self._calls.get(number)
         if call is None:
             if number <= self._forgotten:
@@ -115,11 +115,11 @@ class Calls:
 
     @property
     def pending(self) -> int:
-        """Those that wait or are under way."""
+        """Number of calls that wait or are under way."""
         return sum(not call.over for call in self._calls.values())
 
     def forget(self) -> None:
-        """Let go of answers that the client has."""
+        """Release answers that the client has."""
         before = self._clock() - TOLD_KEPT
         for number, call in [*self._calls.items()]:
             if not call.over:
@@ -173,7 +173,7 @@ class Calls:
             ) from None
 
     def _is_over(self, number: int) -> bool:
-        """Whether it is, with all in the order before it."""
+        """True if the call and all ordered ones before it are over."""
         if self._reached < number:
             return False
         return all(
@@ -212,6 +212,6 @@ def _unknown(number: int) -> Refusal:
 
 
 def _look_at_it(task: asyncio.Task[Any]) -> None:
-    """So that asyncio does not complain of an error that nobody has asked for yet."""
+    """Retrieve the error, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()

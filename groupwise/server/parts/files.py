@@ -1,4 +1,4 @@
-"""Folders that go to and fro between a loop and its parts: within one folder of the server, by names that cannot lead out of it."""
+"""Folders exchanged between a loop and its parts: all within one folder of the server, by names that cannot lead out of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATH = re.compile(PATH_PATTERN)
 
 
 class Files:
-    """Those of some parts."""
+    """Files of some parts."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class Files:
             )
 
     def place(self, path: str) -> Path:
-        """Where it is, or would be."""
+        """Path of the file, which need not exist."""
         self.check(path)
         return self.root / path
 
@@ -89,7 +89,7 @@ class Files:
         return given
 
     def unseal(self, paths: Iterable[str]) -> None:
-        """They were not loaded, this time: files are taken again where nobody else has loaded them, or is about to."""
+        """Undo a seal after loading failed: the files may be replaced unless another call has loaded them, or is about to."""
         with self._changing:
             self._sealed.subtract(paths)
             self._sealed = +self._sealed

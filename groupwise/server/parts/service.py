@@ -1,10 +1,10 @@
-"""Sampler and learner for one loop that runs elsewhere: opened under an id, called by numbers, and let go of when nobody asks any more.
+"""Sampler and learner for one loop that runs elsewhere: opened under an id, called by numbers, and released after silence.
 
-    open       an engine of its own is begun, unless a run or models have the machine
-    call       something is done by the engine; it goes on whether or not the client waits, and its answer is kept until it was told
-    end        by the client, by the next loop of the same owner, or after silence; engine and files go
+    open       starts an engine of its own, unless a run or models have the machine
+    call       has the engine do something; it goes on even if the client stops waiting, and its answer is kept until the client has it
+    end        comes from the client, from the next loop of the same owner, or after silence; engine and files go
 
-What becomes of calls stands in `calls.py`. All of it ends with the engine, and with this process: the loop has its run, record and
+`calls.py` keeps the calls. All of it ends with the engine, and with this process: the loop has its run, record and
 checkpoints on its own disk, and resumes from there.
 """
 
@@ -50,7 +50,7 @@ from groupwise.server.run.run_config import Allowed, allowed_model
 logger = logging.getLogger(__name__)
 
 NAME = "parts"
-"""Among what is beside runs, and of the folder."""
+"""Name of the parts among the machine's users, and of their folder."""
 GONE_KEPT = 100
 """Parts that have ended whose end can be told."""
 LOOK_EVERY = 5.0
@@ -61,7 +61,7 @@ GoneCode = Literal["parts_gone", "parts_taken"]
 
 
 class Runs(Protocol):
-    """What else may have the machine; see `groupwise.server.run.service.Service`."""
+    """Other users of the machine; see `groupwise.server.run.service.Service`."""
 
     turn: asyncio.Lock
 
@@ -85,7 +85,7 @@ class Called(Protocol):
 class _Gone:
     why: str
     code: GoneCode
-    """Whether they were lost, or somebody wanted it so."""
+    """Tells whether the parts were lost or ended on purpose."""
 
 
 @dataclass(eq=False, slots=True)
@@ -166,7 +166,7 @@ class PartsService:
             await self._keeper.end()
 
     def in_use(self) -> LoopElsewhere | None:
-        """Who has parts open."""
+        """The loop that has parts open; None if there is none."""
         parts = self._parts
         if parts is None:
             return None
@@ -194,7 +194,7 @@ class PartsService:
                 raise _run_is_active()
             await self._runs.make_room(NAME)
             if self._planning.locked():
-                self._spare = None  # what it plans for somebody may take long
+                self._spare = None  # planning may take long
             engine, self._spare = await self._fresh_engine(), None
             files = Files(self._folder / id)
             self._parts = self._new(id, request.owner, files, engine)
@@ -238,7 +238,7 @@ class PartsService:
         return PlanAnswer(layout=layout)
 
     def _is_of_parts(self, engine: Called) -> bool:
-        """Whether somebody has opened parts in it meanwhile."""
+        """True if parts were opened in this engine meanwhile."""
         return self._parts is not None and self._parts.engine is engine
 
     @contextmanager
@@ -280,7 +280,7 @@ class PartsService:
                 raise self._ended(id)
 
     def files(self, id: str) -> Files:
-        """What was sent, saved and published."""
+        """Files sent, saved and published."""
         return self._of(id).files
 
     async def _look(self) -> None:
@@ -366,7 +366,7 @@ class PartsService:
         return await self._waited(parts, parts.calls.give_up(number))
 
     async def _waited(self, parts: _Parts, work: Awaitable[CallAnswer]) -> CallAnswer:
-        """What it gives; where the parts have ended meanwhile, how."""
+        """Await an answer; if the parts have ended meanwhile, raise how."""
         try:
             answer = await work
         except EngineLost:
@@ -377,7 +377,7 @@ class PartsService:
         return answer
 
     def forget_told(self) -> None:
-        """Let go of answers that clients have."""
+        """Release answers that clients have."""
         if self._parts is not None:
             self._parts.calls.forget()
 
@@ -389,7 +389,7 @@ class PartsService:
             raise
 
     def notice_loss(self) -> None:
-        """Let go of parts whose engine has ended while nobody asked it anything."""
+        """Release parts whose engine has ended between calls."""
         if self._parts is not None and (why := self._parts.engine.reason) is not None:
             self._lose(self._parts, why)
 

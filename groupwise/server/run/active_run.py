@@ -1,4 +1,4 @@
-"""The run that is, or was last: what everybody who serves clients asks first.
+"""The run that is, or was last: shared by everything that serves clients.
 
 `lifecycle.py` puts a run here and takes it away, `service.py` says when the server ends; the others only look.
 """
@@ -29,7 +29,7 @@ class Current:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.conductor: Conductor | None = None
-        """Of the run since the server began."""
+        """Conductor of the run since the server began."""
         self.latest: RunRow | None = None
         """The run that is, or was last."""
         self.changed = Pulse()
@@ -57,26 +57,26 @@ class Current:
         return self.latest
 
     def refuse_when_shutting_down(self) -> None:
-        """As `shutting_down`."""
+        """Raise Refusal `shutting_down` if the server is."""
         if self.shutting_down:
             raise Refusal("shutting_down", retry_after=5)
 
     @property
     def standing(self) -> RunStatus | None:
-        """Where it stands; None where no engine has opened it since the server began."""
+        """The run's status; None if no engine has opened it since the server began."""
         return self.conductor.standing if self.conductor else None
 
     def is_manual(self) -> bool:
-        """Whether a step is taken when a client asks for it, and then alone."""
+        """True if steps are taken only on a client's request."""
         return self.conductor is not None and self.conductor.request.steps == "manual"
 
     def is_over(self) -> bool:
-        """Whether nobody takes steps any more."""
+        """True if no more steps will be taken."""
         conductor = self.conductor
         return self.shutting_down or conductor is None or conductor.phase in ENDED
 
     def versions(self, row: RunRow) -> Versions:
-        """Those of a run that can be read."""
+        """Versions of a run that can be read."""
         standing = self.standing
         named = NamedCheckpoints(self.config.folder).of_run(row.run)
         if standing is None or standing.run != row.run:
@@ -89,5 +89,5 @@ class Current:
         return Versions(row.run, folder, steps, published, named, kept)
 
     def tokenizer_folder(self, tokenizer_hash: str) -> Path:
-        """Where a tokenizer is kept, for when no engine is there."""
+        """Folder in which a tokenizer is kept, so that it can be served without an engine."""
         return self.config.folder / TOKENIZERS / tokenizer_hash

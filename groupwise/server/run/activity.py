@@ -1,4 +1,4 @@
-"""What /activity says: the living groups with their leases, who waits for room, the steps to come, and who has something open."""
+"""Builds the answer to /activity: living groups with their leases, waiting requests, steps to come, and clients' open sessions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from groupwise.server.run.queries import event_data
 
 @dataclass(frozen=True, slots=True)
 class _LedgerSnapshot:
-    """What the ledger knows, at one instant."""
+    """The ledger's state at one instant."""
 
     at: float
     uptime: float
@@ -40,11 +40,11 @@ class _LedgerSnapshot:
     plans: Sequence[PlanRow]
     events: Sequence[EventData]
     steps: Mapping[str, int]
-    """Of each model that is trained by verbs."""
+    """Steps of each model that is trained by verbs."""
 
 
 class Activity:
-    """Of the run that is, or was last, and of what clients have open beside it."""
+    """Activity of the current or last run, and of what clients have open beside it."""
 
     def __init__(self, current: Current, ledger: Ledger) -> None:
         self._current = current
@@ -70,7 +70,7 @@ class Activity:
 
 
 def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
-    """Who has asked, for people; `now` by the clock that they were noted with."""
+    """Known clients, for people; `now` by the clock that they were noted with."""
     return [
         KnownClient(
             key_id=each.key_id,

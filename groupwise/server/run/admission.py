@@ -1,14 +1,14 @@
-"""The waiting room of /completions: nobody samples what could not be trained in time.
+"""The waiting room of /completions: keeps requests back if their groups could not be trained in time.
 
 A group that is sampled now must be trained within `staleness` steps after the one that is due. So no more groups may be under way
-(being sampled, open, rewarded or planned) than those steps take; whoever asks beyond that waits here, in the order of arrival, until a step
-is done or a group is gone, and is refused when the wait gets long: before the work, not after it.
+(being sampled, open, rewarded or planned) than those steps take; further requests wait here, in the order of arrival, until a step
+is done or a group is gone, and are refused when the wait gets long: before the work, not after it.
 
-Whoever names a draw waits for the draw's turn instead: draw d belongs to step d // groups_per_step, and to a later one where draws before
-it were lost. So the groups of a step are the same, and sampled by the same policy, whatever the number of clients and the order in which
-they ask. A draw whose turn nothing brings nearer, because nobody asks for those before it, is not waited for long.
+A request that names a draw waits for the draw's turn instead: draw d belongs to step d // groups_per_step, or to a later one if draws
+before it were lost. So the groups of a step are the same, and sampled by the same policy, whatever the number of clients and the order in
+which they ask. A draw whose turn comes no nearer is refused soon.
 
-With `steps: manual` nobody but the client knows what a step will take; then only the number of groups under way is bounded.
+With `steps: manual` only the client knows what a step will take; then only the number of groups under way is bounded.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from groupwise.api.schemas.problems import FieldError, Refusal
 
 RETRY_SECONDS = 2.0
-"""When somebody who was refused may ask again: a step of a small model takes about as long."""
+"""Seconds after which a refused client may ask again: a step of a small model takes about as long."""
 IDLE_SECONDS = 3.0
-"""For so long a draw is waited for whose turn nothing brings nearer: many clients that begin at once come within less."""
+"""Time in seconds to wait for a draw whose turn comes no nearer: many clients that begin at once arrive within less."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,17 +44,17 @@ class Room:
         return self.most if self.manual else self.groups_per_step * (self.staleness + 1)
 
     def first_too_early(self, steps_done: int, lost: int) -> int:
-        """The first draw whose turn it is not, where so many draws will never be trained."""
+        """The first draw whose turn has not come, given that so many draws will never be trained."""
         return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
 
     def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
-        """Whether it is the turn of a named draw."""
+        """True if it is the turn of a named draw."""
         return self.manual or draw < self.first_too_early(steps_done, lost)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What goes on."""
+    """The run's counts of steps and groups."""
 
     steps_done: int = 0
     under_way: int = 0
@@ -65,7 +65,7 @@ class Traffic:
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """One request."""
+    """A waiting request."""
 
     draws: tuple[int | None, ...]
     who: str
@@ -95,7 +95,7 @@ class Admission:
         return len(self._queue)
 
     def in_line(self) -> tuple[Waiting, ...]:
-        """They, in the order in which they came."""
+        """The waiting requests, in the order in which they came."""
         return tuple(self._queue)
 
     def now(self, traffic: Traffic) -> None:
@@ -104,7 +104,7 @@ class Admission:
         self._let_in()
 
     def end(self, refusal: Refusal) -> None:
-        """Let nobody in any more; those who wait are told why."""
+        """Admit no more requests, and raise this refusal for those that wait."""
         self._ended = refusal
         for waiting in self._queue:
             if not waiting.let_in.done():
@@ -118,7 +118,7 @@ class Admission:
         """Wait for room for so many groups, at most `limit` seconds; gives the draws, those that were not named chosen. `who`: the id of
         the key that asks.
 
-        While it is open they count as being sampled; whoever has kept groups says so by `now` before it is left. Raises Refusal:
+        While it is open they count as being sampled; a caller that has kept groups reports them by `now` before leaving. Raises Refusal:
         `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
         can ever be room for.
         """
@@ -148,7 +148,7 @@ class Admission:
         self._gone(waiting)
 
     async def _let_in_within(self, waiting: Waiting, limit: float) -> None:
-        """TimeoutError where the time is over, or there is nothing to wait for."""
+        """Raise TimeoutError if the time is over, or there is nothing to wait for."""
         first = min(limit, IDLE_SECONDS)
         with suppress(TimeoutError):
             async with asyncio.timeout(first):
@@ -159,7 +159,7 @@ class Admission:
             await waiting.let_in
 
     def _is_idle(self) -> bool:
-        """Whether nothing goes on that will end, and so bring the turn of a draw nearer."""
+        """True if nothing is under way that could bring a draw's turn nearer."""
         return self._traffic.under_way + self.sampling + self._expected() == 0
 
     def _too_busy(self, waiting: Waiting) -> Refusal:
@@ -183,7 +183,7 @@ class Admission:
             self._queue.remove(waiting)
 
     def _let_in(self) -> None:
-        """Everybody who may, in the order of arrival; somebody whose named draws are not due yet holds nobody up."""
+        """Admit all that fit, in order of arrival; a request whose named draws are not due yet does not hold up others."""
         room = self.room.capacity - self._traffic.under_way - self.sampling - self._expected()
         for waiting in list(self._queue):
             if waiting.let_in.done():

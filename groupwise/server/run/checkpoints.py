@@ -20,7 +20,7 @@ from groupwise.server.run.named_checkpoints import Beginning, NamedCheckpoints
 
 
 class Checkpoints:
-    """Those of one server."""
+    """Checkpoints of one server."""
 
     def __init__(self, current: Current, ledger: Ledger) -> None:
         self._current = current

@@ -1,6 +1,6 @@
-"""What clients ask of the run and post to it: completions, their rewards, and steps by hand.
+"""Serves completions, takes their rewards, and takes steps by hand.
 
-What is posted is in the ledger before it is answered; the conductor is nudged, and whoever waits for a step looks into the ledger again at
+What is posted is in the ledger before it is answered; the conductor is nudged, and requests that wait for a step read the ledger again at
 each beat of the run.
 """
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class AskPost:
-    """Of the run that is."""
+    """Ask/post operations on the current run."""
 
     def __init__(self, current: Current, ledger: Ledger) -> None:
         self._current = current
@@ -169,7 +169,7 @@ class AskPost:
     async def _awaited(
         self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float
     ) -> T:
-        """What one sees when it is done, or after so many seconds, or when nobody will do it any more."""
+        """Look again at each beat, and return the result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
             beat = self._current.changed.next
@@ -184,7 +184,7 @@ class AskPost:
 
 
 def _fields(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
-    """What the request calls the fields of an order."""
+    """The request's names for the fields of an order."""
     return {
         "prompt": "prompt" if request.prompts is None else f"prompts.{place}",
         "prompt_ids": "prompt_tokens",

@@ -1,13 +1,13 @@
-"""Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps what came of it.
+"""Takes the steps of one run: decides when one is due, keeps its plan, hands it to the engine, and keeps the result.
 
-    clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → whoever waits is told
+    clients' rewards → ledger → nudge → due? → plan in the ledger → engine.step → trained in the ledger → waiting clients are told
 
-One task does so from the beginning to the end, so that there is never more than one step under way. Everything that the engine is asked
-for is in the ledger before; what it has done stands in its own record, of which the ledger keeps a copy. So whatever ends, and whenever:
+One task does all of this, so that there is never more than one step under way. Everything that the engine is asked for is stored in the
+ledger first; its results stand in its own record, and the ledger keeps a copy. So any process may end at any time:
 
-    the engine     another one is begun. It goes back to its last checkpoint and says which steps it had committed; the plans after
+    the engine     another one is started. It goes back to its last checkpoint and says which steps it had committed; the plans after
                    the checkpoint are taken again, in order, with the same groups.
-    this process   the next one does the same as soon as it has started.
+    this process   the next one does the same once it has started.
 
 A plan that ends its engine twice is put aside with its groups, and the run goes on without it.
 """
@@ -52,17 +52,17 @@ _STATES: Mapping[Leaving, RunState] = {"stop": "stopped", "replace": "replaced"}
 
 @dataclass(slots=True)
 class RunStatus:
-    """Where the run stands."""
+    """Live status of the run."""
 
     opened: Opened
     step: int
     """Steps done."""
     policy: Policy
-    """That serves."""
+    """The policy that serves."""
     versions: dict[int, Policy]
     """The last policies, by the steps done, whose files the engine keeps."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of the last step."""
+    """Metrics of the last step."""
     seconds_per_step: float | None = None
     stepped_at: float | None = None
     """When the last step was done, by the monotonic clock."""
@@ -99,7 +99,7 @@ class RunStatus:
 
 
 class Conductor:
-    """One run, from the engine that opens it to its end."""
+    """Conducts one run, from the engine that opens it to its end."""
 
     def __init__(
         self,
@@ -143,19 +143,19 @@ class Conductor:
 
     @property
     def loads(self) -> str:
-        """What it is loaded from."""
+        """Name or folder that its model is loaded from."""
         return self._order.config["model"]["name"]
 
     @property
     def now(self) -> RunStatus:
-        """Where the run stands; refused as long as no engine has opened it."""
+        """The run's status; refused as long as no engine has opened it."""
         if self.standing is None:
             raise self.refusal()
         return self.standing
 
     @property
     def room(self) -> Admission:
-        """Who lets requests for completions in; refused as long as no engine has opened the run."""
+        """Admits requests for completions; refused as long as no engine has opened the run."""
         if self.admission is None:
             raise self.refusal()
         return self.admission
@@ -174,7 +174,7 @@ class Conductor:
         self._nudged.set()
 
     async def recount(self) -> None:
-        """Groups have come or gone: whoever waits for room may be let in."""
+        """Recount the groups, since some have come or gone: waiting requests may be admitted."""
         if self.standing is not None and self.admission is not None:
             self.admission.now(await self._ledger.do(steps.traffic, self.standing.run))
 
@@ -190,7 +190,7 @@ class Conductor:
         return self.now
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
-        """Those of the engine that has begun."""
+        """Tokenizer files of the engine that has begun."""
         assert self._engine is not None, "it has begun"
         return await self._engine.tokenizer_files()
 
@@ -204,7 +204,7 @@ class Conductor:
             await asyncio.wait((self._task,))
 
     async def leave(self, why: Leaving, seconds: float) -> None:
-        """Finish the step under way and take no other. Where that takes longer than so many seconds, the engine is killed."""
+        """Finish the step under way and take no other. If that takes longer than so many seconds, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):
             return
         self._leaving, self.phase = why, "stopping"
@@ -223,7 +223,7 @@ class Conductor:
         await self._left_behind()
 
     async def _left_behind(self) -> None:
-        """Where the engine could not be asked to end the run, it is ended without."""
+        """End the run without its engine if the engine could not be asked to."""
         state = _STATES.get(self._leaving) if self._leaving else None
         if self.phase == "stopping" and state is not None:
             self.phase = "stopped"
@@ -286,7 +286,7 @@ class Conductor:
         self.phase, self.last_error = "failed", reason
         logger.error("the run has failed: %s", reason)
         step = self.standing.step if self.standing else 0
-        with suppress(StoreError):  # it is told all the same, and the next server tries again
+        with suppress(StoreError):  # clients are told all the same, and the next server tries again
             await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
 
     async def _end(self, engine: Engine) -> None:
@@ -327,7 +327,7 @@ class Conductor:
         return engine
 
     async def _note_committed(self, engine: Engine, opened: Opened) -> None:
-        """Steps that were committed when the engine, or this process, ended before anybody could be told."""
+        """Steps that were committed when the engine, or this process, ended before clients could be told."""
         known = await self._ledger.do(steps.next_step, opened.run)
         for manifest in opened.manifests:
             if manifest.step >= known:
@@ -380,7 +380,7 @@ class Conductor:
                 await self._take(engine, plan)
 
     async def _take(self, engine: Engine, plan: PlanRow) -> bool:
-        """One step, on disk before and after; whether it came out as before, where it is taken again."""
+        """Take one step, on disk before and after; False if a step taken again came out differently."""
         learnt_from = await self._ledger.do(steps.groups_to_train, plan)
         rate = plan.parameters.get(steps.LEARNING_RATE)
         try:
@@ -442,7 +442,7 @@ class Conductor:
             self.admission.end(self.refusal())
 
     async def _tell_checkpoint(self) -> None:
-        """Where a checkpoint of the steps done stands, which the engine writes when one is due, clients are told of it."""
+        """Tell clients if a checkpoint of the steps done exists; the engine writes one when it is due."""
         now = self.now
         if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
             await self._ledger.do(steps.note_checkpoint, now.run, now.step)

@@ -20,7 +20,7 @@ STORED = (".safetensors", ".gguf", ".bin")
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 """The earliest that a zip file knows; a version has no other date."""
 LARGE = 1 << 31
-"""From here on a zip file needs 64-bit sizes."""
+"""Size in bytes from which a zip file needs 64-bit sizes."""
 READABLE = 0o644
 
 
@@ -29,7 +29,7 @@ class OpenFile:
     """A file of a version."""
 
     name: str
-    """In the zip file; `/` between folders."""
+    """Name in the zip file; `/` between folders."""
     size: int
     """Bytes."""
     file: BinaryIO
@@ -37,7 +37,7 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class OpenVersion:
-    """A version of the policy whose files are open; whoever has it closes it."""
+    """A version of the policy whose files are open; the holder closes it."""
 
     model_version: tuple[str, int]
     fingerprint: str
@@ -45,7 +45,7 @@ class OpenVersion:
     files: Sequence[OpenFile]
 
     def close(self) -> None:
-        """Let go of the files; a second call does nothing."""
+        """Release the files; a second call does nothing."""
         for entry in self.files:
             entry.file.close()
 
@@ -57,7 +57,7 @@ class OpenVersion:
 
 
 async def zipped(version: OpenVersion) -> AsyncGenerator[bytes]:
-    """The zip file in pieces of about `CHUNK`. Files are read in a thread, so that a slow disk holds nobody else up."""
+    """The zip file in pieces of about `CHUNK`. Files are read in a thread, so that a slow disk does not block the event loop."""
     pieces = _pieces(version.files)
     while True:
         reading = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
@@ -93,7 +93,7 @@ def _info(entry: OpenFile) -> zipfile.ZipInfo:
 
 
 class _Pipe:
-    """What `zipfile` writes to: it cannot be sought in, and gives up what it holds."""
+    """A file for `zipfile` to write to: it cannot seek, and hands out what was written."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
@@ -109,6 +109,6 @@ class _Pipe:
         """Nothing is open."""
 
     def taken(self) -> bytes:
-        """What was written since the last call."""
+        """Bytes written since the last call."""
         held, self._held = self._held, []
         return b"".join(held)

@@ -1,4 +1,4 @@
-"""How clients are told of what an engine refuses, and of one that ends while it is asked."""
+"""Converts refusals of an engine, and its loss during a call, into answers for clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 async def asked(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
-    """What the engine of a run gave within so many seconds; what it refused is the client's, and its loss nobody's fault."""
+    """Await an engine's answer for so many seconds; refused requests are the client's fault, a lost engine is not."""
     try:
         async with asyncio.timeout(seconds):
             return await work
@@ -32,7 +32,7 @@ async def asked(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
 
 
 def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None = None) -> Refusal:
-    """What the package says is wrong, as a problem of the table: under its own code where that is one."""
+    """Convert an error of the package to a problem, under its own code if the table has it."""
     if isinstance(error, Refusal):
         return error
     if is_full(error):
@@ -42,7 +42,7 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
 
 
 async def named(work: Awaitable[T], fields: Mapping[OrderField, str]) -> T:
-    """What the engine gave; where the order is wrong, the refusal has the field, by the name that the client knows."""
+    """Await the engine's answer; if the order is wrong, the refusal names the field as the client knows it."""
     try:
         return await work
     except WrongOrder as error:

@@ -1,8 +1,8 @@
-"""Begins engines, one after another, and says when it has been too often.
+"""Starts engines, one after another, and gives up after too many restarts.
 
-An engine may end at any instant: killed, out of memory, hanging, or with a disk that is full. Whoever drives it asks here for the next
-one. Restarts are counted within a window, with a growing pause between them; beyond the limit the reason is told and no further one is
-begun. A full disk is nobody's fault: it is waited for, and not counted.
+An engine may end at any instant: killed, out of memory, hanging, or with a disk that is full. Its driver asks here for the next
+one. Restarts are counted within a window, with a growing pause between them; beyond the limit the reason is reported and no further one is
+begun. A full disk is waited for, and not counted.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Limits:
     """How often an engine is begun again."""
 
     restarts: int = 5
-    """Within the window."""
+    """Restarts allowed within the window."""
     window: float = 600.0
     """Seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """Where time comes from; tests bring their own."""
+    """Source of time; tests bring their own."""
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -67,7 +67,7 @@ class EngineSupervisor:
     ) -> None:
         """`make` begins an engine in which nothing is open yet."""
         self.restarts = 0
-        """Of this server, since it began."""
+        """Restarts of this server's engines since it began."""
         self._make = make
         self._limits = limits
         self._clock = clock
@@ -120,11 +120,11 @@ class EngineSupervisor:
 
 
 FULL_SECONDS = 10.0
-"""When somebody who was refused for want of disk may ask again."""
+"""Seconds after which a client refused because of a full disk may ask again."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error came from a disk without room. Those of an engine have crossed a socket and are their message alone."""
+    """True if an error came from a full disk. Errors of an engine have crossed a socket, so only their message is left to check."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     full = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "database or disk is full")

@@ -1,4 +1,4 @@
-"""What the service keeps of what clients do: operations on the ledger, each one transaction with its answer, its event and its count."""
+"""Records what clients do: operations on the ledger, each one transaction with its answer, its event and its count."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from groupwise.server.run import steps
 
 
 def named(caller: Caller) -> Request | None:
-    """The request as the ledger names it; None where it does not name itself."""
+    """The request as the ledger names it; None if it does not name itself."""
     key = caller.answer_key
     return None if key is None else Request(caller.key_id, key.route, key.key, key.body_hash)
 
@@ -80,7 +80,7 @@ def started(
 
 
 def check_draws(transaction: Transaction, run: str, draws: Sequence[int | None]) -> None:
-    """Refused as `draw_taken` where a group has one of them, before it is waited for."""
+    """Refused as `draw_taken` if a group has one of them, before it is waited for."""
     for draw in draws:
         if draw is not None:
             groups.need_free_draw(transaction, run, draw)
@@ -116,7 +116,7 @@ def _new(sampled: Sampled) -> NewGroup:
 
 
 def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
-    """A group as its client is told of it."""
+    """A group in the form that its client receives."""
     rollouts = group.rollouts
     return GroupAnswer(
         group_id=row.id,
@@ -143,7 +143,7 @@ def keep_rewards(
 ) -> list[RewardAnswer]:
     """Rewards of groups, all or none, and the answers about them. `steps_done` by the run; None: as many as the ledger knows of.
 
-    Where the client waits for the step, what is kept for its key says that they are accepted: whoever asks again goes on waiting
+    Where the client waits for the step, what is kept for its key says that they are accepted: a repeated request goes on waiting
     from there.
     """
     answers: list[RewardAnswer] = []
@@ -198,7 +198,7 @@ def _echo(given: GroupRewards) -> Echo:
 
 
 def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
-    """What a client sends along with an id is compared with what was sampled, as far as that is still kept."""
+    """Compare the texts sent along with an id to what was sampled, as far as that is still kept."""
     assert given.group_id is not None
     record = groups.read_record(transaction, members.named(given.group_id).group)
     if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
@@ -221,7 +221,7 @@ def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
 
 
 def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> list[RewardAnswer]:
-    """The answers as they are now: trained where a step has learnt from the group. Refused by how a group ended without."""
+    """The answers as they are now: trained if a step has learnt from the group. Refused by how a group ended without."""
     return [_after_step(transaction, answer) for answer in answers]
 
 
@@ -255,7 +255,7 @@ def keep_plan(
     staleness: int,
     caller: Caller,
 ) -> StepAnswer | None:
-    """A step that is asked for, and the answer about it; None where another one waits already."""
+    """A step that is asked for, and the answer about it; None if another one waits already."""
     made: list[StepAnswer] = []
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
@@ -280,7 +280,7 @@ class _Busy(Exception):
 
 
 def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
-    """The answer as it is now. Refused as `group_quarantined` where the step was put aside."""
+    """The answer as it is now. Refused as `group_quarantined` if the step was put aside."""
     plan = plans.plan_of(transaction, answer.group_ids[0])
     assert plan is not None, "it was planned"
     if plan.state == "quarantined":
@@ -304,7 +304,7 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 
 
 def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
-    """That a checkpoint stands under a name, and the answer about it."""
+    """Record that a checkpoint exists under a name, and the answer about it."""
 
     def work(transaction: Transaction) -> StoredResponse:
         steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
@@ -317,7 +317,7 @@ def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Ca
 
 
 def tick(transaction: Transaction) -> bool:
-    """Keep the uptime, and end groups whose lease is over; whether there were any."""
+    """Keep the uptime, and end groups whose lease is over; True if there were any."""
     uptime.tick(transaction)
     settled = members.settle_overdue(transaction)
     overdue = groups.expire_overdue(transaction)
@@ -330,7 +330,7 @@ def tick(transaction: Transaction) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunSnapshot:
-    """What the ledger knows of a run, for its status."""
+    """The ledger's facts about a run, for its status."""
 
     row: RunRow
     step: int

@@ -1,8 +1,8 @@
-"""Begins runs, goes on with earlier ones, and ends them: one at a time.
+"""Starts runs, resumes earlier ones, and ends them: one at a time.
 
     what is asked (`run_config.py`) → what is in the way makes way → an engine opens the run → its row in the ledger → its conductor goes on
 
-The answer to POST /start comes when the run is in the ledger; until then nothing of a new one is left where it cannot begin.
+The answer to POST /start comes when the run is in the ledger; if a new run cannot begin, nothing of it is left.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class Beside(Protocol):
-    """What is trained beside runs, or in their place: models that clients drive by verbs, parts that a loop drives from elsewhere."""
+    """Training beside runs, or in their place: models that clients drive by verbs, parts that a loop drives from elsewhere."""
 
     async def make_way(self) -> None:
-        """Something else is to have the machine. Refused as `run_active` where there is no room for it."""
+        """Something else is to have the machine. Refused as `run_active` if there is no room for it."""
         ...
 
     async def let_go(self) -> None:
-        """Somebody starts a run with `replace: true`: end what would be in its way. Within the turn."""
+        """End everything that is in the way of a run started with `replace: true`. Called within the turn."""
         ...
 
 
@@ -69,7 +69,7 @@ class StartStop:
     # --- beginning -------------------------------------------------------------------------------
 
     async def go_on(self) -> None:
-        """With the run that was active when the server ended; in the background, because it takes a while."""
+        """Resume the run that was active when the server ended; in the background, because it takes a while."""
         known = await self._ledger.do(runs.list_runs)
         self._current.latest = known[-1] if known else None
         active = await self._ledger.do(runs.active_run)
@@ -116,7 +116,7 @@ class StartStop:
             return answer
 
     async def _order(self, request: StartRequest) -> tuple[OpenRun, StartRequest, RunRow | None]:
-        """What the engine is asked for; of a run that goes on, with what is given beside its own settings."""
+        """The order for the engine; a resumed run gets its own settings, overlaid with those of the request."""
         if request.resume_from is None:
             order = await self._asked(request)
             return self._named(order), request, None
@@ -134,7 +134,7 @@ class StartStop:
         return replace(order, start_from=str(beginning.folder)), merged, None
 
     async def _asked(self, request: StartRequest) -> OpenRun:
-        """What it asks for. In a thread: to say all that is wrong with a config takes a while."""
+        """Convert the request to an order. Runs in a thread, because checking a whole config takes a while."""
         return await asyncio.to_thread(order_of, request, self._allowed, self._config.folder)
 
     def _named(self, order: OpenRun) -> OpenRun:
@@ -178,7 +178,7 @@ class StartStop:
         except UsageError as error:
             raise refusal_of(error, otherwise="settings_conflict") from None
         except EngineLost as error:
-            # It may have been killed for want of memory that is there again.
+            # It may have been killed because memory was short that is free again.
             raise Refusal("engine_recovering", str(error), retry_after=2) from None
         except GroupwiseError as error:
             await self._keeper.end()
@@ -256,17 +256,17 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
 
 
 _OURS = ("resume_from", "replace")
-"""What a start says of itself, and not of the run."""
+"""Keys of a start request that are no settings of the run."""
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     "groups_per_step": ("training_batch_size", "gradient_accumulation_steps"),
     "training_batch_size": ("groups_per_step",),
     "gradient_accumulation_steps": ("groups_per_step",),
 }
-"""What says the same in another way: the settings of the earlier run that give way to one that is given anew."""
+"""Equivalent settings: if the key is given, these settings of the earlier run are dropped."""
 
 
 def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
-    """The settings of an earlier run, with what is given anew. Refused as `settings_conflict` where they do not go together."""
+    """Overlay an earlier run's settings with those of the request. Refused as `settings_conflict` if they do not go together."""
     given = request.model_dump(mode="json", exclude_unset=True)
     fresh = {key: value for key, value in given.items() if key not in _OURS}
     gone = {

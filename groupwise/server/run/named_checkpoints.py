@@ -1,6 +1,6 @@
-"""Checkpoints that a client has saved by name: kept until somebody deletes them, whatever becomes of the run.
+"""Checkpoints that a client has saved by name: kept until they are deleted, whatever becomes of the run.
 
-D/checkpoints/<name>/       the files of the checkpoint, linked where the disk can
+D/checkpoints/<name>/       the files of the checkpoint, linked if the disk can
 D/checkpoints/<name>/saved.json   the run that it is of, the settings that a new run from it begins with, and by which request it was made
 """
 
@@ -26,24 +26,24 @@ SAVED = "saved.json"
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a new run can begin with."""
+    """A checkpoint from which a new run can begin."""
 
     folder: Path
     settings: Mapping[str, Any]
-    """Of the run that it is of, as they were posted."""
+    """Settings of the checkpoint's run, as they were posted."""
     run: str
     step: int
 
 
 class NamedCheckpoints:
-    """Those of one server, beside the automatic ones of its runs."""
+    """Named checkpoints of one server, beside the automatic ones of its runs."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
         self._root = output / CHECKPOINTS
 
     def refuse_taken(self, name: str) -> None:
-        """Refused as `checkpoint_exists` where the name is taken."""
+        """Refused as `checkpoint_exists` if the name is taken."""
         if (self._root / name).exists():
             raise Refusal(
                 "checkpoint_exists",
@@ -51,7 +51,7 @@ class NamedCheckpoints:
             )
 
     def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
-        """The checkpoint of a name where this very request, by its Idempotency-Key, has made it; None where it has not."""
+        """The checkpoint of a name where this very request, by its Idempotency-Key, has made it; None if it has not."""
         file = self._root / name / SAVED
         if caller.answer_key is None or not file.is_file():
             return None
@@ -61,7 +61,7 @@ class NamedCheckpoints:
         return CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
     def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
-        """Keep a checkpoint under a name. FileNotFoundError where it is pruned meanwhile."""
+        """Keep a checkpoint under a name. FileNotFoundError if it is pruned meanwhile."""
         self.refuse_taken(name)
         found = checkpoints.read(checkpoint)
 
@@ -82,7 +82,7 @@ class NamedCheckpoints:
         for file in sorted(self._root.glob(f"*/{SAVED}")):
             try:
                 facts, name = json.loads(file.read_text()), file.parent.name
-            except FileNotFoundError:  # somebody deletes it
+            except FileNotFoundError:  # it is being deleted
                 continue
             yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
@@ -91,7 +91,7 @@ class NamedCheckpoints:
         return list(checkpoints.complete(self._output / row.folder / CHECKPOINTS))
 
     def find(self, name: str) -> Beginning | None:
-        """The checkpoint of a name; None where there is none."""
+        """The checkpoint of a name; None if there is none."""
         folder = self._root / name
         if folder.parent != self._root or not (folder / SAVED).is_file():
             return None
@@ -109,6 +109,6 @@ def _asked(caller: Caller) -> list[str] | None:
 
 
 def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
-    """As it is listed."""
+    """The checkpoint's entry in the list."""
     step = checkpoint.step
     return CheckpointAnswer(run_id=row.run, step=step, address=f"{row.run}@{step}")

@@ -1,4 +1,4 @@
-"""What a server does every few seconds, whoever asks: it keeps the time, ends what is overdue, and asks the engine how it is doing."""
+"""Regular tasks of a server, every few seconds: keeping the time, ending what is overdue, and probing the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clockwork:
 
     def __init__(self, current: Current, ledger: Ledger) -> None:
         self.probed: Probe | None = None
-        """What the engine said last of how it is doing."""
+        """The engine's last report on itself."""
         self._current = current
         self._ledger = ledger
         self._tasks: tuple[asyncio.Task[None], ...] = ()
@@ -47,7 +47,7 @@ class Clockwork:
         forgotten = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            with suppress(GroupwiseError):  # a full disk is told to those who write
+            with suppress(GroupwiseError):  # a full disk is reported to those who write
                 if await self._ledger.do(ledger_operations.tick):
                     self._current.changed.beat()
                     if self._current.conductor is not None:
@@ -58,7 +58,7 @@ class Clockwork:
                     forgotten = time.monotonic()
 
     async def _probe(self) -> None:
-        """Every few seconds: how the engine is doing. Whoever asks for the status need not wait for an engine that is computing."""
+        """Probe the engine every few seconds, so that status requests need not wait for an engine that is computing."""
         while True:
             conductor, probed = self._current.conductor, None
             if conductor is not None and conductor.phase == "running":

@@ -1,7 +1,7 @@
-"""Which versions of a policy there are to be read, and where their files stand.
+"""Lists the versions of a policy that can be read, and opens their files.
 
-The last few policies stand where the engine publishes them, checkpoints and the final weights in the run's folder, and those that were
-saved by name beside the runs. Whatever is read is opened at once as a whole: the engine deletes old publications, and a file that is open
+The last few policies are in the engine's publication folder, checkpoints and the final weights in the run's folder, and named
+checkpoints beside the runs. All files of a version are opened at once: the engine deletes old publications, and a file that is open
 can be read to its end.
 """
 
@@ -38,7 +38,7 @@ class Versions:
     step: int
     """Steps done."""
     published: Mapping[int, Policy]
-    """By the steps done."""
+    """Published policies, by the steps done."""
     named: Sequence[Path]
     """The folders of its checkpoints that were saved by name."""
     tokenizer: Path
@@ -52,7 +52,7 @@ class Versions:
     def open(self, version: str | None) -> OpenVersion:
         """A version with its files open: its weights, the tokenizer, and a model card.
 
-        Refused as `unknown_version` where there was none of that name, as `version_gone` where it is no longer kept.
+        Refused as `unknown_version` if there was none of that name, as `version_gone` if it is no longer kept.
         """
         step = self._step_of(version)
         for place in (self._published(step), self._saved().get(step)):
@@ -120,7 +120,7 @@ class Versions:
 
 
 def _whole(folder: Path) -> checkpoints.Checkpoint | None:
-    """A checkpoint that was saved by name; None where somebody is deleting it, or it is damaged."""
+    """A checkpoint that was saved by name; None if it is being deleted, or is damaged."""
     try:
         return checkpoints.read(folder)
     except CheckpointError:

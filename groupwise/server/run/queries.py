@@ -1,4 +1,4 @@
-"""What clients read of server and run: the status, the events as they come, and the files of a version."""
+"""Reads server and run for clients: the status, the events as they come, and the files of a version."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from groupwise.server.run.status import status_of
 
 
 def event_data(event: events.Event) -> EventData:
-    """As clients are told."""
+    """Convert an event to the form that clients receive."""
     return EventData(id=event.id, kind=event.kind, at=event.at, run_id=event.run, **event.data)
 
 
 class Reading:
-    """Of the run that is, or was last."""
+    """Queries about the current or last run."""
 
     def __init__(
         self, current: Current, ledger: Ledger, keeper: EngineSupervisor, clockwork: Clockwork
@@ -38,7 +38,7 @@ class Reading:
         self._ledger = ledger
 
     async def status(self) -> StatusAnswer:
-        """Where server and run stand."""
+        """Status of server and run."""
         row, conductor = self._current.latest, self._current.conductor
         if row is None:
             return StatusAnswer(phase="idle")
@@ -49,7 +49,7 @@ class Reading:
         return status_of(told, conductor, self._clockwork.probed, versions, self._keeper.restarts)
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:
-        """At most so many events after this one, the oldest first; None: those that come from now on."""
+        """Up to `limit` events after this one, oldest first; None: those that come from now on."""
         if after is None:
             return []
         found = await self._ledger.do(events.events_after, after, limit)
@@ -93,7 +93,7 @@ class Reading:
         return rows.get(version.rpartition("@")[0], latest), version
 
     async def tokenizer(self) -> TokenizerAnswer:
-        """What a client needs to render and tokenise as the server does."""
+        """The data that a client needs to render and tokenise as the server does."""
         row, standing = self._current.any_run(), self._current.standing
         tokenizer = Tokenizer.of(standing.opened) if standing else row.tokenizer
         if tokenizer is None:  # of a run that an earlier version of the server has begun

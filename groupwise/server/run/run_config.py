@@ -1,4 +1,4 @@
-"""From the settings that a client posts to the run that an engine is asked for.
+"""Converts the settings that a client posts into the order for an engine.
 
 `StartRequest` has flat names, which clients of such servers know; a run has the sections of `groupwise.training.config`. Here the one
 becomes the other, and here alone. What a client may name is bounded: models and adapters that the server's settings allow, and nothing that
@@ -47,12 +47,12 @@ FLAT: Mapping[str, str] = {
     "run.save_total_limit": "save_total_limit",
     "run.logging_steps": "logging_steps",
 }
-"""What `StartRequest` calls the keys of a config that have flat names."""
+"""Config keys that have flat names, with their names in `StartRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What clients may have the server load."""
+    """Models that clients may have the server load."""
 
     model_dir: Path
     models: tuple[str, ...]
@@ -98,7 +98,7 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
 
 
 def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
-    """What the config says against it, a line for each problem: `algorithm.foo is not a key; …`, `training: the lag is …`.
+    """Convert the config's errors, a line for each problem: `algorithm.foo is not a key; …`, `training: the lag is …`.
 
     A line whose key is followed by what is wrong with it is about that key alone; one whose key is followed by a colon, about several.
     """
@@ -117,7 +117,7 @@ def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
 
 _ALONE = re.compile(r"[\w.]+ is (not |required|.*; it must be )")
 _ORIGIN = re.compile(r"^(config: )+")
-"""Where a key was given, and the config as a whole where several keys are meant: to a client they are the body."""
+"""Prefixes that name the config as the origin of a key. To clients that is the body, so they are removed."""
 
 
 def _without_origin(line: str) -> str:
@@ -137,7 +137,7 @@ def _model(request: StartRequest, allowed: Allowed, runs: Path) -> dict[str, Any
 
 
 def allowed_model(field: str, name: str, allowed: Allowed) -> str:
-    """What to load: an alias or an allowed name as it stands, else the folder under `model_dir`. Refused as `model_not_allowed`."""
+    """Name or folder to load: an alias or an allowed name, else the folder under `model_dir`. Refused as `model_not_allowed`."""
     if name in ALIASES or name in allowed.models:
         return name
     if (folder := _inside(allowed.model_dir, name)) is not None:
@@ -162,7 +162,7 @@ def _inside(root: Path, name: str) -> Path | None:
 
 
 def folders_in(root: Path) -> list[str]:
-    """Those that may be named as models."""
+    """Folders that may be named as models."""
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 

@@ -1,4 +1,4 @@
-"""What the training server does, without HTTP: each route has a method here, and each thing that a client can get wrong a `Refusal`.
+"""The training server's work, without HTTP: each route has a method here, and each thing that a client can get wrong a `Refusal`.
 
 The service keeps what clients do in the ledger and asks the run's conductor for the engine; it decides nothing about steps. A method
 returns when what it tells is on the disk. Here its parts are put together; each has its own story:
@@ -8,7 +8,7 @@ returns when what it tells is on the disk. Here its parts are put together; each
     queries.py       status, events, files of a version
     activity.py      what goes on at one instant
     checkpoints.py   what can be gone on from
-    periodic_tasks.py     what is done every few seconds, whoever asks
+    periodic_tasks.py     what is done every few seconds, requests or not
     active_run.py       the run that is, or was last: what they all look at
 """
 
@@ -83,13 +83,13 @@ class Service:
         self._activity = Activity(self._current, ledger)
         self._reading = Reading(self._current, ledger, self._keeper, self._clockwork)
         self.beside: dict[str, Beside] = {}
-        """What else may have the machine, by its name: models of clients, parts of a loop elsewhere."""
+        """Other users of the machine, by name: models of clients, parts of a loop elsewhere."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
-        """What the status says of models that clients drive; to begin with, that there are none."""
+        """Status of the models that clients drive; by default there are none."""
         self.sessions: Callable[[], list[Session]] = list
-        """Those clients, for people."""
+        """Sessions of those clients, for people."""
         self.loop_elsewhere: Callable[[], LoopElsewhere | None] = lambda: None
-        """Who drives sampler and learner from elsewhere."""
+        """Describes the client that drives sampler and learner from elsewhere."""
         self.turn = self._start_stop.turn
         """Held while a run is begun or ended, or an engine for something else is."""
 
@@ -160,18 +160,18 @@ class Service:
         return await self._ask_post.step_taken(answer, seconds)
 
     async def status(self) -> StatusAnswer:
-        """Where server and run stand."""
+        """Status of server and run."""
         loop = self.loop_elsewhere()
         beside = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
         return (await self._reading.status()).model_copy(update=beside)
 
     async def activity(self) -> ActivityAnswer:
-        """What goes on at this instant."""
+        """Current activity."""
         found = await self._activity.answer(self.sessions())
         return found.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:
-        """At most so many events after this one, the oldest first; None: those that come from now on."""
+        """Up to `limit` events after this one, oldest first; None: those that come from now on."""
         return await self._reading.events(after, limit)
 
     async def last_event(self) -> int:
@@ -187,7 +187,7 @@ class Service:
         return await self._reading.open_version(version)
 
     async def tokenizer(self) -> TokenizerAnswer:
-        """What a client needs to render and tokenise as the server does."""
+        """The data that a client needs to render and tokenise as the server does."""
         return await self._reading.tokenizer()
 
     async def checkpoints(self) -> CheckpointsAnswer:
@@ -199,7 +199,7 @@ class Service:
         return await self._checkpoints.save(name, caller)
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
-        """What the request was answered before; refused where its key came with another body."""
+        """The earlier answer to this request; refused if its key came with another body."""
         request = ledger_operations.named(caller)
         return None if request is None else await self._ledger.do(stored_answer, request)
 
@@ -227,5 +227,5 @@ class Service:
         return self._current.active()
 
     async def asked(self, work: Awaitable[T], conductor: Conductor) -> T:
-        """What the engine gave; what it refused is the client's, and its loss nobody's fault."""
+        """Await an engine's answer; refused requests are the client's fault, a lost engine is not."""
         return await asked(work, conductor, self._config.sampling_time_limit)

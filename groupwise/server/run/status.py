@@ -1,4 +1,4 @@
-"""What /status says, put together from the ledger, the run's conductor and its engine."""
+"""Builds the answer to /status from the ledger, the run's conductor and its engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PHASES: Mapping[RunState, Phase] = {
     "finished": "finished",
     "failed": "failed",
 }
-"""Of a run that nobody conducts."""
+"""Phases of a run that has no conductor."""
 SAMPLED, LEARNED = "perf/sampling_tokens_per_second", "perf/learning_tokens_per_second"
 """The metrics of a step that say how fast it went."""
 

@@ -1,7 +1,7 @@
-"""What the conductor keeps of steps: operations on the ledger, each one transaction.
+"""Records the conductor's steps: operations on the ledger, each one transaction.
 
 A plan is made of rewarded groups when a step is due, or of those that a client names. Then it is tried, trained, or put aside; each
-comes with its event, so that nobody hears of what is not on the disk.
+comes with its event, so that no client hears of what is not on the disk.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def plan_of_named(
     staleness: int,
     parameters: Mapping[str, Any],
 ) -> PlanRow | None:
-    """A plan of the groups that a client names, in its order; None where another plan waits.
+    """A plan of the groups that a client names, in its order; None if another plan waits.
 
-    Without names, of all rewarded ones, at most `most`; refused as `nothing_to_train` where there is none.
+    Without names, of all rewarded ones, at most `most`; refused as `nothing_to_train` if there is none.
     """
     if pending_plan(transaction, run) is not None:
         return None
@@ -108,7 +108,7 @@ def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> No
 def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...]:
     """The groups of a plan, with their rewards, in its order.
 
-    Raises Refusal `unknown_checkpoint` where what they were sampled with was dropped, because a checkpoint after the step stood.
+    Raises Refusal `unknown_checkpoint` if what they were sampled with was dropped, because a checkpoint after the step stood.
     """
     return tuple(_to_train(transaction, plan, row) for row in plans.groups_of(transaction, plan))
 
@@ -126,7 +126,7 @@ def _to_train(transaction: Transaction, plan: PlanRow, row: groups.GroupRow) -> 
 
 
 def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> bool:
-    """Keep what came of a step; whether it is what came of it before, where it was taken again.
+    """Store the result of a step; False if the step was taken again with another result.
 
     Records that no checkpoint needs any more are dropped.
     """
@@ -158,18 +158,18 @@ def _groups_told(plan: PlanRow) -> dict[str, Any]:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """As JSON has them: None for what is not finite."""
+    """Metrics for JSON: values that are not finite become None."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def note_checkpoint(transaction: Transaction, run: str, step: int) -> None:
-    """That an automatic checkpoint stands. One of steps that are taken again was told before."""
+    """Announce an automatic checkpoint once, even if its steps are taken again."""
     told = _checkpoint_told(step, f"{run}@{step}")
     events.add_event_once(transaction, run, EventKind.CHECKPOINT, told)
 
 
 def note_named_checkpoint(transaction: Transaction, run: str, step: int, name: str) -> None:
-    """That a checkpoint with a name stands."""
+    """Announce a named checkpoint."""
     events.add_event(transaction, run, EventKind.CHECKPOINT, _checkpoint_told(step, name))
 
 
@@ -192,7 +192,7 @@ def note_committed(
 
 
 def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None:
-    """The plan that ended its engine too often, quarantined with its groups; None where there is none."""
+    """The plan that ended its engine too often, quarantined with its groups; None if there is none."""
     plan = pending_plan(transaction, run)
     if plan is None or plan.losses < MOST_LOSSES:
         return None

@@ -178,7 +178,7 @@ class Failed(Answered):
 
 
 Result = ModelMade | Updated | Saved | SamplerSaved | Failed
-"""What a call can come to that is answered in JSON."""
+"""Results of calls that are answered in JSON."""
 
 
 class Refused(Answered):

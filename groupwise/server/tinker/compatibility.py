@@ -1,4 +1,4 @@
-"""Which methods of the Tinker client work against this server: one table, from which refusals and the page are made.
+"""Lists which methods of the Tinker client work against this server: one table, from which refusals and the page are made.
 
 `python -m groupwise.server.tinker.compatibility` prints the page. Methods whose names end in `_async` do what those without it do.
 """
@@ -29,7 +29,7 @@ class Method:
     name: str
     works: bool
     note: str = ""
-    """What is different here, or why it is refused."""
+    """Differences from the original, or the reason for refusing it."""
     routes: tuple[tuple[str, str], ...] = ()
     """HTTP method and path, with `*` for a part, of what a refused one asks for."""
 
@@ -349,7 +349,7 @@ EXAMPLES: tuple[tuple[str, str], ...] = (
     ("Supervised: the loss falls", SUPERVISED),
     ("Reinforced: sample, score, learn (GRPO)", REINFORCED),
 )
-"""By their title, as programs that run as they stand."""
+"""Complete programs, by title."""
 
 INTERNAL: tuple[tuple[str, str, str], ...] = (
     ("POST", "/auth/token", "keys are not exchanged for tokens"),
@@ -361,7 +361,7 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 
 
 def refused_route(method: str, path: str) -> Unsupported | None:
-    """Why a route of the protocol is refused; None where the protocol has no such route."""
+    """Why a route of the protocol is refused; None if the protocol has no such route."""
     owners = [
         f"{each.owner}.{each.name}"
         for each in METHODS

@@ -26,7 +26,7 @@ _BYTES = {"type": "string", "format": "binary"}
 
 
 def document() -> dict[str, Any]:
-    """What is added to the document: `tags`, `paths` and `components`."""
+    """Additions to the document: `tags`, `paths` and `components`."""
     return {
         "tags": [{"name": TAG, "description": DESCRIPTION}],
         "paths": {
@@ -143,7 +143,7 @@ def _name(model: type[Any]) -> dict[str, str]:
 
 
 def _schemas() -> dict[str, Any]:
-    """Of all bodies and answers, under names of their own in the document."""
+    """Schemas of all bodies and answers, under names of their own in the document."""
     read = [route.reads for route in ROUTES if route.reads is not None]
     sent = [route.answer for route in ROUTES if route.answer is not None]
     both: list[type[BaseModel]] = [*read, *sent, answers.Healthy, answers.TryAgain, answers.Refused]

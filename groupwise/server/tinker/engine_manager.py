@@ -42,7 +42,7 @@ from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 logger = logging.getLogger(__name__)
 
 NAME = "verbs"
-"""Among what is beside runs."""
+"""Name of the verbs among the machine's users."""
 LOSSES = 3
 """Engines that may end while one call is under way, or before it could begin."""
 LOOK_AGAIN = 0.2
@@ -50,7 +50,7 @@ LOOK_AGAIN = 0.2
 
 
 class Runs(Protocol):
-    """What is known of runs; see `groupwise.server.run.service.Service`."""
+    """The runs beside the verbs; see `groupwise.server.run.service.Service`."""
 
     turn: asyncio.Lock
     """Held while a run is begun or ended, or an engine of another kind is."""
@@ -78,9 +78,9 @@ class _Standing:
     engine: Called
     base: Base
     loads: str
-    """What the base is called where it is loaded from."""
+    """The base's name or folder, as the engine loads it."""
     run: Conductor | None
-    """Whose engine it is; None: the verbs' own."""
+    """The run that owns the engine; None if it is the verbs' own."""
     there: set[str] = field(default_factory=set[str])
     """Models that it has."""
 
@@ -176,7 +176,7 @@ class Host:
         return None
 
     def _loads(self, base: str) -> str:
-        """What to load; UsageError where that is not allowed."""
+        """Name or folder to load; raises UsageError if it is not allowed."""
         run = self._runs.conducted()
         if run is not None and base in (run.model, run.loads):
             return run.loads
@@ -364,7 +364,7 @@ class Host:
             return None
 
     async def _own(self, base: str, loads: str) -> _Standing | None:
-        """The verbs' own engine; None where a run has begun meanwhile, or it ended before it was ready."""
+        """The verbs' own engine; None if a run has begun meanwhile, or it ended before it was ready."""
         standing = self._standing
         if standing is not None and standing.run is None and standing.loads == loads:
             return standing
@@ -394,7 +394,7 @@ class Host:
         return self._standing
 
     async def _lost(self, standing: _Standing, error: EngineLost) -> None:
-        """Let go of an engine that has ended. TooManyRestarts where that has happened too often."""
+        """Release an engine that has ended. TooManyRestarts where that has happened too often."""
         async with self._turn:
             if self._standing is not standing:
                 return

@@ -1,13 +1,13 @@
 """Calls that are answered later: a request gets an id at once, and its answer is fetched with the id as often as one likes.
 
-A client sends a request, is told an id, and polls. Because it sends a request again when the connection is lost, each has a natural key,
-and the second one with the same key and content is told the first one's id. The requests of one model form a `CallQueue`: they are applied
+A client sends a request, gets an id, and polls. Because it sends a request again when the connection is lost, each has a natural key,
+and a second one with the same key and content gets the first one's id. The requests of one model form a `CallQueue`: they are applied
 one after another in the order of their sequence numbers, in whatever order they arrive; a number that is missing holds up those after it.
 Samples have no order.
 
-An answer never changes. Memory is bounded: answers are let go of from the oldest, fetched ones first, and asking for one that is gone is
-told apart from asking for one that never was. All of it lives in one event loop. Calls are in the journal before they are begun, and what
-they came to before it is told, so that a new process goes on with them (`restore`).
+An answer never changes. Memory is bounded: answers are dropped from the oldest, fetched ones first, and asking for a dropped one is
+told apart from asking for one that never was. All of it lives in one event loop. Calls are in the journal before they are begun, and their
+results before clients get them, so that a new process goes on with them (`restore`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ GAP_PATIENCE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What a call came to."""
+    """The result of a call."""
 
     body: bytes
     media_type: str = JSON
     note: Note | None = field(default=None, compare=False)
-    """What the journal is to know beside it."""
+    """A note for the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a call did to its model; without one it left it as it was."""
+    """Changes that a call made to its model; calls without a note left it as it was."""
 
     kept: int | None = None
     """The call after which the model's state was kept."""
@@ -73,7 +73,7 @@ Work = Callable[[], Awaitable[CallResult]]
 
 
 class AnswerGone(GroupwiseError):
-    """The answer was let go of, or belongs to a server that has ended since."""
+    """The answer was dropped, or belongs to a server that has ended since."""
 
     code = "answer_gone"
 
@@ -105,12 +105,12 @@ class Limits:
     waiting: int = 4096
     """Calls that wait or are under way, of all models together."""
     waiting_of_one: int = 3072
-    """Of these, the calls of one caller: the others' samples find room beside a model whose first call never comes."""
+    """Limit for one caller, so that others' samples still find room if a model's first call never comes."""
     waiting_bytes: int = 512 * 2**20
 
 
 Key = tuple[str, int]
-"""What a call's number is unique in, and the number."""
+"""The scope in which a call's number is unique, and the number."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +124,7 @@ class _Call:
     told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a result, or will be none in this process."""
     settling: bool = False
-    """Whether the result is known, and about to be written down."""
+    """True once the result is known and about to be written down."""
     result: CallResult | Failure | None = None
     kept: asyncio.Task[None] | None = None
     """Done when it is in the journal."""
@@ -137,7 +137,7 @@ class Futures:
         self._limits = limits or Limits()
         self._journal = journal or NoJournal()
         self._restored: dict[Key, str] = {}
-        """Calls of an earlier process that have come to nothing yet, by what they are begun again with."""
+        """Unfinished calls of an earlier process, by the keys with which they are begun again."""
         self._suspended = False
         self._boot = secrets.token_hex(4)
         self._issued = 0
@@ -151,7 +151,7 @@ class Futures:
         self._waiting_bytes = 0
         self._waiting_of: Counter[str] = Counter()
         self.callers: dict[str, str] = {}
-        """Who has opened each session: the id of an API key. Sessions of an earlier process belong to no key, and share one part."""
+        """The id of the API key that opened each session. Sessions of an earlier process have no key, and share one part."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -160,7 +160,7 @@ class Futures:
         return self._waiting
 
     def earlier(self, key: Key, digest: bytes) -> str | None:
-        """The id of the call with this key. UsageError where its content was another."""
+        """The id of the call with this key. UsageError if its content was another."""
         call = self._by_key.get(key)
         if call is None:
             return None
@@ -172,7 +172,7 @@ class Futures:
         return call.id
 
     def restore(self, row: CallRow) -> None:
-        """A call of an earlier process. One that has come to nothing yet is begun by adding it again."""
+        """A call of an earlier process. An unfinished one is begun by adding it again."""
         key = row.line, row.sequence
         call = _Call(row.id, key, row.digest, len(row.content or b""), self._caller_of(key))
         self._calls[call.id] = call
@@ -254,7 +254,7 @@ class Futures:
         self._task(self.do(id, work))
 
     async def do(self, id: str, work: Work) -> None:
-        """Do the work of a call, and keep what it came to."""
+        """Do the work of a call, and keep its result."""
         call = self._calls[id]
         if call.kept is not None:
             await asyncio.shield(call.kept)
@@ -271,14 +271,14 @@ class Futures:
             self._task(self._settled(call, failure))
 
     def suspend(self) -> None:
-        """This process ends: what has come to nothing by now waits for the next one, and whoever waits for it is to ask that one."""
+        """Stop, because this process ends: unfinished calls are left to the next process, and waiting clients are to ask that one."""
         self._suspended = True
         if self._journal.durable:
             for call in self._calls.values():
                 call.told.set()
 
     async def _settled(self, call: _Call, result: CallResult | Failure) -> None:
-        """Keep what a call came to. Once begun it goes on, whoever is cancelled: it may be in the journal already."""
+        """Keep a call's result. Once begun it goes on even if the caller is cancelled: the result may be in the journal already."""
         call.settling = True
         await asyncio.shield(self._task(self._written(call, result)))
 
@@ -296,7 +296,7 @@ class Futures:
         return task
 
     async def answer(self, id: str, patience: float) -> CallResult | Failure | None:
-        """The answer, or None where there is none within `patience` seconds, or before this process ends. AnswerGone or UnknownAnswer
+        """The answer, or None if there is none within `patience` seconds, or before this process ends. AnswerGone or UnknownAnswer
         where there will be none."""
         call = self._find(id)
         try:
@@ -349,7 +349,7 @@ class Futures:
         self._let_go(but=call)
 
     def _let_go(self, but: _Call) -> None:
-        """Until it fits again; the newest answer stays, however large it is."""
+        """Drop the oldest answers until the rest fits; the newest stays, however large it is."""
         gone: list[str] = []
         while (
             len(self._fetched) + len(self._unfetched) > self._limits.answers
@@ -372,13 +372,13 @@ class Futures:
 class _Turn:
     id: str
     work: Work | Exception
-    """What to do, or why it was refused."""
+    """The work to do, or the error that refused it."""
 
 
 class CallQueue:
     """The calls of one model, in the order of their sequence numbers, from 0.
 
-    Where a number is missing for `patience` seconds, those that wait for it are failed: nobody will send it any more.
+    If a number is missing for `patience` seconds, the calls that wait for it fail: the client will not send it any more.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class CallQueue:
         """The id of the call with this number; its work is begun when all numbers before it are done.
 
         An exception instead of work is its answer when its turn comes: a refused request has used its number, too.
-        UsageError where the number was used for something else, AnswerGone where its answer is no longer kept.
+        UsageError if the number was used for something else, AnswerGone where its answer is no longer kept.
         """
         key = (self.name, sequence)
         digest = hashlib.sha256(kind.encode() + content).digest()

@@ -1,6 +1,6 @@
-"""Where the verbs write down what clients opened and asked for, and what it came to, before they are told.
+"""Records what clients opened and asked for, and the results, before clients are told.
 
-`LedgerJournal` keeps it in `server.db`. A disk that refuses is waited for: nothing is told meanwhile, and clients are to come again.
+`LedgerJournal` keeps it in `server.db`. If the disk refuses, it waits: meanwhile clients get no answers, and are to ask again.
 `NoJournal` keeps nothing; then all that clients have opened ends with the process.
 """
 
@@ -82,7 +82,7 @@ class NoJournal:
 
 
 class LedgerJournal:
-    """In the ledger of a server."""
+    """Journal in the ledger of a server."""
 
     durable = True
 

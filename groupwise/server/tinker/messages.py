@@ -20,7 +20,7 @@ FILE = "tinker_public_pb2.py"
 
 @cache
 def messages() -> Any:
-    """The module with the classes. UsageError where the package is not installed."""
+    """The module with the classes. UsageError if the package is not installed."""
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     package = find_spec("tinker")
@@ -40,5 +40,5 @@ def messages() -> Any:
 
 
 def installed() -> bool:
-    """Whether `messages` will find them."""
+    """True if `messages` will find them."""
     return find_spec("tinker") is not None

@@ -35,7 +35,7 @@ from groupwise.server.tinker.service import VerbService
 logger = logging.getLogger(__name__)
 
 FOLDER = "verbs"
-"""Of the server's output: what models have saved."""
+"""Folder in the server's output for what models have saved."""
 
 
 class Verbs:
@@ -105,7 +105,7 @@ class InFront:
 
 
 def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
-    """Who may ask: as on every other route."""
+    """Check the caller's key, as on every other route."""
 
     def authorise(request: Request) -> None:
         if keys is None:

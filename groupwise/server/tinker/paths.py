@@ -15,7 +15,7 @@ MODEL, SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_.-]*"), re.compile(requests.N
 
 
 def path_of(stored: Stored) -> str:
-    """As the client names what was saved."""
+    """The client's path for saved weights."""
     return f"{SCHEME}{stored.model}/{stored.kind}/{stored.name}"
 
 

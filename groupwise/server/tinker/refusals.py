@@ -1,4 +1,4 @@
-"""What a request of the verbs can be refused for: each code with its HTTP status and its meaning, and which errors have it.
+"""Refusals of the verbs' requests: each code with its HTTP status and its meaning, and the errors that have it.
 
 The client sends a request again after 408, 409, 429 and 5xx, for minutes, so what will never work has another status. What is refused
 before it comes to the verbs has the codes of `groupwise.api.schemas.problems`, which stand here, too, as far as they can occur.
@@ -86,7 +86,7 @@ _OF: Mapping[type[GroupwiseError], str] = {
 
 
 def code_of(error: Exception) -> str:
-    """Of what was raised; `internal` where that is a mistake of the server's own."""
+    """Code of an exception; `internal` if it is a mistake of the server's own."""
     if isinstance(error, Refusal):
         return error.code
     return next((code for kind, code in _OF.items() if isinstance(error, kind)), "internal")

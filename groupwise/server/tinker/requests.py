@@ -17,7 +17,7 @@ WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
 FINITE = Annotated[float, Field(allow_inf_nan=False)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 NAME = Annotated[str, Field(pattern=NAME_PATTERN)]
-"""Of what is saved: it names a folder."""
+"""Name of something saved, which becomes a folder name."""
 ID = Annotated[str, Field(min_length=1, max_length=400)]
 METADATA = dict[str, Any] | None
 
@@ -221,5 +221,5 @@ def content_of(body: Body) -> bytes:
 
 
 def kind_of(body: Body) -> str:
-    """What a call is named in the journal."""
+    """Name of a call in the journal."""
     return type(body).__name__

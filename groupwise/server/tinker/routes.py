@@ -40,7 +40,8 @@ PREFIX = "/api/v1"
 POLL = 40.0
 """Seconds that `retrieve_future` waits; the client gives up after 45."""
 MOST_BYTES = 64 * 2**20
-"""Of a body, unless the application says otherwise. The client cuts its requests at the size that it is told (`ClientConfig`)."""
+"""Limit of a body in bytes, unless the application sets another. The client cuts its requests at the size that it receives in
+`ClientConfig`."""
 OF_ALL = ("unauthorised", "forbidden", "rate_limited", "shutting_down", "internal")
 OF_BODIES = ("usage", "too_large", "timed_out")
 OF_RECORDS = ("not_kept", "disk_full")
@@ -65,9 +66,9 @@ class VerbRoute:
     """None: what a call came to."""
     reads: type[requests.Body] | None = None
     bytes: str = ""
-    """What its body is where it is no JSON."""
+    """Content of its body if that is not JSON."""
     codes: tuple[str, ...] = ()
-    """What it may be refused for, beside what all may."""
+    """Codes that it may be refused with, beside those of all routes."""
 
     @property
     def all_codes(self) -> tuple[str, ...]:
@@ -249,7 +250,7 @@ class _Handlers:
             raise UsageError(_told(kind, error)) from error
 
     async def _body(self, request: Request) -> bytes:
-        """The body, also for whoever notes why it was refused; not packed."""
+        """The body as sent, uncompressed; also used to log why it was refused."""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What clients do with samplers: make them, and have them complete prompts. Samples have no order among each other."""
+"""Creates clients' samplers and completes prompts with them. Samples have no order among each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from groupwise.tasks.rollouts.seeds import derive
 
 
 class SamplingCalls:
-    """Those of all samplers."""
+    """Calls of all samplers."""
 
     def __init__(
         self, opened: Opened, engine: VerbEngine, futures: Futures, journal: Journal
@@ -51,7 +51,7 @@ class SamplingCalls:
         return id
 
     def sampler(self, id: str) -> dict[str, Any]:
-        """What a sampler was made of."""
+        """Base, and path of the weights if there is one, of a sampler."""
         found = self._opened.sampler(id)
         path = {} if found.path is None else {"model_path": found.path}
         return {"sampler_id": id, "base_model": found.base, **path}
@@ -133,7 +133,7 @@ def _stops(
 
 
 def _seeds(body: requests.Sample) -> tuple[int, ...]:
-    """Distinct ones: from the client's seed, or by chance where it gives none."""
+    """Distinct seeds: from the client's seed, or random if it gives none."""
     seed = body.sampling_params.seed
     chosen = secrets.randbits(64) if seed is None else seed
     return tuple(derive("verbs", chosen, index) for index in range(body.num_samples))

@@ -1,4 +1,4 @@
-"""What the verbs mean, put together; `routes.py` has the HTTP.
+"""The verbs' service, put together; `routes.py` has the HTTP.
 
     sessions.py     sessions, models and samplers: what there is
     training.py   the calls of a model, one after another in the client's order
@@ -61,7 +61,7 @@ class VerbService:
         journal: Journal | None = None,
         keep_every: int = KEEP_EVERY,
     ) -> None:
-        """`keep_every`: updates of a model after which its state is kept, where there is a journal."""
+        """`keep_every`: updates of a model after which its state is kept, if there is a journal."""
         journal = journal or NoJournal()
         self._engine = engine
         self._journal = journal
@@ -109,7 +109,7 @@ class VerbService:
             self.futures.abandon(row.id, UsageError(f"It cannot be gone on with: {error}"))
 
     async def kept(self, id: str) -> None:
-        """Return when a call is written down, so that its client may be told of it. NotKept where that takes too long."""
+        """Return when a call is written down, so that its client may be told of it. NotKept if that takes too long."""
         await self.futures.kept(id, KEPT_WITHIN)
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class VerbService:
         await self.futures.close()
 
     def told(self) -> ByVerbs:
-        """What the server's status says of it."""
+        """The verbs' part of the server's status."""
         made = [model.id for model in self.opened.models.values() if model.spec is not None]
         return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)
 
@@ -132,7 +132,7 @@ class VerbService:
         ]
 
     async def refused(self, body: bytes, error: UsageError) -> None:
-        """A JSON request was refused before it came to its model's line. Where it has a number there, the number is used up: the client
+        """A JSON request was refused before it came to its model's line. If it has a number there, the number is used up: the client
         goes on with the next one, which would wait for it for ever."""
         try:
             given: Any = await strict_json.parse_aside(body)

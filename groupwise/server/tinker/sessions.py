@@ -1,6 +1,6 @@
-"""What clients have opened: sessions, their models, and samplers, each by its id.
+"""Tracks clients' sessions, their models, and samplers, each by its id.
 
-A client opens a session and keeps it alive by a heartbeat; its models are let go of when it ends, or falls silent. Samplers stand for
+A client opens a session and keeps it alive by a heartbeat; its models are released when it ends, or falls silent. Samplers stand for
 weights that do not change: those of a name, those that a training client saved for this sampler alone, or a base model. All of it is in the
 journal before clients are told, and a new process knows it again (`restore`).
 """
@@ -24,7 +24,7 @@ from groupwise.server.tinker.paths import path_of
 EPHEMERAL = "_sampler-"
 """Begins the names of weights that were saved for one sampler; names that clients give begin with a letter or digit."""
 SESSION_SILENCE = 600.0
-"""Seconds without a heartbeat after which the models of a session may be let go of; clients send one every ten seconds."""
+"""Seconds without a heartbeat after which the models of a session may be released; clients send one every ten seconds."""
 SESSIONS_KEPT = 10_000
 
 
@@ -45,7 +45,7 @@ class Session:
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """One that a client trains."""
+    """A model that a client trains."""
 
     id: str
     line: CallQueue
@@ -55,7 +55,7 @@ class Model:
     updates: int = 0
     """Since its state was kept last."""
     sums: dict[str, float] = field(default_factory=dict[str, float])
-    """Of the forward passes with gradient since the update before."""
+    """Sums of the forward passes with gradient since the last update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Opened:
         self._session_keys: OrderedDict[str, str] = OrderedDict()
         self._samplers: dict[str, Sampler] = {}
         self.models: dict[str, Model] = {}
-        """Those that are there, or about to be made, by their ids."""
+        """Models that exist, or are about to be made, by their ids."""
 
     def restore(self, found: Everything) -> None:
         """Know what clients have opened before."""
@@ -124,7 +124,7 @@ class Opened:
         self.session(session)
 
     async def finish(self, session: str) -> None:
-        """The client is done; its models are let go of. Repeating it is harmless."""
+        """The client is done; release its models. Repeating it is harmless."""
         found = self._sessions.pop(session, None)
         self._futures.callers.pop(session, None)
         for model in sorted(found.models) if found is not None else ():
@@ -135,7 +135,7 @@ class Opened:
             await self._journal.end_session(session)
 
     async def end_silent_sessions(self) -> None:
-        """Let go of the models of clients that have gone without a word."""
+        """Release the models of clients that have gone without a word."""
         silent = self._clock() - SESSION_SILENCE
         for session in [each.id for each in self._sessions.values() if each.seen < silent]:
             await self.finish(session)
@@ -171,7 +171,7 @@ class Opened:
         ]
 
     def session(self, id: str) -> Session:
-        """One that has just shown that it is there. NotThere where it is none."""
+        """Note that a session is alive, and return it. Raises NotThere if there is none."""
         if id not in self._sessions:
             raise NotThere(
                 f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
@@ -188,7 +188,7 @@ class Opened:
     # --- models ----------------------------------------------------------------------------------
 
     def new_model(self, session: str, number: int) -> Model:
-        """One that is about to be made; the same one for the same number."""
+        """Register a model that is about to be made; the same one for the same number."""
         owner = self.session(session)
         id = f"{session}:train:{number}"
         if id not in self.models:
@@ -197,7 +197,7 @@ class Opened:
         return self.models[id]
 
     def model(self, id: str) -> Model:
-        """Of a session that is there. NotThere where it is none."""
+        """The model of an open session. Raises NotThere if there is none."""
         self.session(session_of(id))
         if id not in self.models:
             raise NotThere(f"There is no model {id!r} in its session.")
@@ -213,7 +213,7 @@ class Opened:
     # --- samplers --------------------------------------------------------------------------------
 
     def add_sampler(self, sampler: Sampler) -> None:
-        """A new one; the same again is harmless. UsageError where its id has other weights."""
+        """A new one; the same again is harmless. UsageError if its id has other weights."""
         if self._samplers.setdefault(sampler.id, sampler) != sampler:
             raise UsageError(f"The sampler {sampler.id} exists already, with other weights.")
 
@@ -229,7 +229,7 @@ class Opened:
                 owner.ephemeral.append(weights)
 
     def sampler(self, id: str) -> Sampler:
-        """NotThere where it is none."""
+        """Raise NotThere if it is none."""
         if id not in self._samplers:
             raise NotThere(
                 f"There is no sampler {id!r}: its session has ended, or the server was restarted. Make a new sampling client."

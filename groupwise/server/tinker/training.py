@@ -1,4 +1,4 @@
-"""What each call of a model that a client trains does: the work, under the number that it has in the client's order.
+"""Does the work of each call of a client's model, under the call's number in the client's order.
 
 A model is made by the request 0 of its line (`futures.py`), from nothing or from a state that was saved; everything else about it follows
 in the client's order. Weights that it saves for one sampler alone are kept for the last few of its samplers.
@@ -25,18 +25,18 @@ from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotThere, Opened,
 from groupwise.tasks.rollouts.seeds import derive
 
 EPHEMERAL_KEPT = 8
-"""Of a model: a loop whose samplers lag behind its training by a few steps finds theirs."""
+"""Number kept for each model: enough for a loop whose samplers lag a few steps behind its training."""
 FORWARD_BACKWARD = "forward_backward"
 """A kind of calls beside the classes of `requests`."""
 
 
 class TrainingCalls:
-    """Those of all models."""
+    """Training calls of all models."""
 
     def __init__(
         self, opened: Opened, engine: VerbEngine, journal: Journal, keep_every: int
     ) -> None:
-        """`keep_every`: updates of a model after which its state is kept, where the journal is durable."""
+        """`keep_every`: updates of a model after which its state is kept, if the journal is durable."""
         self._opened = opened
         self._engine = engine
         self._journal = journal
@@ -89,7 +89,7 @@ class TrainingCalls:
         model.spec = spec
 
     async def info(self, model: str) -> dict[str, Any]:
-        """What the client wants to know of a model that has been made."""
+        """Describe a model that has been made, for the client."""
         found = self._opened.model(model)
         if found.spec is None:
             raise NotThere(f"The model {model} has not been made yet.")
@@ -110,7 +110,7 @@ class TrainingCalls:
     # --- training it -----------------------------------------------------------------------------
 
     def forward_backward(self, request: translate.ForwardRequest) -> tuple[str, str]:
-        """With or without gradient. What is asked wrongly is refused at once, but has used its sequence number."""
+        """Run a pass with or without gradient. A malformed request is refused at once, but has used its sequence number."""
         model = self._opened.model(request.model)
         asked = request.asked
         if isinstance(asked, UsageError):
@@ -201,7 +201,7 @@ class TrainingCalls:
         return replace(answer, note=Note(kept=call))
 
     async def weights_info(self, path: str) -> dict[str, Any]:
-        """What kind of model saved these weights."""
+        """Describe the model that saved these weights."""
         spec = await self._engine.saved(stored_at(path))
         return {
             "base_model": spec.base,
@@ -255,7 +255,7 @@ class TrainingCalls:
 
 
 def optimiser_of(body: requests.OptimStep) -> OptimiserParams:
-    """What an update is to do."""
+    """Convert a request to the optimiser's parameters."""
     adam = body.adam_params
     return OptimiserParams(
         learning_rate=adam.learning_rate,

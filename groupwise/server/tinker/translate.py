@@ -25,7 +25,7 @@ from groupwise.server.tinker.messages import messages
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 MOST_FIELDS = 200_000
-"""Of the messages in a body together: as many as some thousand datums have."""
+"""Limit on the fields in one body's messages: as many as some thousand datums have."""
 CLIP_SETTINGS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high"}
 
 
@@ -70,7 +70,7 @@ class ForwardRequest:
 
 
 def read(body: bytes) -> ForwardRequest:
-    """See `ForwardRequest`. UsageError where the body is no such message, so that it has no number."""
+    """See `ForwardRequest`. UsageError if the body is no such message, so that it has no number."""
     message = parsed(body)
     try:
         asked = forward_of(message)
@@ -86,7 +86,7 @@ async def read_aside(body: bytes) -> ForwardRequest:
 
 
 def parsed(body: bytes) -> Any:
-    """The message `ForwardBackwardRequest`; UsageError where the body is none, or has more than MOST_FIELDS."""
+    """The message `ForwardBackwardRequest`; UsageError if the body is none, or has more than MOST_FIELDS."""
     from google.protobuf.message import DecodeError
 
     found = messages().ForwardBackwardRequest()
@@ -101,7 +101,7 @@ def parsed(body: bytes) -> Any:
 
 
 def _check_number(body: bytes, descriptor: Any) -> None:
-    """UsageError for more than MOST_FIELDS, before any of them is made; IndexError where the body ends too early."""
+    """UsageError for more than MOST_FIELDS, before any of them is made; IndexError if the body ends too early."""
     left = [(0, len(body), descriptor)]
     number = 0
     while left:
@@ -191,7 +191,7 @@ def outputs(computed: Computed) -> bytes:
 
 
 def metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """As the client names them: how values of several requests combine stands after the colon."""
+    """Rename sums for the client: the suffix after the colon says how values of several requests combine."""
     loss = math.fsum(value for name, value in sums.items() if name.startswith("loss/"))
     others = {f"{name}:sum": value for name, value in sums.items() if not name.startswith("loss/")}
     return {"loss:sum": loss, **others}
