@@ -45,7 +45,7 @@ TIME_SECONDS = 7200.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be in an environment. Not slotted: its hashes are worked out once."""
+    """The planned contents of an environment. Not slotted: its hashes are worked out once."""
 
     packed: Packed
     """groupwise itself."""
@@ -160,7 +160,7 @@ def least_python() -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PrepareOptions:
-    """What somebody typed."""
+    """Options as typed by the user."""
 
     extras: Sequence[str] = ()
     also: Sequence[str] = ()
